@@ -1,0 +1,56 @@
+"""`Anatomy`: what a module is made of. Reads, changes nothing; works on meta tensors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Modules that run one after the other: the children of an `nn.ModuleList` or `nn.Sequential`."""
+
+    name: str
+    """Dotted name of the container ("" for the module itself)."""
+    blocks: tuple[str, ...]
+    """Dotted names of its children, in order."""
+    parameters: int
+    """Elements in all of them, each tied parameter counted once."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a module is made of."""
+
+    chains: tuple[Chain, ...]
+    """Outermost containers of blocks that hold parameters, the one with most parameters first."""
+    tied: tuple[tuple[str, ...], ...]
+    """Groups of parameter names that are one and the same tensor."""
+    parameters: int
+    """Elements of all parameters, tied ones counted once."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Anatomy":
+        chains = sorted(_chains(module, ""), key=lambda chain: -chain.parameters)
+        return cls(chains=tuple(chains), tied=tied_parameters(module), parameters=_count(module))
+
+
+def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names that share one parameter, in the order of `named_parameters`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def _chains(module: nn.Module, prefix: str) -> Iterator[Chain]:
+    if isinstance(module, nn.ModuleList | nn.Sequential) and _count(module):
+        blocks = tuple(f"{prefix}.{name}" if prefix else name for name, _ in module.named_children())
+        yield Chain(name=prefix, blocks=blocks, parameters=_count(module))
+        return
+    for name, child in module.named_children():
+        yield from _chains(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

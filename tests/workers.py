@@ -1,0 +1,177 @@
+"""A pool of worker processes that is started once and reused by every multi-process test.
+
+`run(function, *args, world=2)` runs a module-level function on `world` ranks and returns what each returned. The
+environment of a rank is that of a torchrun job, so a `Trainer` inside finds it; a bare process group is started with
+`group=True`. A job that does not end in time is killed, and the error shows where each rank stood.
+"""
+
+import atexit
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "lightning.pytorch",
+]
+GRACE = 5.0
+"""Seconds that the other ranks get once one has failed."""
+
+
+class WorkerError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class WorkerHang(AssertionError):
+    """A rank did not end in time; the message shows where each one stood."""
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.workers: list[tuple[Any, Connection, Path]] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="workers_"))
+
+    def grow(self, world: int) -> None:
+        while len(self.workers) < world:
+            ours, theirs = self.context.Pipe()
+            stack = self.folder / f"stack{len(self.workers)}_{time.monotonic_ns()}"
+            process = self.context.Process(target=_serve, args=(theirs, str(stack), sys.path), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours, stack))
+
+    def kill(self) -> None:
+        for process, pipe, _ in self.workers:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            pipe.close()
+        self.workers = []
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], world: int, timeout: float, group: bool
+    ) -> list[Any]:
+        self.grow(world)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = (function.__module__, function.__qualname__, pickle.dumps(args), port, group, timeout)
+        for rank in range(world):
+            self.workers[rank][1].send((*job, rank, world))
+        results: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < world:
+            pending = {self.workers[rank][1]: rank for rank in range(world) if rank not in results}
+            for pipe in wait(list(pending), timeout=max(0.0, deadline - time.monotonic())):
+                rank = pending[pipe]  # type: ignore[index]
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    results[rank] = ("died", f"rank {rank} died with exit code {self.workers[rank][0].exitcode}")
+                if results[rank][0] != "ok":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline:
+                break
+        failed = {rank: text for rank, (kind, text) in results.items() if kind != "ok"}
+        stuck = [rank for rank in range(world) if rank not in results]
+        if stuck:
+            stacks = "\n".join(f"--- rank {rank} stands at\n{self._stack(rank)}" for rank in stuck)
+            self.kill()
+            failures = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
+            raise (WorkerError if failed else WorkerHang)(
+                f"{function.__qualname__}: {failures}\nnot ended: {stuck}\n{stacks}"
+            )
+        if failed:
+            if any(kind == "died" for kind, _ in results.values()):
+                self.kill()
+            raise WorkerError("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failed.items())))
+        return [results[rank][1] for rank in range(world)]
+
+    def _stack(self, rank: int) -> str:
+        process, _, stack = self.workers[rank]
+        if not process.is_alive():
+            return "(dead)"
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return stack.read_text()[-3000:] if stack.exists() else "(no stack)"
+
+
+def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
+    sys.path[:] = path
+    file = open(stack, "w")  # noqa: SIM115 (open for the life of the process: the signal handler writes to it)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            module, name, args, port, group, timeout, rank, world = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests",
+        )  # fmt: skip
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")
+                pipe.send(("ok", _call(module, name, args, group, timeout, rank, world)))
+        except BaseException:
+            pipe.send(("raised", traceback.format_exc()))
+
+
+def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank: int, world: int) -> Any:
+    import random
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        if group:
+            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+        return function(*pickle.loads(args))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_pool = Pool()
+atexit.register(_pool.kill)
+
+
+def run(function: Callable[..., Any], *args: Any, world: int, timeout: float = 60.0, group: bool = False) -> list[Any]:
+    """What `function(*args)` returned on each of `world` ranks.
+
+    Args:
+        function: a module-level function; the workers import it by name.
+        args: picklable.
+        world: number of ranks.
+        timeout: seconds before the job is killed and the test fails, naming where each rank stood.
+        group: start a gloo process group first (a `Trainer` starts its own).
+    """
+    return _pool.run(function, args, world, timeout, group)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
 from lightning_3d.comm.engine import Engine, Handle
@@ -42,7 +43,7 @@ class FullySharded:
             mesh FSDP2 reduces over the second axis itself, with the library's all-reduce, and waits for it.
 
     Backward ends with all gradients in place. Outside of a backward (`post_backward` called by a pipeline) each
-    reduce-scatter is waited for, unless `deferred = True`, and then `finish()` must be called before gradients are read.
+    reduce-scatter is waited for, unless `deferred = True`: then call `finish()` before gradients are read.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class FullySharded:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
         self.deferred = False
         self.modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._order: list[FSDPModule] = []
+        self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
         self._aside: dict[nn.Parameter, list[Tensor]] = {}
         self._queued = False
+        self._later = False
         self._hooks = []
         for module in self.modules:
             module.set_custom_all_gather(_AllGather(self, module))
@@ -88,18 +90,20 @@ class FullySharded:
             for parameter, earlier in aside.items():
                 parameter.grad = _sum([*earlier, parameter.grad])
 
-    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: FSDPModule) -> Handle:
+    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: nn.Module) -> Handle:
         """Start an all-gather."""
-        if self._order is not None and module not in self._order:
+        if module not in self._order:
             self._order.append(module)
         collectives = self._over(group)
         return self.engine.submit(lambda: collectives.all_gather(output, input))
 
     def scatter(self, output: Tensor, input: Tensor, module: FSDPModule, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        later = later and self._can_wait()
+        later = self._later = later and self._can_wait()
         if later:
             self._put_aside(module)
+        else:
+            self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
         handle = self.engine.submit(lambda: self.collectives.reduce_scatter(output, input, average=average))
         self._end(handle, later)
 
@@ -108,8 +112,7 @@ class FullySharded:
         assert self.replicate is not None
         replicate = self.replicate
         handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True))
-        # The reduce-scatter before it ran just now: if that one could not wait, neither can this one.
-        self._end(handle, bool(self._pending))
+        self._end(handle, self._later)
 
     def _end(self, handle: Handle, later: bool) -> None:
         if not later:
@@ -138,6 +141,7 @@ class FullySharded:
             return
         following = self._order[self._order.index(module) + 1 :]
         for later in following[:1] if _frees_parameters(module) else following:
+            assert isinstance(later, FSDPModule)
             later.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup) -> Collectives:
@@ -229,5 +233,7 @@ def _sum(gradients: list[Tensor | None]) -> Tensor:
     """All of `gradients` added to the first one."""
     total, *others = [gradient for gradient in gradients if gradient is not None]
     for other in others:
-        total.to_local().add_(other.to_local())  # type: ignore[attr-defined] (gradients of shards are DTensors)
+        assert isinstance(total, DTensor)
+        assert isinstance(other, DTensor)
+        total.to_local().add_(other.to_local())
     return total

@@ -28,7 +28,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def ring_reduce_scatter(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    average: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
     """Sum `input` over the ranks of `group` and write this rank's part to `output`. Returns the bytes sent.
 
@@ -91,9 +96,7 @@ def _reduce_and_gather(flat: Tensor, group: dist.ProcessGroup, average: bool, se
     return _turn(flat, own, range(2 * size - 2), group, average, segment_bytes)
 
 
-def _turn(
-    flat: Tensor, own: Tensor, hops: range, group: dist.ProcessGroup, average: bool, segment_bytes: int
-) -> int:
+def _turn(flat: Tensor, own: Tensor, hops: range, group: dist.ProcessGroup, average: bool, segment_bytes: int) -> int:
     """Go through `hops` of the ring (see the top of this file) with `flat` as N chunks; `own` gets the sum."""
     size, rank = group.size(), group.rank()
     part = flat.numel() // size
@@ -140,15 +143,15 @@ class _Wire:
     def __init__(self, group: dist.ProcessGroup, *, batched: bool) -> None:
         size, rank = group.size(), group.rank()
         self.group, self.right, self.left, self.batched = group, (rank + 1) % size, (rank - 1) % size, batched
-        self.arriving: deque[tuple[Tensor, Sequence[dist.Work]]] = deque()
-        self.leaving: list[dist.Work] = []
+        self.arriving: deque[tuple[Tensor, Sequence[dist.Work | None]]] = deque()
+        self.leaving: list[dist.Work | None] = []
 
     def post(self, receive: Tensor | None, send: Tensor | None) -> None:
         """Start receiving into one tensor and sending another."""
         if self.batched:  # one launch for both, or on NCCL each would wait for the neighbour's other half
             ops = [] if receive is None else [dist.P2POp(dist.irecv, receive, group=self.group, group_peer=self.left)]
             ops += [] if send is None else [dist.P2POp(dist.isend, send, group=self.group, group_peer=self.right)]
-            works: Sequence[dist.Work] = dist.batch_isend_irecv(ops) if ops else ()
+            works: Sequence[dist.Work | None] = dist.batch_isend_irecv(ops) if ops else ()
             if receive is not None:
                 self.arriving.append((receive, works))
             return
@@ -169,10 +172,11 @@ class _Wire:
         _wait(self.leaving)
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def _wait(works: Sequence[dist.Work | None]) -> None:
     try:
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
     except RuntimeError as error:
         raise PeerError(
             f"a neighbour in the ring did not answer: it died, failed, or is slower than the timeout ({error})."

@@ -1,0 +1,71 @@
+"""Gradients that travel together."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.comm.collectives import Collectives
+
+ALONE_BYTES = 256 * 1024
+"""From this size on a gradient is reduced where it lies: packing would cost more than another collective."""
+
+
+class Bucket:
+    """Some parameters whose gradients are reduced in one collective.
+
+    A large gradient is a bucket of its own and is reduced in place. Small ones are packed into one buffer, reduced, and
+    copied back, so that gradients stay the tensors that autograd made.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.awaited: set[nn.Parameter] = set()
+        """Those whose gradient has not arrived yet in this backward."""
+
+    def reduce(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> None:
+        """Average `gradients` (one per parameter; None counts as zero) over the ranks, in place."""
+        if len(gradients) == 1 and gradients[0] is not None and gradients[0].is_contiguous():
+            collectives.all_reduce(gradients[0], average=True)
+            return
+        buffer, views = self._pack(gradients)
+        collectives.all_reduce(buffer, average=True)
+        for gradient, view in zip(gradients, views, strict=True):
+            if gradient is not None:
+                gradient.copy_(view)
+
+    def _pack(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+        locals_ = [local(parameter) for parameter in self.parameters]
+        buffer = torch.empty(sum(p.numel() for p in locals_), dtype=locals_[0].dtype, device=locals_[0].device)
+        pieces = buffer.split([p.numel() for p in locals_])
+        views = [piece.view(p.shape) for piece, p in zip(pieces, locals_, strict=True)]
+        for gradient, view in zip(gradients, views, strict=True):
+            view.zero_() if gradient is None else view.copy_(gradient)
+        return buffer, views
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
+    """Cut `parameters`, in the order their gradients are expected, into buckets of one dtype and device each."""
+    buckets: list[Bucket] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if _size(parameter) >= ALONE_BYTES:
+            buckets.append(Bucket([parameter]))
+            continue
+        kind = (parameter.dtype, parameter.device)
+        gathered = open_.setdefault(kind, [])
+        gathered.append(parameter)
+        if sum(map(_size, gathered)) >= bucket_bytes:
+            buckets.append(Bucket(open_.pop(kind)))
+    return buckets + [Bucket(gathered) for gathered in open_.values()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor-parallel tensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _size(parameter: nn.Parameter) -> int:
+    part = local(parameter)
+    return part.numel() * part.element_size()

@@ -1,0 +1,81 @@
+"""The three collectives of the data axis behind one small interface, each call counted in the ledger."""
+
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+
+# torch 2.13 renamed these two and warns at the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collectives(ABC):
+    """Reduce-scatter, all-gather and all-reduce over `group`.
+
+    Args:
+        group: a process group that nothing else uses meanwhile (`dist.new_group`).
+        ledger: where calls and bytes are counted.
+        axis: the name they are counted under.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
+        self.group, self.ledger, self.axis = group, ledger, axis
+        self.size, self.rank = group.size(), group.rank()
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+        """This rank's part of the sum of `input`, whose contents are lost."""
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Every rank's `input` in rank order; `input` may be this rank's part of `output`."""
+
+    @abstractmethod
+    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+        """The sum of `buffer`, in place."""
+
+    def count(self, collective: str, sent: int) -> None:
+        self.ledger.add(self.axis, collective, sent)
+
+
+class Ring(Collectives):
+    """Our ring (see `comm/ring.py`)."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+        self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        self.count("all_gather", ring_all_gather(output, input, self.group))
+
+    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+        self.count("all_reduce", ring_all_reduce(buffer, self.group, average=average))
+
+
+class Native(Collectives):
+    """The library's own collectives (NCCL's ring, gloo's). Bytes are counted as a ring would send them."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+        _reduce_scatter(output, input, group=self.group)
+        self._divide(output, average)
+        self.count("reduce_scatter", (self.size - 1) * _bytes(output))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        _all_gather(output, input, group=self.group)
+        self.count("all_gather", (self.size - 1) * _bytes(input))
+
+    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+        dist.all_reduce(buffer, group=self.group)
+        self._divide(buffer, average)
+        self.count("all_reduce", 2 * (self.size - 1) * _bytes(buffer) // self.size)
+
+    def _divide(self, tensor: Tensor, average: bool) -> None:
+        if average and self.size > 1:
+            tensor.div_(self.size)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,31 @@
+"""What ranks tell each other beside the data: a few integers, at once, out of the engine's order."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TAG = 1
+"""The ring's messages have tag 0, so the two never mix, even on one group and from two threads."""
+
+
+def exchange(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `message` (a CPU tensor of one shape on all ranks), one row per rank.
+
+    Point to point, so it can run while the engine runs collectives on the same group. The group needs a CPU backend
+    (start the job's process group with "cpu:gloo,cuda:nccl").
+    """
+    size, rank = group.size(), group.rank()
+    table = message.new_empty((size, *message.shape))
+    table[rank] = message
+    peers = [peer % size for peer in range(rank + 1, rank + size)]
+    works = [dist.irecv(table[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
+    works += [dist.isend(message, group=group, group_dst=peer, tag=_TAG) for peer in peers]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return table
+
+
+def same_everywhere(value: int, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks passed the same `value`."""
+    return bool((exchange(torch.tensor([value]), group) == value).all())

@@ -1,0 +1,109 @@
+"""One background thread that runs collectives in the order they were submitted."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+from lightning_3d.errors import PeerError
+
+Job = Callable[[], object]
+
+
+class Handle:
+    """A submitted job: wait for it before reading what it writes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Return once the job has run; raise what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def run(self) -> None:
+        """Run the job here (the engine calls this)."""
+        job, self._job = self._job, None  # dropped once run: it holds the buffers
+        assert job is not None
+        try:
+            job()
+        except BaseException as error:  # surfaces at wait()
+            self.fail(error)
+        else:
+            self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._job, self._error = None, error
+        self._done.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+class Engine:
+    """Runs jobs one after the other in a background thread.
+
+    Every rank must submit the same collectives in the same order, on process groups that nothing else uses
+    meanwhile. A job that fails fails every later one: after a broken collective the ranks no longer agree on what
+    comes next. A job cannot wait longer than its process group's timeout, so neither can `Handle.wait`.
+
+    Args:
+        threaded: False runs each job at once in the caller, for backends that are asynchronous themselves (NCCL).
+    """
+
+    def __init__(self, *, threaded: bool = True) -> None:
+        self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._loop, name="lightning_3d.comm", daemon=True)
+            self._thread.start()
+
+    @property
+    def threaded(self) -> bool:
+        return self._thread is not None
+
+    def submit(self, job: Job) -> Handle:
+        """Queue `job`; it runs after all that were submitted before it."""
+        if self._closed:
+            raise PeerError("a collective was submitted after the communication engine was closed (teardown).")
+        handle = Handle(job)
+        if self.threaded:
+            self._queue.put(handle)
+        else:
+            self._run(handle)
+        return handle
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Finish what is queued and stop. After an error the queue is dropped. Waits `timeout` seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout)
+
+    def _loop(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            self._run(handle)
+            del handle  # or the last job's buffers live until the next one comes
+
+    def _run(self, handle: Handle) -> None:
+        if self._broken is not None:
+            handle.fail(_after(self._broken))
+            return
+        handle.run()
+        self._broken = handle.error
+
+
+def _after(error: BaseException) -> PeerError:
+    failure = PeerError(f"an earlier collective failed, so this one was not run: {error}")
+    failure.__cause__ = error
+    return failure

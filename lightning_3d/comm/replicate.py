@@ -1,0 +1,172 @@
+"""Gradients of replicated parameters, averaged over the data axis in the background of backward."""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.comm.buckets import Bucket, local, make_buckets
+from lightning_3d.comm.collectives import Collectives
+from lightning_3d.comm.control import exchange
+from lightning_3d.comm.engine import Engine, Handle
+from lightning_3d.errors import DivergenceError, UnsupportedError
+
+
+class Replicas:
+    """Keeps replicas equal: after `finish()` every gradient is the mean over the ranks.
+
+    A bucket is reduced as soon as its gradients are there and all buckets before it have been started, so every rank
+    starts the same collectives in the same order, whatever its backward did. What is left is settled in `finish()`,
+    where the ranks first tell each other how far they got and which parameters they used: a parameter that no rank
+    used keeps `grad=None`, one that some used gets the mean on all, the others counting as zero.
+
+    Args:
+        parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
+        collectives: over the ranks of the data axis, on a group that nothing else uses.
+        engine: runs them in the background.
+        bucket_mb: small gradients travel together in buckets of about this size.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], collectives: Collectives, engine: Engine, *, bucket_mb: float = 4.0
+    ) -> None:
+        self.collectives, self.engine, self.bucket_bytes = collectives, engine, int(bucket_mb * 2**20)
+        self.parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
+        self._plans: dict[bytes, list[Bucket]] = {}
+        """Buckets for each set of trainable parameters that has occurred, in arrival order once that is known."""
+        self._learned: set[bytes] = set()
+        self._held = False
+        self._touched: dict[nn.Parameter, None] = {}
+        """Parameters whose gradient changed since the last sync, in the order in which they did."""
+        self._current: list[Bucket] | None = None
+        self._home: dict[nn.Parameter, Bucket] = {}
+        self._handles: list[Handle] = []
+        self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
+
+    def hold(self, held: bool) -> None:
+        """While held, gradients only accumulate on this rank and `finish()` does nothing."""
+        self._held = held
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """`hold` as a context."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def finish(self) -> None:
+        """End of a backward: average what it produced. Every rank calls it, also one whose backward used nothing."""
+        if not self._held:
+            self.reduce()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average what has accumulated since the last sync, held or not, and wait. Every rank must call it."""
+        if self.collectives.size > 1:
+            self._settle()
+        self._touched.clear()
+        self._current, self._handles = None, []
+
+    def detach(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """A gradient was accumulated (autograd calls this in backward)."""
+        self._touched[parameter] = None
+        if self._held or self.collectives.size == 1:
+            return
+        if self._current is None:
+            self._begin()
+        assert self._current is not None
+        bucket = self._home[parameter]
+        if not bucket.awaited:
+            raise UnsupportedError(
+                "a gradient was accumulated again in the same backward, after it had been sent to the other ranks."
+                " Reentrant activation checkpointing does this: use checkpoint(..., use_reentrant=False)."
+            )
+        bucket.awaited.discard(parameter)
+        while len(self._handles) < len(self._current) and not self._current[len(self._handles)].awaited:
+            self._start(self._current[len(self._handles)])
+
+    def _begin(self) -> None:
+        """Take the buckets of the parameters that are trainable now."""
+        key = bytes(parameter.requires_grad for parameter in self.parameters)
+        if key not in self._plans:
+            trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
+            self._plans[key] = make_buckets(trainable[::-1], self.bucket_bytes)
+        self._key, self._current, self._handles = key, self._plans[key], []
+        for bucket in self._current:
+            bucket.awaited = set(bucket.parameters)
+        self._home = {parameter: bucket for bucket in self._current for parameter in bucket.parameters}
+
+    def _start(self, bucket: Bucket) -> None:
+        gradients = [_gradient(parameter) for parameter in bucket.parameters]
+        self._handles.append(self.engine.submit(lambda: bucket.reduce(gradients, self.collectives)))
+
+    def _settle(self) -> None:
+        """Start what is left, the same on every rank, and wait for all."""
+        if self._current is None:
+            self._begin()
+        assert self._current is not None
+        furthest, arrivals = self._agree()
+        used = {p for p, column in zip(self.parameters, arrivals.T, strict=True) if column.any()}
+        for index in range(len(self._handles), len(self._current)):
+            needed = used.intersection(self._current[index].parameters)
+            for parameter in needed:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            if needed or index < furthest:
+                self._start(self._current[index])
+        for handle in self._handles:
+            handle.wait()
+        if self._key not in self._learned and arrivals[0].any():
+            self._learn(arrivals[0])
+
+    def _agree(self) -> tuple[int, Tensor]:
+        """How many buckets the furthest rank has started, and when each gradient arrived on each rank (0: never)."""
+        place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
+        arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
+        message = torch.tensor([zlib.crc32(self._key), len(self._handles), *arrivals])
+        table = exchange(message, self.collectives.group)
+        if (table[:, 0] != table[0, 0]).any():
+            raise DivergenceError(
+                f"rank {self.collectives.rank} of the data axis trains {sum(self._key)} of {len(self._key)} replicated"
+                " parameters and another rank trains others. Freeze and unfreeze the same parameters on every rank."
+            )
+        return int(table[:, 1].max()), table[:, 2:]
+
+    def _learn(self, arrivals: Tensor) -> None:
+        """Cut the buckets anew, in the order in which gradients arrived on the first rank."""
+        after = arrivals.numel() + 1
+        order = [(place or after, -index) for index, place in enumerate(arrivals.tolist())]
+        trainable = [-index for _, index in sorted(order) if self._key[-index]]
+        self._plans[self._key] = make_buckets([self.parameters[index] for index in trainable], self.bucket_bytes)
+        self._learned.add(self._key)
+
+
+def _hook(parameter: nn.Parameter, arrived: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Call `arrived` after each accumulation, also for a parameter that is frozen now and trained later."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)  # torch refuses the hook otherwise; it outlives freezing
+    handle = parameter.register_post_accumulate_grad_hook(arrived)
+    parameter.requires_grad_(not frozen)
+    return handle
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The dense local gradient, to be reduced in place."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        parameter.grad = gradient = gradient.to_dense()
+    return local(gradient).detach()

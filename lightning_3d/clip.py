@@ -9,27 +9,28 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
-from lightning_3d.mesh import REPLICATE_AXIS, SHARD_AXIS
+from lightning_3d.mesh import SHARD_AXIS
 from lightning_3d.state import local
 
 Counted = Callable[[nn.Parameter], bool]
 
 
-def counted_here(parameter: Tensor, coordinate: Coordinate) -> bool:
+def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> bool:
     """Whether this rank is the one that counts its part of `parameter`.
 
     Along an axis that splits the parameter every rank counts its own part; along one that replicates it only the first.
+
+    Args:
+        parameter: plain, or a DTensor that names the axes it is split over.
+        coordinate: of this rank.
+        shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
     """
     split: set[str] = set()
-    replica = 0
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        names = mesh.mesh_dim_names or ()
+        names = parameter.device_mesh.mesh_dim_names or ()
         split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
-        if REPLICATE_AXIS in names:
-            replica = mesh.get_local_rank(REPLICATE_AXIS)
-    by_data = bool({DATA_AXIS, SHARD_AXIS} & split)
-    return (by_data or coordinate.data == 0) and replica == 0 and (TENSOR_AXIS in split or coordinate.tensor == 0)
+    first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
+    return coordinate.data < first and (TENSOR_AXIS in split or coordinate.tensor == 0)
 
 
 @torch.no_grad()

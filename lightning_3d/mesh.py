@@ -28,6 +28,6 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of `mesh` that ZeRO shards over: 1-D, or replicate x shard with hybrid shard."""
+    """The 1-D part of `mesh` that ZeRO shards over."""
     names = mesh.mesh_dim_names or ()
-    return mesh[REPLICATE_AXIS, SHARD_AXIS] if SHARD_AXIS in names else mesh[DATA_AXIS]
+    return mesh[SHARD_AXIS] if SHARD_AXIS in names else mesh[DATA_AXIS]

@@ -1,6 +1,6 @@
 """Precision plugins that know about every axis: clipping over sharded, split and replicated parameters at once.
 
-`Trainer(precision="...")` gives the strategy one of Lightning's own plugins; `convert` returns ours with the same meaning.
+`Trainer(precision="...")` gives the strategy one of Lightning's own plugins; `convert` returns ours that does the same.
 """
 
 from collections.abc import Callable

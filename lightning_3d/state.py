@@ -65,7 +65,7 @@ def swap_parameters(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
-        for old in [parameter for parameter in optimizer.state if parameter in swaps]:
+        for old in [parameter for parameter in swaps if parameter in optimizer.state]:
             state = optimizer.state.pop(old)
             optimizer.state[swaps[old]] = {key: _convert(old, value, convert) for key, value in state.items()}
 

@@ -36,6 +36,7 @@ from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checks import check_module, check_same_layout
 from lightning_3d.clip import clip_grad_norm, counted_here
+from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.communication import Communication
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import LayoutError
@@ -72,8 +73,8 @@ class Strategy3D(ParallelStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         zero_stage: ZeroStage = 1,
         zero_shard_size: int | None = None,
-        grad_sync: Literal["auto", "ring", "native", "hierarchical"] = "auto",
-        grad_compression: Literal["bf16", "fp16", "int8", "powersgd"] | None = None,
+        grad_sync: GradSync | Literal["auto"] = "auto",
+        grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
@@ -92,7 +93,8 @@ class Strategy3D(ParallelStrategy):
         )
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
-        self._grad_sync, self._grad_compression = grad_sync, grad_compression
+        self._grad_sync: GradSync | Literal["auto"] = grad_sync
+        self._grad_compression = grad_compression
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._start_method: StartMethod = start_method
         self._process_group_backend = process_group_backend
@@ -200,9 +202,24 @@ class Strategy3D(ParallelStrategy):
         )
         layout = check_same_layout(self._layout_or_error(), self.world_size)
         self._mesh = build_mesh(layout, self.root_device.type)
-        self._communication = Communication(self._mesh, self._grad_sync, self._grad_compression)
+        self._communication = Communication(
+            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
+        )
         self._failed = False
         self._module._device_mesh = self._mesh
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the backend overlaps communication by itself (CUDA), so that it needs no thread of ours."""
+        return self.root_device.type != "cpu"
+
+    def _comm_config(self) -> CommConfig:
+        auto: GradSync = "native" if self._streams else "ring"
+        return CommConfig(
+            grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
+            grad_compression=self._grad_compression,
+            ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
+        )
 
     def _layout_or_error(self) -> Layout | LayoutError:
         try:
@@ -306,7 +323,7 @@ class Strategy3D(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._data.after_step()
+        self._data.rest()
         if self._in_step:  # manual optimization: the user's step goes on with the new parameters
             self._data.begin()
         return output
@@ -320,8 +337,18 @@ class Strategy3D(ParallelStrategy):
             self._data.hold(False)
 
     def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        coordinate = self.coordinate
-        return clip_grad_norm(parameters, max_norm, lambda parameter: counted_here(parameter, coordinate))
+        coordinate, layout = self.coordinate, self.layout
+        shard = layout.zero_shard_size or layout.data_parallel_size
+        return clip_grad_norm(parameters, max_norm, lambda parameter: counted_here(parameter, coordinate, shard))
+
+    def on_validation_end(self) -> None:
+        self._data.rest()
+
+    def on_test_end(self) -> None:
+        self._data.rest()
+
+    def on_predict_end(self) -> None:
+        self._data.rest()
 
     def on_validation_start(self) -> None:
         self._share_buffers()

@@ -90,8 +90,9 @@ class FullySharded:
             for parameter, earlier in aside.items():
                 parameter.grad = _sum([*earlier, parameter.grad])
 
-    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: nn.Module) -> Handle:
+    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: FSDPModule) -> Handle:
         """Start an all-gather."""
+        assert isinstance(module, nn.Module)
         if module not in self._order:
             self._order.append(module)
         collectives = self._over(group)

@@ -31,10 +31,10 @@ class ReplicatedData:
     def hold(self, held: bool) -> None:
         self.replicas.hold(held)
 
-    def after_step(self) -> None: ...
+    def rest(self) -> None: ...
 
     def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        self.replicas.remove()
+        self.replicas.detach()
         return {}
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:

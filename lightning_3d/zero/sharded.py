@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.anatomy import Anatomy
-from lightning_3d.comm import Replicas
+from lightning_3d.comm import FullySharded, Replicas
 from lightning_3d.zero import fsdp_state
 from lightning_3d.zero.rows import all_rows, my_rows
 from lightning_3d.zero.units import shard_units, unshardable
@@ -26,7 +26,7 @@ class ShardedData:
         mesh: from `mesh.shard_mesh`.
         policy: what is cast to which dtype around compute and reduction.
         offload: keep parameters, gradients and optimizer states in host memory.
-        attach: puts our collectives under FSDP2's; returns a function that waits for those still under way.
+        attach: puts our collectives under FSDP2's.
         replicate: makes the engine for parameters that FSDP2 cannot shard.
     """
 
@@ -39,7 +39,7 @@ class ShardedData:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: bool,
-        attach: Callable[[nn.Module], Callable[[], None]],
+        attach: Callable[[nn.Module], FullySharded],
         replicate: Callable[[list[nn.Parameter]], Replicas],
     ) -> None:
         self.module, self.stage = module, stage
@@ -62,7 +62,7 @@ class ShardedData:
         self.originals = {now: originals[name] for name, now in module.named_parameters() if now in self.placed}
         for original in self.originals.values():
             original.data = original.data.new_empty(0)
-        self.finish = attach(module)
+        self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
         self.replicas = replicate(here) if here else None
         self.guards = [
@@ -105,13 +105,13 @@ class ShardedData:
             loss.register_hook(lambda grad: fsdp_state.start_backward(self.module, grad))
 
     def after_backward(self) -> None:
-        self.finish()
+        self.seam.finish()
         if self.replicas is not None:
             self.replicas.finish()
 
     def reduce(self) -> None:
         fsdp_state.reduce_now(self.module)
-        self.finish()
+        self.seam.finish()
         if self.replicas is not None:
             self.replicas.reduce()
 
@@ -127,7 +127,7 @@ class ShardedData:
         else:
             root.set_requires_all_reduce(not held)
 
-    def after_step(self) -> None:
+    def rest(self) -> None:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -150,11 +150,12 @@ class ShardedData:
         return param.to_sharded_dtensor(rows.contiguous().to(parameter.device))
 
     def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        self.after_step()
+        self.rest()
+        self.seam.detach()
         for guard in self.guards:
             guard.remove()
         if self.replicas is not None:
-            self.replicas.remove()
+            self.replicas.detach()
         swaps: dict[nn.Parameter, nn.Parameter] = {}
         for now, param in self.placed.items():
             whole = self.whole(now, now.detach())

@@ -26,11 +26,14 @@ class DataParallel(Protocol):
     def after_backward(self) -> None:
         """After `loss.backward()`: on return `.grad` holds the mean over the data axis, unless held."""
 
+    def reduce(self) -> None:
+        """Average what backwards have accumulated locally until now, outside of a backward (pipelines do this)."""
+
     def hold(self, held: bool) -> None:
         """Whether backwards only accumulate locally (all but the last batch of an accumulation window)."""
 
-    def after_step(self) -> None:
-        """After the optimizer changed the parameters."""
+    def rest(self) -> None:
+        """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
 
     def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Make the module plain and whole again; what was registered -> what is registered now. Collective."""
@@ -55,9 +58,11 @@ class NoData:
 
     def after_backward(self) -> None: ...
 
+    def reduce(self) -> None: ...
+
     def hold(self, held: bool) -> None: ...
 
-    def after_step(self) -> None: ...
+    def rest(self) -> None: ...
 
     def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {}

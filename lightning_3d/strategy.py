@@ -401,9 +401,11 @@ class Strategy3D(ParallelStrategy):
     # ---- save ----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._data.rest()
         return state.module_state(self._module, self._data.whole)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._data.rest()
         state.load_module_state(self._module, checkpoint["state_dict"], self._data.part, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -294,6 +294,9 @@ class Strategy3D(ParallelStrategy):
         with self._random.step():
             output = super().training_step(*args, **kwargs)
         self._in_step = False
+        if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
+            self._data.end()
+            self._data.rest()
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

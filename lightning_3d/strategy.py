@@ -381,6 +381,8 @@ class Strategy3D(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over every rank of the world, whatever axis it is on."""
+        if not dist.is_initialized():
+            return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == self.world_size if all else int(votes) > 0

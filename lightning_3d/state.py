@@ -1,4 +1,8 @@
-"""The state of the module and its optimizers in one piece, whatever the layout, and back."""
+"""The state of the module and its optimizers in one piece, whatever the layout, and back.
+
+While a module is sharded, `state_dict()` of it, of any of its parts and of its optimizers still gives whole tensors,
+and `load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,39 +11,48 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 """What a tensor shaped like the parameter becomes: whole, or this rank's part."""
+Meet = Callable[[str], None]
+"""Raises unless every rank asks for the same now: making a tensor whole takes all of them."""
 
 
-def module_state(module: nn.Module, whole: Convert) -> dict[str, Any]:
-    """`module.state_dict()` with whole tensors. Collective."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    return {
-        name: whole(parameters[name], value) if name in parameters else value
-        for name, value in module.state_dict().items()
-    }
+def whole_module_state(module: nn.Module, whole: Convert, part: Convert, meet: Meet) -> list[RemovableHandle]:
+    """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it."""
+    handles: list[RemovableHandle] = [
+        module.register_state_dict_pre_hook(lambda *_: meet("state_dict() of the module"))
+    ]
+
+    def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name, parameter in owner._parameters.items():
+            if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
+                state[prefix + name] = whole(parameter, state[prefix + name])
+
+    def deal_out(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and prefix + name in state:
+                state[prefix + name] = _convert(parameter, state[prefix + name], part)
+
+    for owner in module.modules():
+        if any(isinstance(parameter, DTensor) for parameter in owner._parameters.values()):
+            handles.append(owner.register_state_dict_post_hook(gather))
+            handles.append(owner.register_load_state_dict_pre_hook(deal_out))
+    return handles
 
 
-def load_module_state(module: nn.Module, state: Mapping[str, Any], part: Convert, strict: bool) -> None:
-    """`module.load_state_dict(state)` where `state` holds whole tensors."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    parts = {
-        name: part(parameters[name], value) if name in parameters and value.shape == parameters[name].shape else value
-        for name, value in state.items()
-    }
-    module.load_state_dict(parts, strict=strict)
+def whole_optimizer_state(optimizer: Optimizer, whole: Convert, part: Convert, meet: Meet) -> list[RemovableHandle]:
+    """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
 
+    def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        meet("state_dict() of an optimizer")
+        return _converted(optimizer, state, whole)
 
-def optimizer_state(optimizer: Optimizer, whole: Convert) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors. Collective."""
-    state = optimizer.state_dict()
-    return _converted(optimizer, state, whole)
+    def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return _converted(optimizer, state, part)
 
-
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], part: Convert) -> None:
-    """`optimizer.load_state_dict(state)` where `state` holds whole tensors."""
-    optimizer.load_state_dict(_converted(optimizer, state, part))
+    return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]
 
 
 def _converted(optimizer: Optimizer, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
@@ -49,7 +62,7 @@ def _converted(optimizer: Optimizer, state: Mapping[str, Any], convert: Convert)
         key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
         for key, value in state.get("state", {}).items()
     }
-    return {**state, "state": entries} if "state" in state else dict(state)
+    return {**state, "state": entries}
 
 
 def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:

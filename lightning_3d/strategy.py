@@ -17,7 +17,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
@@ -98,6 +98,7 @@ class Strategy3D(ParallelStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._start_method: StartMethod = start_method
         self._process_group_backend = process_group_backend
+        self._default_precision = precision.convert(None)
         self._num_nodes = 1
         self._mesh: DeviceMesh | None = None
         self._communication: Communication | None = None
@@ -105,7 +106,7 @@ class Strategy3D(ParallelStrategy):
         self._metrics: list[Metric] = []
         self._in_step = False
         self._failed = False
-        self._failures = 0
+        self._hooks: list[RemovableHandle] = []
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -161,17 +162,24 @@ class Strategy3D(ParallelStrategy):
 
     @property
     def precision_plugin(self) -> precision.AxisPrecision:
-        assert isinstance(self._precision_plugin, precision.AxisPrecision)
-        return self._precision_plugin
+        plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
+        assert isinstance(plugin, precision.AxisPrecision)
+        return plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = precision.convert(plugin)
+        # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
+        self._precision_plugin = None if plugin is None else precision.convert(plugin)
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
+        fresh = {"_mesh": None, "_communication": None, "_data": NoData(), "_hooks": [], "_metrics": []}
+        return {**super().__getstate__(), **fresh}
 
     # ---- environment ---------------------------------------------------------------------------------------------
 
@@ -246,6 +254,7 @@ class Strategy3D(ParallelStrategy):
         self._random = StepRandom(self.coordinate, self.root_device)
         self._metrics = use_data_group(module, self.data_group, self.layout)
         self._apply(module, fitting)
+        self._hooks = state.whole_module_state(module, self._data.whole, self._data.part, peers.meet)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -278,6 +287,8 @@ class Strategy3D(ParallelStrategy):
         super().setup_optimizers(trainer)
         # an optimizer that was built before its parameters were placed still holds the originals
         state.swap_parameters(self.optimizers, self._data.swaps, self._data.part)
+        for optimizer in self.optimizers:
+            self._hooks += state.whole_optimizer_state(optimizer, self._data.whole, self._data.part, peers.meet)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -407,26 +418,16 @@ class Strategy3D(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._data.rest()
-        return state.module_state(self._module, self._data.whole)
+        return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._data.rest()
-        state.load_module_state(self._module, checkpoint["state_dict"], self._data.part, strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return state.optimizer_state(plain, self._data.whole)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            state.load_optimizer_state(optimizer, saved, self._data.part)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = not peers.all_failed(self.world_size, self._failures)
-        self._failures += 1
+        self._failed = not peers.all_failed()
         if self._failed:
             peers.leave()
 
@@ -443,6 +444,9 @@ class Strategy3D(ParallelStrategy):
         super().teardown()
 
     def _restore(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         whole = self._data.whole
         swaps = self._data.undo()
         state.swap_parameters(self.optimizers, swaps, whole)

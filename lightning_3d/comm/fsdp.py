@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
@@ -51,7 +51,7 @@ class FullySharded:
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
         self.deferred = False
-        self.modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self.modules = [module for module in root.modules() if _get_module_fsdp_state(module) is not None]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
         self._aside: dict[nn.Parameter, list[Tensor]] = {}
@@ -59,13 +59,17 @@ class FullySharded:
         self._later = False
         self._hooks = []
         for module in self.modules:
-            module.set_custom_all_gather(_AllGather(self, module))
-            module.set_custom_reduce_scatter(_ReduceScatter(self, module))
-            module._set_unshard_async_op(engine.threaded)
-            if replicate is not None:
-                module.set_all_reduce_hook(self._all_reduce)
+            for group in _groups(module):
+                group._all_gather_comm = _AllGather(self, module)
+                group._reduce_scatter_comm = _ReduceScatter(self, module)
+                group.unshard_async_op = engine.threaded
+                if replicate is not None:
+                    group._all_reduce_hook = self._all_reduce
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
+
+    def __deepcopy__(self, memo: Any) -> "FullySharded":
+        return self  # a copied module's hooks point here
 
     def detach(self) -> None:
         """Give the modules FSDP2's own collectives back."""
@@ -73,10 +77,10 @@ class FullySharded:
         for hook in self._hooks:
             hook.remove()
         for module in self.modules:
-            module.set_custom_all_gather(DefaultAllGather())
-            module.set_custom_reduce_scatter(DefaultReduceScatter())
-            module._set_unshard_async_op(False)
             for group in _groups(module):
+                group._all_gather_comm = DefaultAllGather()
+                group._reduce_scatter_comm = DefaultReduceScatter()
+                group.unshard_async_op = False
                 group._all_reduce_hook = None
 
     def finish(self) -> None:
@@ -90,15 +94,14 @@ class FullySharded:
             for parameter, earlier in aside.items():
                 parameter.grad = _sum([*earlier, parameter.grad])
 
-    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: FSDPModule) -> Handle:
+    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: nn.Module) -> Handle:
         """Start an all-gather."""
-        assert isinstance(module, nn.Module)
         if module not in self._order:
             self._order.append(module)
         collectives = self._over(group)
         return self.engine.submit(lambda: collectives.all_gather(output, input))
 
-    def scatter(self, output: Tensor, input: Tensor, module: FSDPModule, average: bool, later: bool) -> None:
+    def scatter(self, output: Tensor, input: Tensor, module: nn.Module, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
         later = self._later = later and self._can_wait()
         if later:
@@ -127,7 +130,7 @@ class FullySharded:
     def _can_wait(self) -> bool:
         return self.engine.threaded and (self.deferred or torch._C._current_graph_task_id() != -1)
 
-    def _put_aside(self, module: FSDPModule) -> None:
+    def _put_aside(self, module: nn.Module) -> None:
         for parameter in _sharded_parameters(module):
             if parameter.grad is not None:
                 self._aside.setdefault(parameter, []).append(parameter.grad)
@@ -142,8 +145,8 @@ class FullySharded:
             return
         following = self._order[self._order.index(module) + 1 :]
         for later in following[:1] if _frees_parameters(module) else following:
-            assert isinstance(later, FSDPModule)
-            later.unshard(async_op=True)
+            for group in _groups(later):
+                group.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup) -> Collectives:
         """The collectives to use where FSDP2 says `group`: ours, or native on the part of it that it names."""
@@ -158,7 +161,7 @@ class _Allocate:
 
 
 class _AllGather(_Allocate, AllGather):
-    def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
+    def __init__(self, seam: FullySharded, module: nn.Module) -> None:
         self.seam, self.module = seam, module
 
     def __call__(
@@ -172,7 +175,7 @@ class _AllGather(_Allocate, AllGather):
 
 
 class _ReduceScatter(_Allocate, ReduceScatter):
-    def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
+    def __init__(self, seam: FullySharded, module: nn.Module) -> None:
         self.seam, self.module = seam, module
 
     def __call__(
@@ -201,21 +204,21 @@ class _Pending(dist.Work):
         return True
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _groups(module: nn.Module) -> list[Any]:
     """The parameter groups of one module (torch 2.13 has a list, torch 2.11 one or none)."""
-    state: Any = module._get_fsdp_state()
+    state: Any = _get_module_fsdp_state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
-def _sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
+def _sharded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for group in _groups(module):
         for parameter in group.fsdp_params:
             yield parameter.sharded_param
 
 
-def _only_views_follow(module: FSDPModule, output: Tensor, seam: FullySharded) -> bool:
+def _only_views_follow(module: nn.Module, output: Tensor, seam: FullySharded) -> bool:
     """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
     for group in _groups(module):
         if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
@@ -226,7 +229,6 @@ def _only_views_follow(module: FSDPModule, output: Tensor, seam: FullySharded) -
 
 
 def _frees_parameters(module: nn.Module) -> bool:
-    assert isinstance(module, FSDPModule)
     return any(group._reshard_after_forward for group in _groups(module))
 
 

@@ -4,17 +4,40 @@ Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zer
 used here changes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+
+
+@contextmanager
+def same_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Apply `fully_shard` without the change of class that goes with it.
+
+    The class is changed only for the convenience of FSDPModule's setters. It would show in the user's own
+    `type(self)`, cannot be done to a generic class, and forbids `copy.deepcopy`.
+    """
+    kinds = {type(module) for module in modules}
+    before = {kind: cls_to_fsdp_cls.get(kind) for kind in kinds}
+    cls_to_fsdp_cls.update({kind: kind for kind in kinds})
+    try:
+        yield
+    finally:
+        for kind, wrapped in before.items():
+            if wrapped is None:
+                del cls_to_fsdp_cls[kind]
+            else:
+                cls_to_fsdp_cls[kind] = wrapped
 
 
 def state_of(module: nn.Module) -> Any:
-    return fully_shard.state(module)  # type: ignore[attr-defined]
+    """FSDP's state of `module`, or None where it was not applied."""
+    return fully_shard.state(module) if module in _module_state_mapping else None  # type: ignore[attr-defined]
 
 
 def param_groups(root: nn.Module) -> list[Any]:
@@ -24,8 +47,8 @@ def param_groups(root: nn.Module) -> list[Any]:
 
 def _states(root: nn.Module) -> Iterator[Any]:
     for module in root.modules():
-        if isinstance(module, FSDPModule):
-            yield state_of(module)
+        if (state := state_of(module)) is not None:
+            yield state
 
 
 def _groups(state: Any) -> list[Any]:
@@ -44,6 +67,23 @@ def make_root(module: nn.Module) -> None:
     state._lazy_init()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+    for each in _states(module):
+        # a copy of a module shares the state, as it shares the process groups inside
+        each.__deepcopy__ = lambda memo, each=each: each
+
+
+def hold(root: nn.Module, held: bool) -> None:
+    """While held, backwards accumulate whole gradients and keep the whole parameters (ZeRO 1)."""
+    for group in param_groups(root):
+        group.reduce_grads = not held
+        group.reshard_after_backward = not held
+    state_of(root)._state_ctx.is_last_backward = not held
+
+
+def rest(root: nn.Module) -> None:
+    """Shard everything that is whole."""
+    for group in param_groups(root):
+        group.reshard()
 
 
 def open_step(root: nn.Module) -> None:
@@ -93,7 +133,7 @@ def forget(root: nn.Module) -> None:
     for module in list(root.modules()):
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             module.__dict__.pop(name, None)
-        if isinstance(module, FSDPModule):
+        if state_of(module) is not None:
             _forget_one(module)
 
 
@@ -113,4 +153,3 @@ def _forget_one(module: Any) -> None:
     _module_state_mapping.pop(module, None)
     for key in (STATE_KEY, REGISTRY_KEY):
         module.__dict__.pop(key, None)
-    module.__class__ = type(module).__mro__[type(module)._orig_cls_mro_index]

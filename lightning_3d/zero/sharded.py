@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.anatomy import Anatomy
@@ -47,15 +47,16 @@ class ShardedData:
         self.refused = unshardable([*units, module])
         originals = dict(module.named_parameters())
         host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-        for unit in [*units, module]:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=stage == 3 and unit is not module,
-                mp_policy=policy,
-                offload_policy=host,
-                ignored_params=set(self.refused),
-            )
+        with fsdp_state.same_classes([*units, module]):
+            for unit in [*units, module]:
+                fully_shard(
+                    unit,
+                    mesh=mesh,
+                    reshard_after_forward=stage == 3 and unit is not module,
+                    mp_policy=policy,
+                    offload_policy=host,
+                    ignored_params=set(self.refused),
+                )
         fsdp_state.make_root(module)
         self.groups = fsdp_state.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
@@ -116,21 +117,13 @@ class ShardedData:
             self.replicas.reduce()
 
     def hold(self, held: bool) -> None:
-        root = self.module
-        assert isinstance(root, FSDPModule)
         if self.replicas is not None:
             self.replicas.hold(held)
         if self.stage == 1:
-            root.set_requires_gradient_sync(not held)
-            root.set_reshard_after_backward(not held)
-            root.set_is_last_backward(not held)
-        else:
-            root.set_requires_all_reduce(not held)
+            fsdp_state.hold(self.module, held)
 
     def rest(self) -> None:
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        fsdp_state.rest(self.module)
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):

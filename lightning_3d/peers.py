@@ -16,13 +16,13 @@ _occasions: Counter[tuple[object, str]] = Counter()
 """How often each thing was met for, so that every occasion has a key of its own in the store."""
 
 
-def meet(what: str, patience: float = PATIENCE) -> None:
+def meet(what: str) -> None:
     """Return once every rank is here for `what`; raise a PeerError that names those that did not come."""
-    missing = _missing(what, patience)
+    missing = _missing(what, PATIENCE)
     if missing:
         raise PeerError(
             f"{what} was called on rank {dist.get_rank()} but not on rank {', '.join(map(str, missing))} within"
-            f" {patience:.0f} s. What is sharded is gathered from all ranks, so call it on every rank and, where only"
+            f" {PATIENCE:.0f} s. What is sharded is gathered from all ranks, so call it on every rank and, where only"
             " one should write, write on rank 0."
         )
 
@@ -33,7 +33,16 @@ def all_failed() -> bool:
     After an error that all ranks raise (a user's mistake) the process group is in step and clean-up may still use it;
     after an error of one rank alone it must not.
     """
-    return dist.is_initialized() and not _missing("failure", PATIENCE_AFTER_ERROR)
+    if not dist.is_initialized():
+        return False
+    occasion = _occasions[id(_get_default_store()), "failure"]
+    mine = "apart" if _missing("failure", PATIENCE_AFTER_ERROR) else "together"
+    try:
+        # who decides first decides for all: a rank may come just when another gives up
+        verdict = _get_default_store().compare_set(f"lightning_3d/verdict/{occasion}", "", mine)
+    except RuntimeError:
+        return False  # the rank that serves the store is gone
+    return bool(verdict == b"together")
 
 
 def leave() -> None:

@@ -1,0 +1,294 @@
+"""Strategy3D as a user meets it: good and bad input, what is left after training, launchers."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import lightning_3d
+from lightning_3d import Layout, Strategy3D
+from lightning_3d.checks import check_same_layout
+from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
+from tests.modules import GPT, MLP
+from tests.parity import QUIET
+from tests.workers import run
+
+
+def _fit(module, world, epochs=1, **strategy):
+    trainer = Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), "max_epochs": epochs})
+    trainer.fit(module)
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["3d", "3d_zero0", "3d_zero1", "3d_zero2", "3d_zero3", "3d_zero3_offload"])
+def test_names_are_registered_on_import(name):
+    assert isinstance(StrategyRegistry.get(name), Strategy3D)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"offload": "disk"}, "offload='disk'"),
+        ({"grad_sync": "carrier_pigeon"}, "grad_sync='carrier_pigeon'"),
+        ({"grad_compression": "zip"}, "grad_compression='zip'"),
+    ],
+)
+def test_unknown_values_are_refused_when_built(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Strategy3D(**arguments)
+
+
+def _raised(build):
+    seed_everything(0, verbose=False)
+    began = time.monotonic()
+    try:
+        build()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return None
+
+
+def _wrong_product():
+    _fit(MLP(), 2, data_parallel_size=3)
+
+
+def _different_layouts():
+    _fit(MLP(), 2, zero_stage=1 + int(os.environ["RANK"]))
+
+
+def _nothing_to_train():
+    class Empty(BoringModel):
+        def __init__(self):
+            super().__init__()
+            del self.layer
+
+    _fit(Empty(), 2)
+
+
+def _lazy():
+    class Lazy(MLP):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.LazyLinear(1)
+
+    _fit(Lazy(), 2)
+
+
+def _leftover_group():
+    dist.init_process_group("gloo")
+    check_same_layout(Layout(data_parallel_size=4), 4)
+
+
+def _raise_with(name):
+    return _raised(globals()[name])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("_wrong_product", LayoutError, r"data_parallel_size=3 .* = 3 ranks, but the job has 2"),
+        ("_different_layouts", LayoutError, r"rank 1 was given another layout than rank 0"),
+        ("_nothing_to_train", ConfigurationError, r"has no parameters"),
+        ("_lazy", ConfigurationError, r"lazy parameters"),
+        ("_leftover_group", LayoutError, r"left over from an earlier job"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank_before_training(case, kind, message):
+    for result in run(_raise_with, case, world=2, timeout=60):
+        assert result is not None
+        assert result[0] == kind.__name__
+        assert re.search(message, result[1], re.S)
+
+
+def _after_fit(stage):
+    seed_everything(0, verbose=False)
+    module = GPT()
+    before = list(module.parameters())
+    kind = type(module)
+    trainer = _fit(module, 2, zero_stage=stage)
+    assert type(module) is kind
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True)), "the same Parameter objects as before"
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+    assert module.head.weight is module.embed.weight
+    (optimizer,) = trainer.optimizers
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in before}
+    assert all(not isinstance(t, DTensor) for s in optimizer.state.values() for t in s.values())
+    assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in module.modules())
+    module(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    trainer.validate(module, verbose=False)
+    _fit(module, 2, zero_stage=stage)  # and again
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_module_is_plain_whole_and_usable_after_fit(stage):
+    one, two = run(_after_fit, stage, world=2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _built_before():
+    seed_everything(0, verbose=False)
+
+    class Early(MLP):
+        def __init__(self):
+            super().__init__()
+            self.early = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+        def configure_optimizers(self):
+            return self.early[0]
+
+    module = Early()
+    before = module.net[0].weight.detach().clone()
+    _fit(module, 2, zero_stage=1)
+    return float((module.net[0].weight - before).abs().max())
+
+
+def test_an_optimizer_built_before_placing_is_given_the_placed_parameters():
+    assert min(run(_built_before, world=2)) > 0
+
+
+def _one_raises():
+    class Broken(MLP):
+        def on_train_batch_start(self, batch, batch_idx):
+            if os.environ["RANK"] == "1" and batch_idx == 1:
+                raise RuntimeError("this rank alone")
+
+    began = time.monotonic()
+    try:
+        _fit(Broken(), 2, zero_stage=1, timeout=50)
+    except Exception as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_raises_frees_the_others():
+    first, second = run(_one_raises, world=2, timeout=60)
+    assert first is not None
+    assert first[1] < 30
+    assert second is not None
+    assert "this rank alone" in second[0]
+
+
+def _state_on_one_rank():
+    from lightning_3d import peers
+
+    peers.PATIENCE = 1.0
+
+    class Asks(MLP):
+        def on_train_batch_end(self, *_):
+            if os.environ["RANK"] == "0":
+                try:
+                    self.state_dict()
+                except PeerError as error:
+                    self.said = str(error)
+            dist.barrier()
+
+    module = Asks()
+    module.said = ""
+    _fit(module, 2, zero_stage=1)
+    return module.said
+
+
+def test_state_dict_on_one_rank_alone_is_an_error_and_no_hang():
+    said = run(_state_on_one_rank, world=2)
+    assert "not on rank 1" in said[0]
+    assert "call it on every rank" in said[0]
+
+
+def _data_of(rank_of):
+    class Peek(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(
+        **{**QUIET, "devices": 2, "strategy": Strategy3D(), "max_epochs": 1, "use_distributed_sampler": True}
+    )
+    trainer.fit(Peek())
+    loader = trainer.train_dataloader
+    return loader.sampler.num_replicas, loader.sampler.rank
+
+
+def test_samplers_go_by_data_rank():
+    assert run(_data_of, None, world=2) == [(2, 0), (2, 1)]
+
+
+def _inference():
+    class Evaluated(MLP):
+        modes = ()
+
+        def validation_step(self, batch, batch_idx):
+            self.modes = (*self.modes, torch.is_inference_mode_enabled())
+            super().validation_step(batch, batch_idx)
+
+    module = Evaluated()
+    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=3), "num_sanity_val_steps": 1})
+    trainer.validate_loop.inference_mode = trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+    trainer.validate(module, verbose=False)
+    return module.modes, [
+        loop.inference_mode
+        for loop in (
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+            trainer.fit_loop.epoch_loop.val_loop,
+        )
+    ]
+
+
+def test_no_loop_evaluates_under_inference_mode():
+    for modes, loops in run(_inference, world=2):
+        assert modes
+        assert not any(modes)
+        assert not any(loops)
+
+
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_3d
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    strategy = lightning_3d.Strategy3D(start_method="{method}")
+    trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=strategy, **flags)
+    trainer.fit(BoringModel())
+    print("finished", trainer.global_rank, trainer.world_size, flush=True)
+"""
+
+
+def _environment():
+    root = str(Path(lightning_3d.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("method", "command", "finished"),
+    [
+        ("popen", [sys.executable], 2),
+        ("spawn", [sys.executable], 1),
+        ("popen", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2),
+    ],
+    ids=["script", "spawn", "torchrun"],
+)
+def test_launchers(tmp_path, method, command, finished):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.replace("{method}", method)))
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, env=_environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("finished") == finished

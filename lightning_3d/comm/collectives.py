@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 # torch 2.13 renamed these two and warns at the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,6 +21,9 @@ class Collectives(ABC):
         ledger: where calls and bytes are counted.
         axis: the name they are counted under.
     """
+
+    takes_pieces = False
+    """Whether several tensors can be passed for each of `input` and `output`."""
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
         self.group, self.ledger, self.axis = group, ledger, axis
@@ -45,10 +48,12 @@ class Collectives(ABC):
 class Ring(Collectives):
     """Our ring (see `comm/ring.py`)."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    takes_pieces = True
+
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
         self.count("all_gather", ring_all_gather(output, input, self.group))
 
     def all_reduce(self, buffer: Tensor, *, average: bool) -> None:

@@ -10,12 +10,18 @@ afterwards (fp16), casts to another dtype, reduces over a second mesh axis (HSDP
 gradient that is there already. The last is turned around: the old gradient is put aside and added at the end. In the
 other cases we wait on the spot.
 
+[Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
+before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
+`Comm.allocate`, which is ours, so for a ring (which can send several tensors as one collective) we return a `Promise`:
+a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
+themselves.
+
 Everything of FSDP2 that is private is touched in this file only; read in torch 2.13, guarded for 2.11.
 """
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
 from lightning_3d.comm.engine import Engine, Handle
+from lightning_3d.comm.promise import Copies, Promise
+from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import UnsupportedError
 
 
@@ -51,6 +59,7 @@ class FullySharded:
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
         self.deferred = False
+        self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
@@ -90,14 +99,14 @@ class FullySharded:
             for parameter, earlier in aside.items():
                 parameter.grad = _sum([*earlier, parameter.grad])
 
-    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: nn.Module) -> Handle:
+    def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         """Start an all-gather."""
         if module not in self._order:
             self._order.append(module)
         collectives = self._over(group)
         return self.engine.submit(lambda: collectives.all_gather(output, input))
 
-    def scatter(self, output: Tensor, input: Tensor, module: FSDPModule, average: bool, later: bool) -> None:
+    def scatter(self, output: Pieces, input: Pieces, module: FSDPModule, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
         later = self._later = later and self._can_wait()
         if later:
@@ -151,28 +160,41 @@ class FullySharded:
         return Native(group, self.collectives.ledger, self.collectives.axis)
 
 
-class _Allocate:
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Allocate, AllGather):
+class _AllGather(AllGather):
     def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
         self.seam, self.module = seam, module
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.seam.direct and _gathers_whole(self.module, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        handle = self.seam.gather(output_tensor, input_tensor, group, self.module)
+        output: Pieces = output_tensor
+        input: Pieces = input_tensor
+        if isinstance(output_tensor, Promise):
+            input = output_tensor.copies.sources
+            output = output_tensor.copies.targets = _destinations(self.module, input, group.size())
+        handle = self.seam.gather(output, input, group, self.module)
         if async_op and self.seam.engine.threaded:
             return _Pending(handle)
         handle.wait()
         return None
 
 
-class _ReduceScatter(_Allocate, ReduceScatter):
+class _ReduceScatter(ReduceScatter):
     def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
         self.seam, self.module = seam, module
+        self._input_next = True
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called twice for each reduce-scatter: for its input, then for its output."""
+        is_input, self._input_next = self._input_next, not self._input_next
+        if is_input and self.seam.direct and _scatters_as_is(self.module, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -183,8 +205,14 @@ class _ReduceScatter(_Allocate, ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
+        output: Pieces = output_tensor
+        input: Pieces = input_tensor
+        if isinstance(input_tensor, Promise):
+            input = [_padded(grad, group.size(), output_tensor.dtype) for grad in input_tensor.copies.sources]
+            output = output_tensor.split([piece.numel() // group.size() for piece in input])
+            input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         later = average and _only_views_follow(self.module, output_tensor, self.seam)
-        self.seam.scatter(output_tensor, input_tensor, self.module, average, later)
+        self.seam.scatter(output, input, self.module, average, later)
         return None
 
 
@@ -212,6 +240,46 @@ def _sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
     for group in _groups(module):
         for parameter in group.fsdp_params:
             yield parameter.sharded_param
+
+
+def _gathers_whole(module: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether each gathered parameter is one tensor that starts as its shards in rank order, all of one dtype."""
+    (group,) = _groups(module)
+    return (
+        dtype != torch.uint8  # mixed dtypes travel as bytes
+        and not group.is_sharded_post_forward  # a part of the ranks
+        and all(
+            parameter.fsdp_placement.dim == 0 and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+            for parameter in group.fsdp_params
+        )
+    )
+
+
+def _destinations(module: FSDPModule, shards: Sequence[Tensor], size: int) -> list[Tensor]:
+    """The memory of the gathered parameters; FSDP2 would take it when it copies out, we take it before the gather."""
+    (group,) = _groups(module)
+    targets = []
+    for parameter, shard in zip(group.fsdp_params, shards, strict=True):
+        parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
+        parameter.alloc_all_gather_outputs()
+        targets.append(parameter.all_gather_outputs[0].data)  # .data: autograd must not see a new version
+    return targets
+
+
+def _scatters_as_is(module: FSDPModule, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
+    (group,) = _groups(module)
+    return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
+
+
+def _padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """`gradient` flat, with rows added until `size` divides them; without a copy where none are missing."""
+    missing = -gradient.shape[0] % size if gradient.dim() else size - 1
+    gradient = gradient.to(dtype).contiguous()
+    if not missing:
+        return gradient.view(-1)
+    rows = gradient.view(gradient.shape[0] if gradient.dim() else 1, -1)
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]).view(-1)
 
 
 def _only_views_follow(module: FSDPModule, output: Tensor, seam: FullySharded) -> bool:

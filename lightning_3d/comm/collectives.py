@@ -30,11 +30,11 @@ class Collectives(ABC):
         self.size, self.rank = group.size(), group.rank()
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         """This rank's part of the sum of `input`, whose contents are lost."""
 
     @abstractmethod
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
         """Every rank's `input` in rank order; `input` may be this rank's part of `output`."""
 
     @abstractmethod
@@ -63,12 +63,14 @@ class Ring(Collectives):
 class Native(Collectives):
     """The library's own collectives (NCCL's ring, gloo's). Bytes are counted as a ring would send them."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
+        output, input = single(output), single(input)
         _reduce_scatter(output, input, group=self.group)
         self._divide(output, average)
         self.count("reduce_scatter", (self.size - 1) * _bytes(output))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
+        output, input = single(output), single(input)
         _all_gather(output, input, group=self.group)
         self.count("all_gather", (self.size - 1) * _bytes(input))
 
@@ -84,3 +86,9 @@ class Native(Collectives):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def single(pieces: Pieces) -> Tensor:
+    """The one tensor that collectives without `takes_pieces` are given."""
+    assert isinstance(pieces, Tensor)
+    return pieces

@@ -19,7 +19,7 @@ themselves.
 Everything of FSDP2 that is private is touched in this file only; read in torch 2.13, guarded for 2.11.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
+from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.engine import Engine, Handle
 from lightning_3d.comm.promise import Copies, Promise
 from lightning_3d.comm.ring import Pieces
@@ -49,17 +50,26 @@ class FullySharded:
         engine: runs them; the same one for everything on these ranks.
         replicate: over the ranks that hold the same shard (hybrid shard). Shard over a 1-D mesh then: with a 2-D
             mesh FSDP2 reduces over the second axis itself, with the library's all-reduce, and waits for it.
+        compression: for the reduce-scatters, over the same ranks; its memory goes by module name and position.
 
     Backward ends with all gradients in place. Outside of a backward (`post_backward` called by a pipeline) each
     reduce-scatter is waited for, unless `deferred = True`: then call `finish()` before gradients are read.
     """
 
     def __init__(
-        self, root: nn.Module, collectives: Collectives, engine: Engine, replicate: Collectives | None = None
+        self,
+        root: nn.Module,
+        collectives: Collectives,
+        engine: Engine,
+        *,
+        replicate: Collectives | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
+        self.compression = compression
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
+        self.names = {module: name for name, module in root.named_modules()}
         self.modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
@@ -108,13 +118,33 @@ class FullySharded:
 
     def scatter(self, output: Pieces, input: Pieces, module: FSDPModule, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
+        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), module, later)
+
+    def scatter_compressed(
+        self, output: Sequence[Tensor], gradients: Sequence[Tensor], module: FSDPModule, average: bool, later: bool
+    ) -> None:
+        """The same through the compression; `gradients` still have their rows."""
+        compression, size = self.compression, self.collectives.size
+        assert compression is not None
+        keys = [f"{self.names[cast(nn.Module, module)]}.{index}" for index in range(len(gradients))]
+        inputs = [gradient.view(-1) for gradient in gradients]
+        widths = [gradient[:1].numel() for gradient in gradients]
+
+        def job() -> None:
+            compression.reduce_scatter(output, inputs, keys, widths)
+            if not average:
+                for part in output:
+                    part.mul_(size)
+
+        self._scatter(job, module, later)
+
+    def _scatter(self, job: Callable[[], None], module: FSDPModule, later: bool) -> None:
         later = self._later = later and self._can_wait()
         if later:
             self._put_aside(module)
         else:
             self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        handle = self.engine.submit(lambda: self.collectives.reduce_scatter(output, input, average=average))
-        self._end(handle, later)
+        self._end(self.engine.submit(job), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -192,7 +222,8 @@ class _ReduceScatter(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Called twice for each reduce-scatter: for its input, then for its output."""
         is_input, self._input_next = self._input_next, not self._input_next
-        if is_input and self.seam.direct and _scatters_as_is(self.module, dtype):
+        direct = self.seam.direct or self.seam.compression is not None
+        if is_input and direct and _scatters_as_is(self.module, dtype):
             return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -205,14 +236,21 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        output: Pieces = output_tensor
-        input: Pieces = input_tensor
-        if isinstance(input_tensor, Promise):
-            input = [_padded(grad, group.size(), output_tensor.dtype) for grad in input_tensor.copies.sources]
-            output = output_tensor.split([piece.numel() // group.size() for piece in input])
-            input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         later = average and _only_views_follow(self.module, output_tensor, self.seam)
-        self.seam.scatter(output, input, self.module, average, later)
+        if not isinstance(input_tensor, Promise):
+            self.seam.scatter(output_tensor, input_tensor, self.module, average, later)
+            return None
+        size, gradients = group.size(), input_tensor.copies.sources
+        input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
+        gradients = [_padded(gradient, size, output_tensor.dtype) for gradient in gradients]
+        outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
+        if self.seam.compression is not None and len(gradients) == _trainable(self.module):
+            self.seam.scatter_compressed(outputs, gradients, self.module, average, later)
+        elif self.seam.direct:
+            self.seam.scatter(outputs, gradients, self.module, average, later)
+        else:
+            whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
+            self.seam.scatter(output_tensor, whole, self.module, average, later)
         return None
 
 
@@ -273,13 +311,14 @@ def _scatters_as_is(module: FSDPModule, dtype: torch.dtype) -> bool:
 
 
 def _padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`gradient` flat, with rows added until `size` divides them; without a copy where none are missing."""
-    missing = -gradient.shape[0] % size if gradient.dim() else size - 1
-    gradient = gradient.to(dtype).contiguous()
-    if not missing:
-        return gradient.view(-1)
-    rows = gradient.view(gradient.shape[0] if gradient.dim() else 1, -1)
-    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]).view(-1)
+    """`gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
+    rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
+    missing = -rows.shape[0] % size
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def _trainable(module: FSDPModule) -> int:
+    return sum(parameter.requires_grad for parameter in _sharded_parameters(module))
 
 
 def _only_views_follow(module: FSDPModule, output: Tensor, seam: FullySharded) -> bool:

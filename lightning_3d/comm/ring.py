@@ -29,7 +29,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def ring_reduce_scatter(
-    output: Pieces, input: Pieces, group: dist.ProcessGroup, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
+    output: Pieces,
+    input: Pieces,
+    group: dist.ProcessGroup,
+    *,
+    average: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
     """Sum `input` over the ranks of `group` and write this rank's part to `output`. Returns the bytes sent.
 

@@ -81,7 +81,9 @@ NAMES = [
 ]
 
 
-def _bench(names: list[str], layers: int, width: int, batch: int, length: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+def _bench(
+    names: list[str], layers: int, width: int, batch: int, length: int, steps: int
+) -> dict[str, list[tuple[float, float]]]:
     variants = {name: _variant(name, layers, width) for name in names}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for index in range(steps + 2):
@@ -110,9 +112,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--only", nargs="*", default=NAMES)
     a = parser.parse_args()
-    times = run(
-        _bench, a.only, a.layers, a.width, a.batch, a.length, a.steps, world=a.world, group=True, timeout=280
-    )[0]
+    times = run(_bench, a.only, a.layers, a.width, a.batch, a.length, a.steps, world=a.world, group=True, timeout=280)[
+        0
+    ]
     base = statistics.median(wall for wall, _ in times[a.only[0]])
     print(f"{'':24}{'median ms':>10}{'min ms':>10}{'cpu ms':>10}{'ratio to ' + a.only[0]:>16}")
     for name, values in times.items():

@@ -32,7 +32,7 @@ def _all_reduce(lengths, dtypes, segments):
         for length in lengths:
             for segment in segments:
                 mine = _values(length, dtype, length)
-                expected = mine.double()
+                expected = mine.double().clone()
                 dist.all_reduce(expected)
                 for average in (False, True):
                     buffer = mine.clone()

@@ -16,10 +16,12 @@ before the all-gather and out of one after it: on a CPU that costs as much as se
 a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
 themselves.
 
-Everything of FSDP2 that is private is touched in this file only; read in torch 2.13, guarded for 2.11.
+What is private in FSDP2 is touched in comm/fsdp_private.py, comm/promise.py and the imports below.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,12 +32,23 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.engine import Engine, Handle
+from lightning_3d.comm.fsdp_private import (
+    added,
+    destinations,
+    frees_parameters,
+    gathers_whole,
+    groups,
+    in_backward,
+    only_views_follow,
+    padded,
+    scatters_as_is,
+    sharded_parameters,
+    trainable,
+)
 from lightning_3d.comm.promise import Copies, Promise
 from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import UnsupportedError
@@ -95,7 +108,7 @@ class FullySharded:
             module.set_custom_all_gather(DefaultAllGather())
             module.set_custom_reduce_scatter(DefaultReduceScatter())
             module._set_unshard_async_op(False)
-            for group in _groups(module):
+            for group in groups(module):
                 group._all_reduce_hook = None
 
     def finish(self) -> None:
@@ -107,7 +120,7 @@ class FullySharded:
         aside, self._aside = self._aside, {}
         with torch.no_grad():
             for parameter, earlier in aside.items():
-                parameter.grad = _sum([*earlier, parameter.grad])
+                parameter.grad = added([*earlier, parameter.grad])
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         """Start an all-gather."""
@@ -163,10 +176,10 @@ class FullySharded:
             Variable._execution_engine.queue_callback(self.finish)
 
     def _can_wait(self) -> bool:
-        return self.engine.threaded and (self.deferred or torch._C._current_graph_task_id() != -1)
+        return self.engine.threaded and (self.deferred or in_backward())
 
     def _put_aside(self, module: FSDPModule) -> None:
-        for parameter in _sharded_parameters(module):
+        for parameter in sharded_parameters(module):
             if parameter.grad is not None:
                 self._aside.setdefault(parameter, []).append(parameter.grad)
                 parameter.grad = None
@@ -175,11 +188,12 @@ class FullySharded:
         """Start the all-gathers of the modules that run after `module`, in the order of the first step.
 
         Only in training: end of backward clears a gather that was not used, and nothing would do so in evaluation.
+        Not in backward, where activation checkpointing calls modules again.
         """
-        if not torch.is_grad_enabled() or module not in self._order:
+        if not torch.is_grad_enabled() or in_backward() or module not in self._order:
             return
         following = self._order[self._order.index(module) + 1 :]
-        for later in following[:1] if _frees_parameters(module) else following:
+        for later in following[:1] if frees_parameters(module) else following:
             assert isinstance(later, FSDPModule)
             later.unshard(async_op=True)
 
@@ -195,7 +209,7 @@ class _AllGather(AllGather):
         self.seam, self.module = seam, module
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.seam.direct and _gathers_whole(self.module, dtype):
+        if self.seam.direct and gathers_whole(self.module, dtype):
             return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -206,7 +220,7 @@ class _AllGather(AllGather):
         input: Pieces = input_tensor
         if isinstance(output_tensor, Promise):
             input = output_tensor.copies.sources
-            output = output_tensor.copies.targets = _destinations(self.module, input, group.size())
+            output = output_tensor.copies.targets = destinations(self.module, input, group.size())
         handle = self.seam.gather(output, input, group, self.module)
         if async_op and self.seam.engine.threaded:
             return _Pending(handle)
@@ -217,13 +231,15 @@ class _AllGather(AllGather):
 class _ReduceScatter(ReduceScatter):
     def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
         self.seam, self.module = seam, module
-        self._input_next = True
+        self._awaited: int | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called twice for each reduce-scatter: for its input, then for its output."""
-        is_input, self._input_next = self._input_next, not self._input_next
+        """Called twice for each reduce-scatter: for its input, then for its output, N times shorter."""
+        numel = math.prod(map(int, size))
+        is_input = numel != self._awaited
+        self._awaited = numel // self.seam.collectives.size if is_input else None
         direct = self.seam.direct or self.seam.compression is not None
-        if is_input and direct and _scatters_as_is(self.module, dtype):
+        if is_input and direct and scatters_as_is(self.module, dtype):
             return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -236,17 +252,24 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        later = average and _only_views_follow(self.module, output_tensor, self.seam)
+        later = average and only_views_follow(self.module, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, Promise):
             self.seam.scatter(output_tensor, input_tensor, self.module, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
-        gradients = [_padded(gradient, size, output_tensor.dtype) for gradient in gradients]
+        gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        if self.seam.compression is not None and len(gradients) == _trainable(self.module):
+        if self.seam.compression is not None and len(gradients) == trainable(self.module):
             self.seam.scatter_compressed(outputs, gradients, self.module, average, later)
-        elif self.seam.direct:
+            return None
+        if self.seam.compression is not None:
+            warnings.warn(
+                f"{len(gradients)} of {trainable(self.module)} parameters of a sharded module have a gradient. Which"
+                " ones is not known here, so they are sent uncompressed this time.",
+                stacklevel=2,
+            )
+        if self.seam.direct:
             self.seam.scatter(outputs, gradients, self.module, average, later)
         else:
             whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
@@ -264,83 +287,3 @@ class _Pending(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._handle.wait()
         return True
-
-
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one module (torch 2.13 has a list, torch 2.11 one or none)."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [group for group in [state._fsdp_param_group] if group is not None]
-
-
-def _sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param
-
-
-def _gathers_whole(module: FSDPModule, dtype: torch.dtype) -> bool:
-    """Whether each gathered parameter is one tensor that starts as its shards in rank order, all of one dtype."""
-    (group,) = _groups(module)
-    return (
-        dtype != torch.uint8  # mixed dtypes travel as bytes
-        and not group.is_sharded_post_forward  # a part of the ranks
-        and all(
-            parameter.fsdp_placement.dim == 0 and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-            for parameter in group.fsdp_params
-        )
-    )
-
-
-def _destinations(module: FSDPModule, shards: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The memory of the gathered parameters; FSDP2 would take it when it copies out, we take it before the gather."""
-    (group,) = _groups(module)
-    targets = []
-    for parameter, shard in zip(group.fsdp_params, shards, strict=True):
-        parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
-        parameter.alloc_all_gather_outputs()
-        targets.append(parameter.all_gather_outputs[0].data)  # .data: autograd must not see a new version
-    return targets
-
-
-def _scatters_as_is(module: FSDPModule, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
-    (group,) = _groups(module)
-    return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
-
-
-def _padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
-    rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
-    missing = -rows.shape[0] % size
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
-
-
-def _trainable(module: FSDPModule) -> int:
-    return sum(parameter.requires_grad for parameter in _sharded_parameters(module))
-
-
-def _only_views_follow(module: FSDPModule, output: Tensor, seam: FullySharded) -> bool:
-    """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
-    for group in _groups(module):
-        if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
-            return False
-        if group._all_reduce_hook is not None and group._all_reduce_hook != seam._all_reduce:
-            return False
-    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in _sharded_parameters(module))
-
-
-def _frees_parameters(module: nn.Module) -> bool:
-    assert isinstance(module, FSDPModule)
-    return any(group._reshard_after_forward for group in _groups(module))
-
-
-def _sum(gradients: list[Tensor | None]) -> Tensor:
-    """All of `gradients` added to the first one."""
-    total, *others = [gradient for gradient in gradients if gradient is not None]
-    for other in others:
-        assert isinstance(total, DTensor)
-        assert isinstance(other, DTensor)
-        total.to_local().add_(other.to_local())
-    return total

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PeerError
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 2 << 20
 """Small enough that a segment is still in cache when it is added to, large enough to hide Python's part."""
 WINDOW = 4
 """Receives posted ahead. It bounds the working memory of a reduction to `WINDOW` segments."""

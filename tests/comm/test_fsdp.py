@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_3d.comm.build import build_collectives, build_compression
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig
-from lightning_3d.comm.engine import Engine
 from lightning_3d.comm.fsdp import FullySharded
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.promise import Copies, Promise
+from tests.comm.slow import SlowEngine
 from tests.workers import run
 
 
@@ -74,7 +74,7 @@ def _parity(reshard, accumulate, hold, sync, threaded):
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=reshard)
-    engine, ledger = Engine(threaded=threaded), Ledger()
+    engine, ledger = SlowEngine(threaded=threaded), Ledger()
     collectives = build_collectives(CommConfig(grad_sync=sync, ranks_per_node=1), dist.new_group(), ledger, "data")
     seam = FullySharded(model, collectives, engine)
     difference = _train(model, twin, accumulate=accumulate, hold=hold)
@@ -98,13 +98,45 @@ def test_parity_of_the_other_kinds(sync, threaded):
     assert max(run(_parity, True, 1, False, sync, threaded, world=3, group=True)) < 1e-5
 
 
+def _recomputed():
+    """Blocks that run again in backward (activation checkpointing) gather nothing twice."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    twin = copy.deepcopy(model)
+    for block in model:
+        fully_shard(block, reshard_after_forward=True)
+    engine, ledger = SlowEngine(), Ledger()
+    seam = FullySharded(model, Ring(dist.new_group(), ledger, "data"), engine)
+    data = torch.randn(dist.get_world_size(), 4, 8)
+    for _ in range(3):
+        ledger.reset()
+        hidden = data[dist.get_rank()]
+        for block in model:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden.pow(2).mean().backward()
+        calls = {row.collective: row.calls for row in ledger.rows()}
+        assert calls == {"all_gather": 6, "reduce_scatter": 3}, calls
+    for _ in range(3):
+        twin(data.view(-1, 8)).pow(2).mean().backward()
+    engine.close()
+    assert len(seam.modules) == 3
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+def test_activation_checkpointing():
+    run(_recomputed, world=2, group=True)
+
+
 def _hybrid():
     torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _shard(model, reshard=True, mesh=mesh["shard"])
-    engine, ledger = Engine(), Ledger()
+    engine, ledger = SlowEngine(), Ledger()
 
     def over(name):
         ranks = dist.get_process_group_ranks(mesh[name].get_group())
@@ -127,7 +159,7 @@ def _native_hybrid():
     twin = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _shard(model, reshard=True, mesh=mesh)
-    engine = Engine()
+    engine = SlowEngine()
     ranks = dist.get_process_group_ranks(mesh["shard"].get_group())
     FullySharded(model, Ring(dist.new_group(ranks, use_local_synchronization=True), Ledger(), "shard"), engine)
     difference = _train(model, twin)
@@ -146,7 +178,7 @@ def _half(policy):
     theirs.load_state_dict(ours.state_dict())
     for model in (ours, theirs):
         _shard(model, reshard=True, policy=policy)
-    engine = Engine()
+    engine = SlowEngine()
     FullySharded(ours, Ring(dist.new_group(), Ledger(), "data"), engine)
     data = torch.randn(dist.get_world_size(), 3, 7)[dist.get_rank()]
     for model in (ours, theirs):
@@ -173,7 +205,7 @@ def _outside_of_backward(deferred):
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=False)
-    engine = Engine()
+    engine = SlowEngine()
     seam = FullySharded(model, Ring(dist.new_group(), Ledger(), "data"), engine)
     seam.deferred = deferred
     difference = _train(model, twin, accumulate=2, finish=seam.finish)
@@ -189,7 +221,7 @@ def _hooked():
     """A user's hook on a sharded gradient sees the finished gradient."""
     model = Net()
     _shard(model, reshard=False)
-    engine, seen = Engine(), []
+    engine, seen = SlowEngine(), []
     FullySharded(model, Ring(dist.new_group(), Ledger(), "data"), engine)
     weight = model.blocks[1][0].weight
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
@@ -207,7 +239,7 @@ def _compressed(kind, tolerance):
     model = Net()
     twin = copy.deepcopy(model)
     _shard(model, reshard=True)
-    engine, ledger = Engine(), Ledger()
+    engine, ledger = SlowEngine(), Ledger()
     config = CommConfig(grad_compression=kind, powersgd_rank=4)
     collectives = build_collectives(config, dist.new_group(), ledger, "data")
     compression = build_compression(config, collectives)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.engine import Engine
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.replicate import Replicas
 from lightning_3d.errors import DivergenceError, UnsupportedError
+from tests.comm.slow import SlowEngine
 from tests.workers import run
 
 
@@ -36,7 +36,7 @@ class Case:
         torch.manual_seed(0)
         self.model = Net()
         self.twin = copy.deepcopy(self.model)
-        self.engine, self.ledger = Engine(), Ledger()
+        self.engine, self.ledger = SlowEngine(), Ledger()
         ring = Ring(dist.new_group(), self.ledger, "data")
         self.replicas = Replicas(list(self.model.parameters()), ring, self.engine, bucket_mb=0.001, **options)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -176,7 +176,7 @@ def test_ranks_that_freeze_differently_are_told():
 
 
 def _twice():
-    engine = Engine()
+    engine = SlowEngine()
     layer = nn.Linear(512, 512)
     replicas = Replicas(list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine)
     x = torch.randn(2, 512, requires_grad=True)
@@ -192,7 +192,7 @@ def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
 
 
 def _sparse():
-    engine = Engine()
+    engine = SlowEngine()
     table = nn.Embedding(10, 4, sparse=True)
     nn.init.ones_(table.weight)
     replicas = Replicas([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine)

@@ -10,7 +10,7 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"
 ]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "all"]
+Offload = Literal["none", "all"]
 
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
 AXES = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
@@ -54,7 +54,7 @@ class Layout:
     recompute: Recompute = "none"
     """Which activations are computed again in backward instead of kept."""
     offload: Offload = "none"
-    """What lives in host memory."""
+    """What lives in host memory: "all" moves parameters, gradients and optimizer states of sharded stages there."""
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "stages_per_rank"):

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -43,6 +42,7 @@ from lightning_3d.comm.fsdp_private import (
     gathers_whole,
     groups,
     in_backward,
+    install,
     only_views_follow,
     padded,
     scatters_as_is,
@@ -74,8 +74,8 @@ class FullySharded:
         root: nn.Module,
         collectives: Collectives,
         engine: Engine,
-        *,
         replicate: Collectives | None = None,
+        *,
         compression: Compression | None = None,
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
@@ -83,7 +83,7 @@ class FullySharded:
         self.deferred = False
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
-        self.modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self.modules = [module for module in root.modules() if groups(module)]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
         self._aside: dict[nn.Parameter, list[Tensor]] = {}
@@ -91,13 +91,15 @@ class FullySharded:
         self._later = False
         self._hooks = []
         for module in self.modules:
-            module.set_custom_all_gather(_AllGather(self, module))
-            module.set_custom_reduce_scatter(_ReduceScatter(self, module))
-            module._set_unshard_async_op(engine.threaded)
-            if replicate is not None:
-                module.set_all_reduce_hook(self._all_reduce)
+            for group in groups(module):
+                install(group, _AllGather(self, module, group), _ReduceScatter(self, module, group), engine.threaded)
+                if replicate is not None:
+                    group._all_reduce_hook = self._all_reduce
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
+
+    def __deepcopy__(self, memo: Any) -> "FullySharded":
+        return self  # a copied module's hooks point here
 
     def detach(self) -> None:
         """Give the modules FSDP2's own collectives back."""
@@ -105,10 +107,8 @@ class FullySharded:
         for hook in self._hooks:
             hook.remove()
         for module in self.modules:
-            module.set_custom_all_gather(DefaultAllGather())
-            module.set_custom_reduce_scatter(DefaultReduceScatter())
-            module._set_unshard_async_op(False)
             for group in groups(module):
+                install(group, DefaultAllGather(), DefaultReduceScatter(), False)
                 group._all_reduce_hook = None
 
     def finish(self) -> None:
@@ -129,17 +129,22 @@ class FullySharded:
         collectives = self._over(group)
         return self.engine.submit(lambda: collectives.all_gather(output, input))
 
-    def scatter(self, output: Pieces, input: Pieces, module: FSDPModule, average: bool, later: bool) -> None:
+    def scatter(self, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
-        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), module, later)
+        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), fsdp_group, later)
 
     def scatter_compressed(
-        self, output: Sequence[Tensor], gradients: Sequence[Tensor], module: FSDPModule, average: bool, later: bool
+        self,
+        output: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        fsdp_group: Any,
+        keys: Sequence[str],
+        average: bool,
+        later: bool,
     ) -> None:
         """The same through the compression; `gradients` still have their rows."""
         compression, size = self.compression, self.collectives.size
         assert compression is not None
-        keys = [f"{self.names[cast(nn.Module, module)]}.{index}" for index in range(len(gradients))]
         inputs = [gradient.view(-1) for gradient in gradients]
         widths = [gradient[:1].numel() for gradient in gradients]
 
@@ -149,12 +154,12 @@ class FullySharded:
                 for part in output:
                     part.mul_(size)
 
-        self._scatter(job, module, later)
+        self._scatter(job, fsdp_group, later)
 
-    def _scatter(self, job: Callable[[], None], module: FSDPModule, later: bool) -> None:
+    def _scatter(self, job: Callable[[], None], fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self._can_wait()
         if later:
-            self._put_aside(module)
+            self._put_aside(fsdp_group)
         else:
             self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
         self._end(self.engine.submit(job), later)
@@ -178,8 +183,8 @@ class FullySharded:
     def _can_wait(self) -> bool:
         return self.engine.threaded and (self.deferred or in_backward())
 
-    def _put_aside(self, module: FSDPModule) -> None:
-        for parameter in sharded_parameters(module):
+    def _put_aside(self, fsdp_group: Any) -> None:
+        for parameter in sharded_parameters(fsdp_group):
             if parameter.grad is not None:
                 self._aside.setdefault(parameter, []).append(parameter.grad)
                 parameter.grad = None
@@ -194,8 +199,8 @@ class FullySharded:
             return
         following = self._order[self._order.index(module) + 1 :]
         for later in following[:1] if frees_parameters(module) else following:
-            assert isinstance(later, FSDPModule)
-            later.unshard(async_op=True)
+            for group in groups(later):
+                group.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup) -> Collectives:
         """The collectives to use where FSDP2 says `group`: ours, or native on the part of it that it names."""
@@ -205,11 +210,11 @@ class FullySharded:
 
 
 class _AllGather(AllGather):
-    def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
-        self.seam, self.module = seam, module
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.seam.direct and gathers_whole(self.module, dtype):
+        if self.seam.direct and gathers_whole(self.group, dtype):
             return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -220,7 +225,7 @@ class _AllGather(AllGather):
         input: Pieces = input_tensor
         if isinstance(output_tensor, Promise):
             input = output_tensor.copies.sources
-            output = output_tensor.copies.targets = destinations(self.module, input, group.size())
+            output = output_tensor.copies.targets = destinations(self.group, input, group.size())
         handle = self.seam.gather(output, input, group, self.module)
         if async_op and self.seam.engine.threaded:
             return _Pending(handle)
@@ -229,8 +234,8 @@ class _AllGather(AllGather):
 
 
 class _ReduceScatter(ReduceScatter):
-    def __init__(self, seam: FullySharded, module: FSDPModule) -> None:
-        self.seam, self.module = seam, module
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
         self._awaited: int | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -239,7 +244,7 @@ class _ReduceScatter(ReduceScatter):
         is_input = numel != self._awaited
         self._awaited = numel // self.seam.collectives.size if is_input else None
         direct = self.seam.direct or self.seam.compression is not None
-        if is_input and direct and scatters_as_is(self.module, dtype):
+        if is_input and direct and scatters_as_is(self.group, dtype):
             return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -252,28 +257,30 @@ class _ReduceScatter(ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        later = average and only_views_follow(self.module, output_tensor, self.seam._all_reduce)
+        later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
         if not isinstance(input_tensor, Promise):
-            self.seam.scatter(output_tensor, input_tensor, self.module, average, later)
+            self.seam.scatter(output_tensor, input_tensor, self.group, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        if self.seam.compression is not None and len(gradients) == trainable(self.module):
-            self.seam.scatter_compressed(outputs, gradients, self.module, average, later)
+        if self.seam.compression is not None and len(gradients) == trainable(self.group):
+            name = self.seam.names[self.module]
+            keys = [f"{name}.{index}" for index in range(len(gradients))]
+            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
             return None
         if self.seam.compression is not None:
             warnings.warn(
-                f"{len(gradients)} of {trainable(self.module)} parameters of a sharded module have a gradient. Which"
+                f"{len(gradients)} of {trainable(self.group)} parameters of a sharded module have a gradient. Which"
                 " ones is not known here, so they are sent uncompressed this time.",
                 stacklevel=2,
             )
         if self.seam.direct:
-            self.seam.scatter(outputs, gradients, self.module, average, later)
+            self.seam.scatter(outputs, gradients, self.group, average, later)
         else:
             whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(output_tensor, whole, self.module, average, later)
+            self.seam.scatter(output_tensor, whole, self.group, average, later)
         return None
 
 

@@ -1,12 +1,13 @@
 """What we ask FSDP2 that it does not offer in public. Read in torch 2.13, guarded for 2.11; nothing else touches it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
 
@@ -14,23 +15,30 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one module (torch 2.13 has a list, torch 2.11 one or none)."""
-    state: Any = module._get_fsdp_state()
+def groups(module: nn.Module) -> list[Any]:
+    """The parameter groups sharded at this very module (torch 2.13 has a list, torch 2.11 one or none)."""
+    state: Any = _get_module_fsdp_state(module)
+    if state is None:
+        return []
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
-def sharded_parameters(module: FSDPModule) -> Iterator[nn.Parameter]:
-    for group in groups(module):
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param
+def install(group: Any, all_gather: AllGather, reduce_scatter: ReduceScatter, in_background: bool) -> None:
+    """Set the collectives of one group. The public setters are methods of a class that modules need not have."""
+    assert hasattr(group, "_all_gather_comm")
+    assert hasattr(group, "_reduce_scatter_comm")
+    group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
+    group.unshard_async_op = in_background
 
 
-def gathers_whole(module: FSDPModule, dtype: torch.dtype) -> bool:
+def sharded_parameters(group: Any) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def gathers_whole(group: Any, dtype: torch.dtype) -> bool:
     """Whether each gathered parameter is one tensor that starts as its shards in rank order, all of one dtype."""
-    (group,) = groups(module)
     return (
         dtype != torch.uint8  # mixed dtypes travel as bytes
         and not group.is_sharded_post_forward  # a part of the ranks
@@ -41,9 +49,8 @@ def gathers_whole(module: FSDPModule, dtype: torch.dtype) -> bool:
     )
 
 
-def destinations(module: FSDPModule, shards: Sequence[Tensor], size: int) -> list[Tensor]:
+def destinations(group: Any, shards: Sequence[Tensor], size: int) -> list[Tensor]:
     """The memory of the gathered parameters; FSDP2 would take it when it copies out, we take it before the gather."""
-    (group,) = groups(module)
     targets = []
     for parameter, shard in zip(group.fsdp_params, shards, strict=True):
         parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
@@ -52,9 +59,8 @@ def destinations(module: FSDPModule, shards: Sequence[Tensor], size: int) -> lis
     return targets
 
 
-def scatters_as_is(module: FSDPModule, dtype: torch.dtype) -> bool:
+def scatters_as_is(group: Any, dtype: torch.dtype) -> bool:
     """Whether FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
-    (group,) = groups(module)
     return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
 
 
@@ -65,22 +71,20 @@ def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
-def trainable(module: FSDPModule) -> int:
-    return sum(parameter.requires_grad for parameter in sharded_parameters(module))
+def trainable(group: Any) -> int:
+    return sum(parameter.requires_grad for parameter in sharded_parameters(group))
 
 
-def only_views_follow(module: FSDPModule, output: Tensor, our_hook: Any) -> bool:
+def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:
     """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
-    for group in groups(module):
-        if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
-            return False
-        if group._all_reduce_hook is not None and group._all_reduce_hook != our_hook:
-            return False
-    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in sharded_parameters(module))
+    if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
+        return False
+    if group._all_reduce_hook not in (None, our_hook):
+        return False
+    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in sharded_parameters(group))
 
 
 def frees_parameters(module: nn.Module) -> bool:
-    assert isinstance(module, FSDPModule)
     return any(group._reshard_after_forward for group in groups(module))
 
 

@@ -1,1 +1,6 @@
-"""zero"""
+"""ZeRO: what the data axis shards, as a table of knobs on FSDP2; stage 0 replicates."""
+
+from lightning_3d.zero.replicated import ReplicatedData as ReplicatedData
+from lightning_3d.zero.sharded import ShardedData as ShardedData
+from lightning_3d.zero.sync import DataParallel as DataParallel
+from lightning_3d.zero.sync import NoData as NoData

@@ -1,0 +1,39 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Each sets everything up by itself.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONUNBUFFERED := 1
+
+.PHONY: demo test test-all lint types install bench clean
+
+demo: $(STAMP)  ## train a small GPT on several processes, then on one, and compare
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) lint types  ## lint, types and tests
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-all: $(STAMP) lint types  ## the same with everything that takes long
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## speed against the peers that are installed (prints ratios, asserts nothing)
+	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+install: $(STAMP)
+
+# The CPU build of torch comes first: its version is pinned in constraints.txt, and a bare `torch` would bring CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

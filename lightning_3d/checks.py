@@ -1,0 +1,51 @@
+"""What is checked before anything is placed, on every rank, so that all raise together and none waits."""
+
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.layout import Layout
+
+
+def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
+    """The layout, if it is possible and every rank was given the same. Collective."""
+    running = dist.get_world_size()
+    if running != world_size:
+        raise LayoutError(
+            f"the Trainer was given {world_size} processes (devices x num_nodes), but the process group that is already"
+            f" running has {running}: it is left over from an earlier job in this process. Call"
+            " torch.distributed.destroy_process_group() between the two, or start each job in its own process."
+        )
+    mine = ("error", str(layout)) if isinstance(layout, LayoutError) else ("layout", repr(layout))
+    everyone: list[tuple[str, str]] = [mine] * running
+    dist.all_gather_object(everyone, mine)
+    for rank, (kind, text) in enumerate(everyone):
+        if kind == "error":
+            raise LayoutError(text if mine[0] == "error" else f"rank {rank}: {text}")
+        if text != everyone[0][1]:
+            raise LayoutError(
+                f"rank {rank} was given another layout than rank 0.\nrank 0: {everyone[0][1]}\nrank {rank}: {text}\n"
+                "Every process must build the same Strategy3D."
+            )
+    assert isinstance(layout, Layout)
+    return layout
+
+
+def check_module(module: nn.Module, fitting: bool) -> None:
+    """Raise for a module that cannot be trained."""
+    lazy = [
+        name
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+    ]
+    if lazy:
+        raise ConfigurationError(
+            f"{type(module).__name__} has {len(lazy)} lazy parameters without a shape yet ({lazy[0]}, ...). Run one"
+            " forward, for example in setup(), so that every rank knows the shapes before they are placed."
+        )
+    if fitting and next(module.parameters(), None) is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameters: there is nothing to train. Assign its layers to attributes in"
+            " __init__ or configure_model()."
+        )

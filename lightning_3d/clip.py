@@ -1,0 +1,62 @@
+"""The norm of all gradients, each element counted once, wherever it lives."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.mesh import SHARD_AXIS
+from lightning_3d.state import local
+
+Counted = Callable[[nn.Parameter], bool]
+
+
+def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> bool:
+    """Whether this rank is the one that counts its part of `parameter`.
+
+    Along an axis that splits the parameter every rank counts its own part; along one that replicates it only the first.
+
+    Args:
+        parameter: plain, or a DTensor that names the axes it is split over.
+        coordinate: of this rank.
+        shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
+    """
+    split: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
+    return coordinate.data < first and (TENSOR_AXIS in split or coordinate.tensor == 0)
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float = 2.0) -> Tensor:
+    """The norm that one process would compute. Collective over the world; the same bits on every rank."""
+    grads = [(p, p.grad) for p in parameters if p.grad is not None]
+    device = grads[0][1].device if grads else torch.device("cpu")
+    mine = [local(grad) for parameter, grad in grads if counted(parameter)]
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in mine if grad.numel()]
+    norm = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    if math.isinf(norm_type):
+        total = norm.max()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX)
+        return total
+    total = (norm.double() ** norm_type).sum()
+    dist.all_reduce(total)
+    return (total ** (1.0 / norm_type)).float()
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, norm_type: float = 2.0) -> Tensor:
+    """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
+    norm = grad_norm(parameters, counted, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            grad.mul_(factor.to(grad))
+    return norm

@@ -1,0 +1,62 @@
+"""What one strategy sends gradients and sharded parameters with: groups, background thread, ledger."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch import distributed as dist
+from torch import nn
+
+from lightning_3d.comm import CommConfig, Engine, FullySharded, Ledger, Replicas, build_collectives
+from lightning_3d.layout import Coordinate, Layout
+
+
+class Communication:
+    """The data axis of one rank. Every rank must build it.
+
+    The groups are apart from those of the mesh, since the background thread uses them while the main thread uses the
+    mesh's.
+    """
+
+    def __init__(self, layout: Layout, rank: int, config: CommConfig, *, streams: bool, timeout: timedelta) -> None:
+        self.layout, self.config = layout, config
+        self.ledger = Ledger()
+        self.engine = Engine(threaded=not streams)
+        here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
+        self._whole = _new_group(layout, here, timeout, lambda data: 0)
+        self._shard = self._replicate = None
+        if shard < layout.data_parallel_size:
+            self._shard = _new_group(layout, here, timeout, lambda data: data // shard)
+            self._replicate = _new_group(layout, here, timeout, lambda data: data % shard)
+
+    def replicas(self, parameters: list[nn.Parameter]) -> Replicas:
+        """Keep `parameters` equal over the data axis."""
+        collectives = build_collectives(self.config, self._whole, self.ledger, "data_parallel")
+        return Replicas(parameters, collectives, self.engine, bucket_mb=self.config.bucket_mb)
+
+    def attach(self, root: nn.Module) -> FullySharded:
+        """Put our collectives under every `fully_shard`-ed module of `root`."""
+        shard = build_collectives(self.config, self._shard or self._whole, self.ledger, "data_parallel")
+        replicate = None
+        if self._replicate is not None:
+            replicate = build_collectives(self.config, self._replicate, self.ledger, "data_replicate")
+        return FullySharded(root, shard, self.engine, replicate)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
+    """This rank's group of data ranks with the same `part`, one for each pipeline and tensor coordinate."""
+    mine = None
+    for pipeline in range(layout.pipeline_parallel_size):
+        for tensor in range(layout.tensor_parallel_size):
+            parts: dict[int, list[int]] = {}
+            for data in range(layout.data_parallel_size):
+                rank = layout.rank(Coordinate(pipeline=pipeline, data=data, tensor=tensor))
+                parts.setdefault(part(data), []).append(rank)
+            for key, ranks in parts.items():
+                group = dist.new_group(ranks, timeout=timeout)
+                if (here.pipeline, here.tensor, part(here.data)) == (pipeline, tensor, key):
+                    mine = group
+    assert mine is not None
+    return mine

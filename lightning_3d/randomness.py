@@ -1,0 +1,76 @@
+"""Which ranks draw the same random numbers.
+
+Outside of steps (samplers, augmentation in the main process) the ranks of one data rank share a stream, since they
+must see the same samples. Inside a step (dropout) every data rank and every pipeline stage has a stream of its own;
+tensor ranks share it, so that masks on whole activations agree. Data rank 0 of the first stage goes on with the stream
+that the user seeded, so one data rank draws what one device would have drawn.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from lightning_3d.layout import Coordinate
+
+
+class StepRandom:
+    """A random stream for the steps of one rank, apart from the main one."""
+
+    def __init__(self, coordinate: Coordinate, device: torch.device) -> None:
+        self.device = device
+        self.apart = coordinate.data > 0 or coordinate.pipeline > 0
+        self.states: list[torch.Tensor] = []
+        if self.apart:
+            seed = torch.initial_seed() ^ (coordinate.data * 1_000_003 + coordinate.pipeline * 7_368_787)
+            self.states = self._fresh(seed % 2**63)
+
+    def _fresh(self, seed: int) -> list[torch.Tensor]:
+        before = self._read()
+        torch.manual_seed(seed)
+        fresh = self._read()
+        self._write(before)
+        return fresh
+
+    def _read(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return states
+
+    def _write(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Draw from this rank's own stream."""
+        if not self.apart:
+            yield
+            return
+        outside = self._read()
+        self._write(self.states)
+        try:
+            yield
+        finally:
+            self.states = self._read()
+            self._write(outside)
+
+
+def share_random_state(group: dist.ProcessGroup, group_src: int = 0) -> None:
+    """Give every rank of `group` the random state (torch's on the CPU, Python's, numpy's) of rank `group_src`."""
+    if dist.get_world_size(group) == 1:
+        return
+    import numpy
+
+    states: list[Any] = [(torch.initial_seed(), torch.get_rng_state(), random.getstate(), numpy.random.get_state())]
+    dist.broadcast_object_list(states, group=group, group_src=group_src)
+    seed, torch_state, python_state, numpy_state = states[0]
+    torch.default_generator.manual_seed(seed)
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)

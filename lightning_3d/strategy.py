@@ -1,0 +1,478 @@
+"""`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
+
+from lightning_3d import peers, precision, state
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.batchnorm import DataBatchNorm
+from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.checks import check_module, check_same_layout
+from lightning_3d.clip import clip_grad_norm, counted_here
+from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
+from lightning_3d.communication import Communication
+from lightning_3d.data import seed_workers_by_data_rank
+from lightning_3d.errors import LayoutError
+from lightning_3d.layout import DATA_AXIS, Coordinate, Layout, Offload, ZeroStage
+from lightning_3d.mesh import build_mesh, shard_mesh
+from lightning_3d.metrics import use_data_group
+from lightning_3d.randomness import StepRandom
+from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class Strategy3D(ParallelStrategy):
+    """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
+
+    Args:
+        data_parallel_size: ranks that see different data; "auto" takes what the other axes leave.
+        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        zero_shard_size: share among so many data ranks only and replicate between them (hybrid shard).
+        grad_sync: how gradients are averaged: "ring" is ours, "native" the backend's, "hierarchical" a ring inside each
+            node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
+        grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
+        offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
+        start_method: how processes start where no launcher started them; "popen" runs your script again.
+        process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
+    """
+
+    strategy_name = "3d"
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        zero_stage: ZeroStage = 1,
+        zero_shard_size: int | None = None,
+        grad_sync: GradSync | Literal["auto"] = "auto",
+        grad_compression: GradCompression | None = None,
+        offload: Offload = "none",
+        timeout: timedelta | float = 1800.0,
+        start_method: StartMethod = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._wanted = Layout(
+            data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
+            zero_stage=zero_stage,
+            offload=offload,
+        )
+        self._data_parallel_size = data_parallel_size
+        self._zero_shard_size = zero_shard_size
+        self._grad_sync: GradSync | Literal["auto"] = grad_sync
+        self._grad_compression = grad_compression
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._start_method: StartMethod = start_method
+        self._process_group_backend = process_group_backend
+        self._default_precision = precision.convert(None)
+        self._num_nodes = 1
+        self._mesh: DeviceMesh | None = None
+        self._communication: Communication | None = None
+        self._data: DataParallel = NoData()
+        self._metrics: list[Metric] = []
+        self._in_step = False
+        self._failed = False
+        self._hooks: list[RemovableHandle] = []
+
+    # ---- who and where -------------------------------------------------------------------------------------------
+
+    is_distributed = True
+    """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout for the number of processes there are."""
+        layout = self._wanted
+        if self._data_parallel_size == "auto":
+            layout = layout.fit(self.world_size)
+        layout.check_world(self.world_size)
+        return replace(layout, zero_shard_size=self._zero_shard_size)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.layout.coordinate(self.global_rank)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        assert self._mesh is not None, "the mesh exists from setup_environment on"
+        return self._mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
+
+    @property
+    def precision_plugin(self) -> precision.AxisPrecision:
+        plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
+        assert isinstance(plugin, precision.AxisPrecision)
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
+        self._precision_plugin = None if plugin is None else precision.convert(plugin)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
+        fresh = {"_mesh": None, "_communication": None, "_data": NoData(), "_hooks": [], "_metrics": []}
+        return {**super().__getstate__(), **fresh}
+
+    # ---- environment ---------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
+        )
+        layout = check_same_layout(self._layout_or_error(), self.world_size)
+        self._mesh = build_mesh(layout, self.root_device.type)
+        self._communication = Communication(
+            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
+        )
+        self._failed = False
+        self._module._device_mesh = self._mesh
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the backend overlaps communication by itself (CUDA), so that it needs no thread of ours."""
+        return self.root_device.type != "cpu"
+
+    def _comm_config(self) -> CommConfig:
+        auto: GradSync = "native" if self._streams else "ring"
+        return CommConfig(
+            grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
+            grad_compression=self._grad_compression,
+            ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
+        )
+
+    def _layout_or_error(self) -> Layout | LayoutError:
+        try:
+            return self.layout
+        except LayoutError as error:
+            return error
+
+    # ---- describe -> place -> apply ------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        check_module(module, fitting)
+        _use_no_grad(trainer)
+        if fitting and self._layer_sync is not None:
+            if isinstance(self._layer_sync, TorchSyncBatchNorm):
+                self._layer_sync = DataBatchNorm(self.data_group)
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
+        self._random = StepRandom(self.coordinate, self.root_device)
+        self._metrics = use_data_group(module, self.data_group, self.layout)
+        self._apply(module, fitting)
+        self._hooks = state.whole_module_state(module, self._data.whole, self._data.part, peers.meet)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _apply(self, module: LightningModule, fitting: bool) -> None:
+        """Compose the parallelisms, in order."""
+        anatomy = Anatomy.of(module)
+        layout, communication = self.layout, self._communication
+        assert communication is not None
+        if layout.data_parallel_size == 1 or not (fitting or layout.zero_stage == 3):
+            self._data = NoData()
+        elif layout.zero_stage == 0:
+            self._data = ReplicatedData(communication.replicas(list(module.parameters())))
+        else:
+            self._data = ShardedData(
+                module,
+                anatomy,
+                stage=layout.zero_stage,
+                mesh=shard_mesh(self.mesh),
+                policy=self.precision_plugin.policy(),
+                offload=layout.offload == "all",
+                attach=communication.attach,
+                replicate=communication.replicas,
+            )
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        # an optimizer that was built before its parameters were placed still holds the originals
+        state.swap_parameters(self.optimizers, self._data.swaps, self._data.part)
+        for optimizer in self.optimizers:
+            self._hooks += state.whole_optimizer_state(optimizer, self._data.whole, self._data.part, peers.meet)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        self.precision_plugin.clip_norm = self._clip_norm
+
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    # ---- run -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._data.begin()
+        self._in_step = True
+        with self._random.step():
+            output = super().training_step(*args, **kwargs)
+        self._in_step = False
+        if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
+            self._data.end()
+            self._data.rest()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluating(self) -> Generator[None, None, None]:
+        self._data.begin()
+        with self._random.step():
+            yield
+        self._data.end()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._data.before_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._data.after_backward()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._data.rest()
+        if self._in_step:  # manual optimization: the user's step goes on with the new parameters
+            self._data.begin()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._data.hold(True)
+        try:
+            yield
+        finally:
+            self._data.hold(False)
+
+    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        coordinate, layout = self.coordinate, self.layout
+        shard = layout.zero_shard_size or layout.data_parallel_size
+        return clip_grad_norm(parameters, max_norm, lambda parameter: counted_here(parameter, coordinate, shard))
+
+    def on_validation_end(self) -> None:
+        self._data.rest()
+
+    def on_test_end(self) -> None:
+        self._data.rest()
+
+    def on_predict_end(self) -> None:
+        self._data.rest()
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
+        if self.layout.data_parallel_size > 1:
+            broadcast_tensors(self._module.buffers(), group=self.data_group)
+
+    # ---- talk ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers hold the same values."""
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        if group is None:
+            if self.layout.data_parallel_size == 1:
+                return tensor
+            group = self.data_group
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over every rank of the world, whatever axis it is on."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def process_dataloader(self, dataloader: object) -> object:
+        seed_workers_by_data_rank(dataloader, self.coordinate.data)
+        return dataloader
+
+    # ---- save ----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._data.rest()
+        return super().lightning_module_state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._data.rest()
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    # ---- end -----------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = not peers.all_failed()
+        if self._failed:
+            peers.leave()
+
+    def teardown(self) -> None:
+        """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
+        if not self._failed:
+            self._restore()
+        for metric in self._metrics:
+            metric.process_group = None
+        self._metrics, self._data = [], NoData()
+        if self._communication is not None:
+            self._communication.close()
+            self._communication = None
+        super().teardown()
+
+    def _restore(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        whole = self._data.whole
+        swaps = self._data.undo()
+        state.swap_parameters(self.optimizers, swaps, whole)
+        if self._mesh is not None and self.lightning_module is not None:
+            self._share_buffers()
+            if isinstance(self._layer_sync, DataBatchNorm):
+                self._layer_sync.revert(self._module)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
+        for name, description, arguments in NAMES:
+            strategy_registry.register(name, cls, description=description, override=True, **arguments)
+
+
+NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("3d", "the layout that the arguments give", {}),
+    ("3d_zero0", "data parallel, everything replicated", {"zero_stage": 0}),
+    ("3d_zero1", "data parallel, optimizer states sharded", {"zero_stage": 1}),
+    ("3d_zero2", "data parallel, gradients and optimizer states sharded", {"zero_stage": 2}),
+    ("3d_zero3", "data parallel, everything sharded", {"zero_stage": 3}),
+    ("3d_zero3_offload", "everything sharded and kept in host memory", {"zero_stage": 3, "offload": "all"}),
+)
+
+
+def _use_no_grad(trainer: Trainer) -> None:
+    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.inference_mode = False

@@ -1,0 +1,193 @@
+"""ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.comm import FullySharded, Replicas
+from lightning_3d.zero import fsdp_state
+from lightning_3d.zero.rows import all_rows, my_rows
+from lightning_3d.zero.units import shard_units, unshardable
+
+
+class ShardedData:
+    """Shard `module` over the data axis, in place.
+
+    Args:
+        module: the LightningModule, weights equal on every rank.
+        anatomy: of that module.
+        stage: 1, 2 or 3.
+        mesh: from `mesh.shard_mesh`.
+        policy: what is cast to which dtype around compute and reduction.
+        offload: keep parameters, gradients and optimizer states in host memory.
+        attach: puts our collectives under FSDP2's.
+        replicate: makes the engine for parameters that FSDP2 cannot shard.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        *,
+        stage: int,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        offload: bool,
+        attach: Callable[[nn.Module], FullySharded],
+        replicate: Callable[[list[nn.Parameter]], Replicas],
+    ) -> None:
+        self.module, self.stage = module, stage
+        units = shard_units(module, anatomy)
+        self.refused = unshardable([*units, module])
+        originals = dict(module.named_parameters())
+        host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+        with fsdp_state.same_classes([*units, module]):
+            for unit in [*units, module]:
+                fully_shard(
+                    unit,
+                    mesh=mesh,
+                    reshard_after_forward=stage == 3 and unit is not module,
+                    mp_policy=policy,
+                    offload_policy=host,
+                    ignored_params=set(self.refused),
+                )
+        fsdp_state.make_root(module)
+        self.groups = fsdp_state.param_groups(module)
+        self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
+        self.originals = {now: originals[name] for name, now in module.named_parameters() if now in self.placed}
+        for original in self.originals.values():
+            original.data = original.data.new_empty(0)
+        self.seam = attach(module)
+        here = [parameter for parameter in self.refused if not parameter.is_meta]
+        self.replicas = replicate(here) if here else None
+        self.guards = [
+            owner.register_forward_pre_hook(_guard(group), prepend=True)
+            for group in self.groups
+            for owner in _owners(group)
+        ]
+        self.ended: set[Any] = set()
+        self.streams = mesh.device_type != "cpu"
+
+    @property
+    def swaps(self) -> dict[nn.Parameter, nn.Parameter]:
+        """What was registered before -> what is registered now."""
+        return {original: now for now, original in self.originals.items()}
+
+    def begin(self) -> None:
+        fsdp_state.open_step(self.module)
+        if not self.streams and self.stage < 3:
+            # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
+            for group in self.groups:
+                fsdp_state.gather(group, wait=False)
+        for group in self.groups:
+            if any(module is self.module for module in group.modules):
+                fsdp_state.gather(group)
+                self._end_with_reduction(group)
+
+    def _end_with_reduction(self, group: Any) -> None:
+        """Have every backward that reaches the root's parameters end with the reduction, whoever calls it."""
+        for param in group.fsdp_params:
+            whole = param._unsharded_param
+            if whole.requires_grad and whole not in self.ended:
+                whole.register_post_accumulate_grad_hook(lambda _: fsdp_state.queue_end_of_backward(self.module))
+                self.ended.add(whole)
+
+    def end(self) -> None:
+        fsdp_state.close_step(self.module)
+
+    def before_backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: fsdp_state.start_backward(self.module, grad))
+
+    def after_backward(self) -> None:
+        self.seam.finish()
+        if self.replicas is not None:
+            self.replicas.finish()
+
+    def reduce(self) -> None:
+        fsdp_state.reduce_now(self.module)
+        self.seam.finish()
+        if self.replicas is not None:
+            self.replicas.reduce()
+
+    def hold(self, held: bool) -> None:
+        if self.replicas is not None:
+            self.replicas.hold(held)
+        if self.stage == 1:
+            fsdp_state.hold(self.module, held)
+
+    def rest(self) -> None:
+        fsdp_state.rest(self.module)
+
+    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        if parameter not in self.placed or not isinstance(tensor, DTensor):
+            return tensor
+        param, original = self.placed[parameter], self.originals[parameter]
+        local = tensor.to_local().to(param.device)
+        whole = all_rows(local, param._orig_size, param.mesh_info.shard_process_group)
+        return _like(original, whole)
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        if parameter not in self.placed:
+            return whole
+        param = self.placed[parameter]
+        whole = whole.to_local() if isinstance(whole, DTensor) else whole
+        info = param.mesh_info
+        rows = my_rows(whole, info.shard_mesh_rank, info.shard_mesh_size)
+        return param.to_sharded_dtensor(rows.contiguous().to(parameter.device))
+
+    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        self.rest()
+        self.seam.detach()
+        for guard in self.guards:
+            guard.remove()
+        if self.replicas is not None:
+            self.replicas.detach()
+        swaps: dict[nn.Parameter, nn.Parameter] = {}
+        for now, param in self.placed.items():
+            whole = self.whole(now, now.detach())
+            original = self.originals[now]
+            if isinstance(whole, DTensor):
+                original = nn.Parameter(whole)
+            else:
+                original.data = whole
+            original.requires_grad_(now.requires_grad)
+            swaps[now] = original
+            info = param._module_info
+            for owner, name in [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ]:
+                owner._parameters[name] = original
+        fsdp_state.forget(self.module)
+        return swaps
+
+
+def _like(original: nn.Parameter, whole: Tensor) -> Tensor:
+    """`whole` as the tensor-parallel DTensor that `original` is, or as it is."""
+    if not isinstance(original, DTensor):
+        return whole
+    spec = original
+    return DTensor.from_local(
+        whole, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
+    )
+
+
+def _owners(group: Any) -> set[nn.Module]:
+    infos = [param._module_info for param in group.fsdp_params]
+    return {module for info in infos for module in (info.module, *info.shared_modules)}
+
+
+def _guard(group: Any) -> Callable[..., None]:
+    """Gather a group when a module of it is called by another way than through its block or step."""
+
+    def gather(module: nn.Module, args: Any) -> None:
+        fsdp_state.gather(group)
+
+    return gather

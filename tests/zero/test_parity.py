@@ -1,0 +1,47 @@
+"""Data parallelism under every ZeRO stage trains as one device does."""
+
+import pytest
+
+from tests.parity import assert_parity
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["MLP", "Encoder", "GPT", "Llama"])
+def test_two_ranks(name, stage):
+    assert_parity(name, 2, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("name", "world"), [("MLP", 3), ("GPT", 4)])
+def test_more_ranks(name, world, stage):
+    assert_parity(name, world, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_val_batches": 2, "val_check_interval": 2},
+    ],
+    ids=lambda flags: "-".join(flags),
+)
+def test_trainer_flags(flags, stage):
+    assert_parity("GPT", 2, {"zero_stage": stage}, trainer=flags)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_batch_norm_over_all_ranks(stage):
+    assert_parity("ConvNet", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_shard(stage):
+    assert_parity("GPT", 4, {"zero_stage": stage, "zero_shard_size": 2}, trainer={"gradient_clip_val": 0.1})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_momentum(stage):
+    assert_parity("GPT", 2, {"zero_stage": stage}, attributes={"optimizer": "sgd"})

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives
+from lightning_3d.comm.compression import Compression
 
 ALONE_BYTES = 256 * 1024
 """From this size on a gradient is reduced where it lies: packing would cost more than another collective."""
@@ -21,6 +22,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
+        self.keys: list[str] = []
         self.awaited: set[nn.Parameter] = set()
         """Those whose gradient has not arrived yet in this backward."""
 
@@ -34,6 +36,14 @@ class Bucket:
         for gradient, view in zip(gradients, views, strict=True):
             if gradient is not None:
                 gradient.copy_(view)
+
+    def compress(self, gradients: Sequence[Tensor | None], compression: Compression) -> None:
+        """The same, lossily."""
+        present = [
+            torch.zeros_like(local(parameter)) if gradient is None else gradient
+            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+        ]
+        compression.all_reduce(present, self.keys)
 
     def _pack(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         locals_ = [local(parameter) for parameter in self.parameters]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 # torch 2.13 renamed these two and warns at the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -22,16 +22,19 @@ class Collectives(ABC):
         axis: the name they are counted under.
     """
 
+    takes_pieces = False
+    """Whether several tensors can be passed for each of `input` and `output`."""
+
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
         self.group, self.ledger, self.axis = group, ledger, axis
         self.size, self.rank = group.size(), group.rank()
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         """This rank's part of the sum of `input`, whose contents are lost."""
 
     @abstractmethod
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
         """Every rank's `input` in rank order; `input` may be this rank's part of `output`."""
 
     @abstractmethod
@@ -45,10 +48,12 @@ class Collectives(ABC):
 class Ring(Collectives):
     """Our ring (see `comm/ring.py`)."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    takes_pieces = True
+
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
         self.count("all_gather", ring_all_gather(output, input, self.group))
 
     def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
@@ -58,12 +63,14 @@ class Ring(Collectives):
 class Native(Collectives):
     """The library's own collectives (NCCL's ring, gloo's). Bytes are counted as a ring would send them."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, *, average: bool) -> None:
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
+        output, input = single(output), single(input)
         _reduce_scatter(output, input, group=self.group)
         self._divide(output, average)
         self.count("reduce_scatter", (self.size - 1) * _bytes(output))
 
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
+        output, input = single(output), single(input)
         _all_gather(output, input, group=self.group)
         self.count("all_gather", (self.size - 1) * _bytes(input))
 
@@ -79,3 +86,9 @@ class Native(Collectives):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def single(pieces: Pieces) -> Tensor:
+    """The one tensor that collectives without `takes_pieces` are given."""
+    assert isinstance(pieces, Tensor)
+    return pieces

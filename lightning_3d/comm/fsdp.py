@@ -10,12 +10,20 @@ afterwards (fp16), casts to another dtype, reduces over a second mesh axis (HSDP
 gradient that is there already. The last is turned around: the old gradient is put aside and added at the end. In the
 other cases we wait on the spot.
 
-Everything of FSDP2 that is private is touched in this file only; read in torch 2.13, guarded for 2.11.
+[Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
+before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
+`Comm.allocate`, which is ours, so for a ring (which can send several tensors as one collective) we return a `Promise`:
+a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
+themselves.
+
+What is private in FSDP2 is touched in comm/fsdp_private.py, comm/promise.py and the imports below.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +31,26 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives, Native
+from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.engine import Engine, Handle
+from lightning_3d.comm.fsdp_private import (
+    added,
+    destinations,
+    frees_parameters,
+    gathers_whole,
+    groups,
+    in_backward,
+    install,
+    only_views_follow,
+    padded,
+    scatters_as_is,
+    sharded_parameters,
+    trainable,
+)
+from lightning_3d.comm.promise import Copies, Promise
+from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import UnsupportedError
 
 
@@ -41,17 +63,27 @@ class FullySharded:
         engine: runs them; the same one for everything on these ranks.
         replicate: over the ranks that hold the same shard (hybrid shard). Shard over a 1-D mesh then: with a 2-D
             mesh FSDP2 reduces over the second axis itself, with the library's all-reduce, and waits for it.
+        compression: for the reduce-scatters, over the same ranks; its memory goes by module name and position.
 
     Backward ends with all gradients in place. Outside of a backward (`post_backward` called by a pipeline) each
     reduce-scatter is waited for, unless `deferred = True`: then call `finish()` before gradients are read.
     """
 
     def __init__(
-        self, root: nn.Module, collectives: Collectives, engine: Engine, replicate: Collectives | None = None
+        self,
+        root: nn.Module,
+        collectives: Collectives,
+        engine: Engine,
+        replicate: Collectives | None = None,
+        *,
+        compression: Compression | None = None,
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
+        self.compression = compression
         self.deferred = False
-        self.modules = [module for module in root.modules() if _get_module_fsdp_state(module) is not None]
+        self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
+        self.names = {module: name for name, module in root.named_modules()}
+        self.modules = [module for module in root.modules() if groups(module)]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
         self._aside: dict[nn.Parameter, list[Tensor]] = {}
@@ -59,10 +91,8 @@ class FullySharded:
         self._later = False
         self._hooks = []
         for module in self.modules:
-            for group in _groups(module):
-                group._all_gather_comm = _AllGather(self, module)
-                group._reduce_scatter_comm = _ReduceScatter(self, module)
-                group.unshard_async_op = engine.threaded
+            for group in groups(module):
+                install(group, _AllGather(self, module, group), _ReduceScatter(self, module, group), engine.threaded)
                 if replicate is not None:
                     group._all_reduce_hook = self._all_reduce
             if engine.threaded:
@@ -77,10 +107,8 @@ class FullySharded:
         for hook in self._hooks:
             hook.remove()
         for module in self.modules:
-            for group in _groups(module):
-                group._all_gather_comm = DefaultAllGather()
-                group._reduce_scatter_comm = DefaultReduceScatter()
-                group.unshard_async_op = False
+            for group in groups(module):
+                install(group, DefaultAllGather(), DefaultReduceScatter(), False)
                 group._all_reduce_hook = None
 
     def finish(self) -> None:
@@ -92,24 +120,49 @@ class FullySharded:
         aside, self._aside = self._aside, {}
         with torch.no_grad():
             for parameter, earlier in aside.items():
-                parameter.grad = _sum([*earlier, parameter.grad])
+                parameter.grad = added([*earlier, parameter.grad])
 
-    def gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, module: nn.Module) -> Handle:
+    def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         """Start an all-gather."""
         if module not in self._order:
             self._order.append(module)
         collectives = self._over(group)
         return self.engine.submit(lambda: collectives.all_gather(output, input))
 
-    def scatter(self, output: Tensor, input: Tensor, module: nn.Module, average: bool, later: bool) -> None:
+    def scatter(self, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
+        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), fsdp_group, later)
+
+    def scatter_compressed(
+        self,
+        output: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        fsdp_group: Any,
+        keys: Sequence[str],
+        average: bool,
+        later: bool,
+    ) -> None:
+        """The same through the compression; `gradients` still have their rows."""
+        compression, size = self.compression, self.collectives.size
+        assert compression is not None
+        inputs = [gradient.view(-1) for gradient in gradients]
+        widths = [gradient[:1].numel() for gradient in gradients]
+
+        def job() -> None:
+            compression.reduce_scatter(output, inputs, keys, widths)
+            if not average:
+                for part in output:
+                    part.mul_(size)
+
+        self._scatter(job, fsdp_group, later)
+
+    def _scatter(self, job: Callable[[], None], fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self._can_wait()
         if later:
-            self._put_aside(module)
+            self._put_aside(fsdp_group)
         else:
             self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        handle = self.engine.submit(lambda: self.collectives.reduce_scatter(output, input, average=average))
-        self._end(handle, later)
+        self._end(self.engine.submit(job), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -128,10 +181,10 @@ class FullySharded:
             Variable._execution_engine.queue_callback(self.finish)
 
     def _can_wait(self) -> bool:
-        return self.engine.threaded and (self.deferred or torch._C._current_graph_task_id() != -1)
+        return self.engine.threaded and (self.deferred or in_backward())
 
-    def _put_aside(self, module: nn.Module) -> None:
-        for parameter in _sharded_parameters(module):
+    def _put_aside(self, fsdp_group: Any) -> None:
+        for parameter in sharded_parameters(fsdp_group):
             if parameter.grad is not None:
                 self._aside.setdefault(parameter, []).append(parameter.grad)
                 parameter.grad = None
@@ -140,12 +193,13 @@ class FullySharded:
         """Start the all-gathers of the modules that run after `module`, in the order of the first step.
 
         Only in training: end of backward clears a gather that was not used, and nothing would do so in evaluation.
+        Not in backward, where activation checkpointing calls modules again.
         """
-        if not torch.is_grad_enabled() or module not in self._order:
+        if not torch.is_grad_enabled() or in_backward() or module not in self._order:
             return
         following = self._order[self._order.index(module) + 1 :]
-        for later in following[:1] if _frees_parameters(module) else following:
-            for group in _groups(later):
+        for later in following[:1] if frees_parameters(module) else following:
+            for group in groups(later):
                 group.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup) -> Collectives:
@@ -155,28 +209,44 @@ class FullySharded:
         return Native(group, self.collectives.ledger, self.collectives.axis)
 
 
-class _Allocate:
+class _AllGather(AllGather):
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.seam.direct and gathers_whole(self.group, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
         return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Allocate, AllGather):
-    def __init__(self, seam: FullySharded, module: nn.Module) -> None:
-        self.seam, self.module = seam, module
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        handle = self.seam.gather(output_tensor, input_tensor, group, self.module)
+        output: Pieces = output_tensor
+        input: Pieces = input_tensor
+        if isinstance(output_tensor, Promise):
+            input = output_tensor.copies.sources
+            output = output_tensor.copies.targets = destinations(self.group, input, group.size())
+        handle = self.seam.gather(output, input, group, self.module)
         if async_op and self.seam.engine.threaded:
             return _Pending(handle)
         handle.wait()
         return None
 
 
-class _ReduceScatter(_Allocate, ReduceScatter):
-    def __init__(self, seam: FullySharded, module: nn.Module) -> None:
-        self.seam, self.module = seam, module
+class _ReduceScatter(ReduceScatter):
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
+        self._awaited: int | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called twice for each reduce-scatter: for its input, then for its output, N times shorter."""
+        numel = math.prod(map(int, size))
+        is_input = numel != self._awaited
+        self._awaited = numel // self.seam.collectives.size if is_input else None
+        direct = self.seam.direct or self.seam.compression is not None
+        if is_input and direct and scatters_as_is(self.group, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -187,8 +257,30 @@ class _ReduceScatter(_Allocate, ReduceScatter):
                 f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
-        later = average and _only_views_follow(self.module, output_tensor, self.seam)
-        self.seam.scatter(output_tensor, input_tensor, self.module, average, later)
+        later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
+        if not isinstance(input_tensor, Promise):
+            self.seam.scatter(output_tensor, input_tensor, self.group, average, later)
+            return None
+        size, gradients = group.size(), input_tensor.copies.sources
+        input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
+        gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
+        outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
+        if self.seam.compression is not None and len(gradients) == trainable(self.group):
+            name = self.seam.names[self.module]
+            keys = [f"{name}.{index}" for index in range(len(gradients))]
+            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
+            return None
+        if self.seam.compression is not None:
+            warnings.warn(
+                f"{len(gradients)} of {trainable(self.group)} parameters of a sharded module have a gradient. Which"
+                " ones is not known here, so they are sent uncompressed this time.",
+                stacklevel=2,
+            )
+        if self.seam.direct:
+            self.seam.scatter(outputs, gradients, self.group, average, later)
+        else:
+            whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
+            self.seam.scatter(output_tensor, whole, self.group, average, later)
         return None
 
 
@@ -202,41 +294,3 @@ class _Pending(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._handle.wait()
         return True
-
-
-def _groups(module: nn.Module) -> list[Any]:
-    """The parameter groups of one module (torch 2.13 has a list, torch 2.11 one or none)."""
-    state: Any = _get_module_fsdp_state(module)
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [group for group in [state._fsdp_param_group] if group is not None]
-
-
-def _sharded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    for group in _groups(module):
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param
-
-
-def _only_views_follow(module: nn.Module, output: Tensor, seam: FullySharded) -> bool:
-    """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
-    for group in _groups(module):
-        if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
-            return False
-        if group._all_reduce_hook is not None and group._all_reduce_hook != seam._all_reduce:
-            return False
-    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in _sharded_parameters(module))
-
-
-def _frees_parameters(module: nn.Module) -> bool:
-    return any(group._reshard_after_forward for group in _groups(module))
-
-
-def _sum(gradients: list[Tensor | None]) -> Tensor:
-    """All of `gradients` added to the first one."""
-    total, *others = [gradient for gradient in gradients if gradient is not None]
-    for other in others:
-        assert isinstance(total, DTensor)
-        assert isinstance(other, DTensor)
-        total.to_local().add_(other.to_local())
-    return total

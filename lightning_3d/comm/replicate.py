@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm.buckets import Bucket, local, make_buckets
 from lightning_3d.comm.collectives import Collectives
+from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.control import exchange
 from lightning_3d.comm.engine import Engine, Handle
 from lightning_3d.errors import DivergenceError, UnsupportedError
@@ -28,12 +29,21 @@ class Replicas:
         collectives: over the ranks of the data axis, on a group that nothing else uses.
         engine: runs them in the background.
         bucket_mb: small gradients travel together in buckets of about this size.
+        compression: over the same ranks; its memory goes by the position in `parameters`.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], collectives: Collectives, engine: Engine, *, bucket_mb: float = 4.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        engine: Engine,
+        *,
+        bucket_mb: float = 4.0,
+        compression: Compression | None = None,
     ) -> None:
-        self.collectives, self.engine, self.bucket_bytes = collectives, engine, int(bucket_mb * 2**20)
+        self.collectives, self.engine, self.compression = collectives, engine, compression
+        self.bucket_bytes = int(bucket_mb * 2**20)
+        self.keys = {parameter: str(index) for index, parameter in enumerate(parameters)}
         self.parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
         self._plans: dict[bytes, list[Bucket]] = {}
         """Buckets for each set of trainable parameters that has occurred, in arrival order once that is known."""
@@ -109,7 +119,15 @@ class Replicas:
 
     def _start(self, bucket: Bucket) -> None:
         gradients = [_gradient(parameter) for parameter in bucket.parameters]
-        self._handles.append(self.engine.submit(lambda: bucket.reduce(gradients, self.collectives)))
+        bucket.keys = [self.keys[parameter] for parameter in bucket.parameters]
+
+        def job() -> None:
+            if self.compression is None:
+                bucket.reduce(gradients, self.collectives)
+            else:
+                bucket.compress(gradients, self.compression)
+
+        self._handles.append(self.engine.submit(job))
 
     def _settle(self) -> None:
         """Start what is left, the same on every rank, and wait for all."""

@@ -20,16 +20,17 @@ from torch import Tensor
 
 from lightning_3d.errors import PeerError
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 2 << 20
 """Small enough that a segment is still in cache when it is added to, large enough to hide Python's part."""
 WINDOW = 4
 """Receives posted ahead. It bounds the working memory of a reduction to `WINDOW` segments."""
+Pieces = Tensor | Sequence[Tensor]
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def ring_reduce_scatter(
-    output: Tensor,
-    input: Tensor,
+    output: Pieces,
+    input: Pieces,
     group: dist.ProcessGroup,
     *,
     average: bool = False,
@@ -40,32 +41,36 @@ def ring_reduce_scatter(
     Args:
         output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
         input: contiguous; N equal parts, part r for rank r. **Its contents are lost**: partial sums are formed in it.
+            Several inputs and as many outputs, of one dtype, travel as one collective.
         group: a process group that nothing else uses meanwhile.
         average: divide by the number of ranks.
         segment_bytes: upper bound of one message.
     """
-    size = group.size()
+    size, inputs, outputs = group.size(), _flat(input), _flat(output)
     if size == 1:
-        _copy_unless_same(output.view(-1), input.view(-1))
+        for target, source in zip(outputs, inputs, strict=True):
+            _copy_unless_same(target, source)
         return 0
-    return _turn(input.view(-1), output.view(-1), range(size - 1), group, average, segment_bytes)
+    return _turn(inputs, outputs, range(size - 1), group, average, segment_bytes)
 
 
 def ring_all_gather(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup, *, segment_bytes: int = SEGMENT_BYTES
+    output: Pieces, input: Pieces, group: dist.ProcessGroup, *, segment_bytes: int = SEGMENT_BYTES
 ) -> int:
     """Collect every rank's `input`, in rank order, in `output`. Returns the bytes sent.
 
     Args:
         output: contiguous, N times as long as `input`.
-        input: contiguous; may be this rank's part of `output`, which saves a copy.
+        input: contiguous; may be this rank's part of `output`, which saves a copy. Several inputs and as many outputs,
+            of one dtype, travel as one collective.
         group: a process group that nothing else uses meanwhile.
         segment_bytes: upper bound of one message.
     """
-    size, flat = group.size(), output.view(-1)
-    own = flat.narrow(0, group.rank() * input.numel(), input.numel())
-    _copy_unless_same(own, input.view(-1))
-    return _turn(flat, own, range(size - 1, 2 * size - 2), group, False, segment_bytes)
+    size, outputs, owns = group.size(), _flat(output), []
+    for source, target in zip(_flat(input), outputs, strict=True):
+        owns.append(target.narrow(0, group.rank() * source.numel(), source.numel()))
+        _copy_unless_same(owns[-1], source)
+    return _turn(outputs, owns, range(size - 1, 2 * size - 2), group, False, segment_bytes)
 
 
 def ring_all_reduce(
@@ -73,45 +78,42 @@ def ring_all_reduce(
 ) -> int:
     """Sum (or average) the contiguous `buffer` over `group`, in place. Returns the bytes sent.
 
-    Where N does not divide the length, only the last few elements are copied to a padded buffer of N elements.
+    Where N does not divide the length, the last few elements travel in a padded piece of N elements.
     """
     size, flat = group.size(), buffer.view(-1)
     if size == 1:
         return 0
     rest = flat.numel() % size
-    body, tail = flat[: flat.numel() - rest], flat[flat.numel() - rest :]
-    sent = _reduce_and_gather(body, group, average, segment_bytes)
+    pieces = [flat[: flat.numel() - rest]]
     if rest:
-        padded = flat.new_zeros(size)
+        tail, padded = flat[flat.numel() - rest :], flat.new_zeros(size)
         padded[:rest] = tail
-        sent += _reduce_and_gather(padded, group, average, segment_bytes)
+        pieces.append(padded)
+    owns = [piece.view(size, -1)[group.rank()] for piece in pieces if piece.numel()]
+    pieces = [piece for piece in pieces if piece.numel()]
+    sent = _turn(pieces, owns, range(2 * size - 2), group, average, segment_bytes)
+    if rest:
         tail.copy_(padded[:rest])
     return sent
 
 
-def _reduce_and_gather(flat: Tensor, group: dist.ProcessGroup, average: bool, segment_bytes: int) -> int:
-    size = group.size()
-    part = flat.numel() // size
-    own = flat.narrow(0, group.rank() * part, part)
-    return _turn(flat, own, range(2 * size - 2), group, average, segment_bytes)
-
-
-def _turn(flat: Tensor, own: Tensor, hops: range, group: dist.ProcessGroup, average: bool, segment_bytes: int) -> int:
-    """Go through `hops` of the ring (see the top of this file) with `flat` as N chunks; `own` gets the sum."""
+def _turn(
+    flats: Sequence[Tensor],
+    owns: Sequence[Tensor],
+    hops: range,
+    group: dist.ProcessGroup,
+    average: bool,
+    segment_bytes: int,
+) -> int:
+    """Go through `hops` of the ring (see the top of this file), each of `flats` in N chunks; `owns` get the sums."""
     size, rank = group.size(), group.rank()
-    part = flat.numel() // size
-    if part * size != flat.numel() or own.numel() != part:
-        raise ValueError(f"{flat.numel()} elements are not {size} parts of {own.numel()}.")
-    if not part or not hops:
+    chunks, results = _cut(flats, owns, size, segment_bytes)
+    if not results or not hops:
         return 0
-    host = flat.device.type == "cpu"
-    # NCCL cuts messages itself, and each extra one costs a launch.
-    count = min(part, -(-part * flat.element_size() // segment_bytes)) if host else 1
-    ahead = WINDOW if host else 1
-    chunks: list[Sequence[Tensor]] = [chunk.tensor_split(count) for chunk in flat.view(size, part).unbind(0)]
-    result = own.tensor_split(count)
+    host, count = results[0].device.type == "cpu", len(results)
+    ahead = min(WINDOW, len(hops) * count) if host else count
     steps = [(hop, k) for hop in hops for k in range(count)]
-    slots = [torch.empty_like(chunks[0][0]) for _ in range(ahead)] if hops[0] < size - 1 else []
+    slots = _slots(results, ahead) if hops[0] < size - 1 else []
     wire = _Wire(group, batched=not host)
 
     def landing(step: int) -> Tensor | None:
@@ -129,12 +131,40 @@ def _turn(flat: Tensor, own: Tensor, hops: range, group: dist.ProcessGroup, aver
         arrived = wire.land()
         segment = chunks[(rank - hop - 2) % size][k]
         if hop == size - 2:
-            segment = _last_add(result[k], arrived, segment, size if average else 1)
+            segment = _last_add(results[k], arrived, segment, size if average else 1)
         elif hop < size - 2:
             segment.add_(arrived)
         wire.post(landing(step + ahead), segment if hop + 1 in hops else None)
     wire.flush()
-    return len(hops) * part * flat.element_size()
+    return len(hops) * sum(result.numel() * result.element_size() for result in results)
+
+
+def _cut(
+    flats: Sequence[Tensor], owns: Sequence[Tensor], size: int, segment_bytes: int
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """The segments of all chunks, by rank, and those of the results."""
+    chunks: list[list[Tensor]] = [[] for _ in range(size)]
+    results: list[Tensor] = []
+    for flat, own in zip(flats, owns, strict=True):
+        part = own.numel()
+        if part * size != flat.numel():
+            raise ValueError(f"{flat.numel()} elements are not {size} parts of {part}.")
+        # NCCL cuts messages itself, and each extra one costs a launch.
+        count = -(-part * flat.element_size() // segment_bytes) if flat.device.type == "cpu" else min(part, 1)
+        if count:
+            results.extend(own.tensor_split(min(part, count)))
+            for segments, chunk in zip(chunks, flat.view(size, part).unbind(0), strict=True):
+                segments.extend(chunk.tensor_split(min(part, count)))
+    return chunks, results
+
+
+def _slots(segments: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    longest = max(segment.numel() for segment in segments)
+    return segments[0].new_empty(count, longest).unbind(0)
+
+
+def _flat(pieces: Pieces) -> list[Tensor]:
+    return [piece.view(-1) for piece in ([pieces] if isinstance(pieces, Tensor) else pieces)]
 
 
 class _Wire:

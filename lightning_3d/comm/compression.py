@@ -1,0 +1,127 @@
+"""Gradients in fewer bytes, with error feedback: what a rank's message lost is added to its next gradient."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.comm.codecs import Codec
+from lightning_3d.comm.collectives import Collectives
+from lightning_3d.errors import CheckpointError
+
+_TAG = 2
+
+
+class Compression(ABC):
+    """Averages gradients over the ranks of `collectives`, lossily; all ranks end with the same bits.
+
+    Gradients come with keys (names of parameters) under which what was lost is remembered. That memory is part of the
+    training state.
+    """
+
+    def __init__(self, collectives: Collectives, *, error_feedback: bool = True) -> None:
+        self.collectives, self.error_feedback = collectives, error_feedback
+        self.memory: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
+        """Average each gradient in place."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
+    ) -> None:
+        """This rank's part of each average. `inputs` are flat, N equal parts; `widths` their numbers per row."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was lost so far on this rank."""
+        return {key: value.clone() for key, value in self.memory.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"the compression state of {key!r} is a {type(value).__name__}, not a tensor.")
+        self.memory = {key: value.clone() for key, value in state.items()}
+
+    def recall(self, key: str, values: Tensor) -> None:
+        """Add what was lost under `key` to `values`."""
+        lost = self.memory.get(key)
+        if lost is not None and lost.shape == values.shape:
+            values.add_(lost)
+
+    def remember(self, key: str, values: Tensor, sent: Tensor) -> None:
+        """Keep what `sent` lacks of `values`. Overflow is not kept, or one bad step would spoil all later ones."""
+        if self.error_feedback:
+            self.memory[key] = (values - sent).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class Elementwise(Compression):
+    """Each rank sends part r of its encoded gradient straight to rank r, which decodes and adds in fp32.
+
+    The bytes are those of a ring over the encoded buffer, but every value is encoded once, not once per hop.
+    An all-reduce then encodes the averages and gathers them.
+    """
+
+    def __init__(self, collectives: Collectives, codec: Codec, *, error_feedback: bool = True) -> None:
+        super().__init__(collectives, error_feedback=error_feedback)
+        self.codec = codec
+
+    def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
+        size, rank = self.collectives.size, self.collectives.rank
+        flats = [_rows(gradient, size) for gradient in gradients]
+        mean = self._average(flats, keys)
+        widths = [flat.shape[1] for flat in flats]
+        for key, part in zip(keys, mean.split(widths, dim=1), strict=True):
+            self.recall(f"{key}/average", part)
+        own = self.codec.encode(mean)
+        for key, part, sent in zip(
+            keys, mean.split(widths, 1), self.codec.decode(own, mean.shape[1]).split(widths, 1), strict=True
+        ):
+            self.remember(f"{key}/average", part, sent)
+        wire = own.new_empty(size, own.shape[1])
+        wire[rank] = own[0]
+        self._swap([own[0]] * size, wire, "all_reduce")
+        averages = self.codec.decode(wire, mean.shape[1])
+        for gradient, average in zip(gradients, averages.split(widths, dim=1), strict=True):
+            gradient.copy_(average.reshape(-1)[: gradient.numel()].view(gradient.shape))
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
+    ) -> None:
+        flats = [_rows(piece, self.collectives.size) for piece in inputs]
+        mean = self._average(flats, keys, "reduce_scatter")
+        for output, part in zip(outputs, mean[0].split([flat.shape[1] for flat in flats]), strict=True):
+            output.copy_(part)
+
+    def _average(self, flats: Sequence[Tensor], keys: Sequence[str], collective: str = "all_reduce") -> Tensor:
+        """The mean of this rank's parts, as one row."""
+        for key, flat in zip(keys, flats, strict=True):
+            self.recall(key, flat)
+        rows = torch.cat(list(flats), dim=1)
+        wire = self.codec.encode(rows)
+        sent = self.codec.decode(wire, rows.shape[1]).split([flat.shape[1] for flat in flats], dim=1)
+        for key, flat, part in zip(keys, flats, sent, strict=True):
+            self.remember(key, flat, part)
+        arrived = torch.empty_like(wire)
+        arrived[self.collectives.rank] = wire[self.collectives.rank]
+        self._swap(wire.unbind(0), arrived, collective)
+        return self.codec.decode(arrived, rows.shape[1]).mean(dim=0, keepdim=True)
+
+    def _swap(self, sends: Sequence[Tensor], arrived: Tensor, collective: str) -> None:
+        """Send `sends[r]` to rank r and receive row r of `arrived` from it, for every other rank r."""
+        size, rank, group = self.collectives.size, self.collectives.rank, self.collectives.group
+        peers = [peer % size for peer in range(rank + 1, rank + size)]
+        ops = [dist.P2POp(dist.irecv, arrived[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
+        ops += [dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        self.collectives.count(collective, sum(sends[peer].nbytes for peer in peers))
+
+
+def _rows(tensor: Tensor, size: int) -> Tensor:
+    """An fp32 copy of `tensor` as `size` rows, padded with zeros."""
+    flat = tensor.detach().reshape(-1).float()
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1).clone()

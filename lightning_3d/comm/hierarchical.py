@@ -1,0 +1,60 @@
+"""A ring inside each node, then one between nodes: slow links carry 1 / (ranks per node) of the buffer."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.comm.collectives import Collectives, Ring, single
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.comm.ring import Pieces
+from lightning_3d.errors import LayoutError
+
+
+class Hierarchical(Collectives):
+    """Reduce-scatter inside the node, then between nodes; all-gather the other way round.
+
+    Args:
+        group: all ranks, those of one node next to each other. Every one of them must build its `Hierarchical`.
+        ledger: what is sent inside nodes and between them is counted apart (`axis.inside`, `axis.between`).
+        ranks_per_node: must divide the size of `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str, ranks_per_node: int) -> None:
+        super().__init__(group, ledger, axis)
+        if self.size % ranks_per_node:
+            raise LayoutError(
+                f'grad_sync="hierarchical" with {ranks_per_node} ranks per node cannot cover {self.size} ranks evenly.'
+                ' Set ranks_per_node to a divisor, or use grad_sync="ring".'
+            )
+        ranks = dist.get_process_group_ranks(group)
+        node, place = divmod(self.rank, ranks_per_node)
+        peers = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
+        self.nodes = self.size // ranks_per_node
+        self.inside = Ring(dist.new_group(peers, use_local_synchronization=True), ledger, f"{axis}.inside")
+        alike = ranks[place::ranks_per_node]
+        self.between = Ring(dist.new_group(alike, use_local_synchronization=True), ledger, f"{axis}.between")
+
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
+        output, input = single(output), single(input)
+        # Rank (node, place) is to get part node * ranks_per_node + place: each place first sums that of every node.
+        part = output.new_empty(self.nodes, output.numel())
+        self.inside.reduce_scatter(part.unbind(0), input.view(self.nodes, -1).unbind(0), average=average)
+        self.between.reduce_scatter(output, part, average=average)
+
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
+        output, input = single(output), single(input)
+        part = input.new_empty(self.nodes, input.numel())
+        self.between.all_gather(part, input)
+        self.inside.all_gather(output.view(self.nodes, -1).unbind(0), part.unbind(0))
+
+    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+        size, flat = self.inside.size, buffer.view(-1)
+        whole = flat
+        if rest := -flat.numel() % size:
+            whole = flat.new_zeros(flat.numel() + rest)
+            whole[: flat.numel()] = flat
+        own = whole.view(size, -1)[self.inside.rank]
+        self.inside.reduce_scatter(own, whole, average=average)
+        self.between.all_reduce(own, average=average)
+        self.inside.all_gather(whole, own)
+        if rest:
+            flat.copy_(whole[: flat.numel()])

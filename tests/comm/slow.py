@@ -1,0 +1,14 @@
+"""An engine that is late: whoever does not wait for a job reads what it has not written yet."""
+
+import time
+
+from lightning_3d.comm.engine import Engine
+
+
+class SlowEngine(Engine):
+    def submit(self, job):
+        def late():
+            time.sleep(0.003)
+            job()
+
+        return super().submit(late)

@@ -1,0 +1,199 @@
+"""The laws of compressed gradients: exact bytes, no loss over time, the same bits on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_3d.comm.build import build_compression
+from lightning_3d.comm.codecs import Half, Int8
+from lightning_3d.comm.collectives import Ring
+from lightning_3d.comm.config import CommConfig
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.errors import CheckpointError, ConfigurationError
+from tests.workers import run
+
+KINDS = ["bf16", "fp16", "int8", "powersgd"]
+
+
+def _compression(kind, **options):
+    ledger = Ledger()
+    collectives = Ring(dist.new_group(), ledger, "data")
+    return build_compression(CommConfig(grad_compression=kind, **options), collectives), ledger
+
+
+def _mine(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + dist.get_rank()))
+
+
+def _mean(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _same_on_all(tensor):
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor.contiguous())
+    return all(torch.equal(other, tensor) for other in others)
+
+
+def _bytes(kind):
+    compression, ledger = _compression(kind, powersgd_rank=2)
+    compression.all_reduce([_mine(96, 64)], ["w"])
+    return ledger.bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("bf16", 96 * 64 * 2),
+        ("fp16", 96 * 64 * 2),
+        ("int8", 2 * (3 * 1024 + 3 * 4)),  # two halves of 3072 numbers and 3 scales
+        ("powersgd", (96 + 64) * 2 * 4),
+    ],
+)
+def test_bytes_on_two_ranks(kind, size):
+    assert run(_bytes, kind, world=2, group=True) == [size, size]  # 2 (N - 1) / N = 1
+
+
+def _converges(kind):
+    """Each rank pulls towards its own matrix; together they must reach the mean, as without compression."""
+    compression, _ = _compression(kind, powersgd_rank=1)
+    target, weight = _mine(12, 10), torch.zeros(12, 10)
+    best, errors = _mean(target), []
+    for _ in range(400):
+        gradient = weight - target
+        compression.all_reduce([gradient], ["w"])
+        weight -= 0.05 * gradient
+        errors.append((weight - best).norm().item() / best.norm().item())
+    assert _same_on_all(weight)
+    return errors[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quadratic_converges(kind):
+    assert max(run(_converges, kind, world=2, group=True)) < 0.02
+
+
+def _nothing_is_lost(kind):
+    """Over many steps the sum of what was applied is the sum of the gradients, up to what one step still holds."""
+    compression, _ = _compression(kind, powersgd_rank=1)
+    gradient, applied = _mine(24, 16), torch.zeros(24, 16)
+    for _ in range(50):
+        sent = gradient.clone()
+        compression.all_reduce([sent], ["w"])
+        applied += sent
+    return ((applied / 50 - _mean(gradient)).norm() / _mean(gradient).norm()).item()
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 1e-3), ("fp16", 1e-4), ("int8", 1e-3), ("powersgd", 0.5)])
+def test_error_feedback_gives_back_what_was_lost(kind, tolerance):
+    assert max(run(_nothing_is_lost, kind, world=3, group=True)) < tolerance
+
+
+def _low_rank():
+    """A mean that has no more than `powersgd_rank` dimensions is found exactly, and what is small stays exact."""
+    compression, _ = _compression("powersgd", powersgd_rank=2)
+    shared = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
+    gradient, bias = shared @ _mine(2, 30), _mine(30)
+    mean, bias_mean = _mean(gradient), _mean(bias)
+    compression.all_reduce([gradient, bias], ["w", "b"])
+    torch.testing.assert_close(bias, bias_mean)
+    torch.testing.assert_close(gradient, mean, atol=1e-4, rtol=1e-4)
+    full, _ = _compression("powersgd", powersgd_rank=30)
+    gradient = _mine(40, 30)
+    mean = _mean(gradient)
+    full.all_reduce([gradient], ["w"])
+    torch.testing.assert_close(gradient, mean)
+
+
+def test_powersgd_is_exact_where_the_rank_suffices():
+    run(_low_rank, world=2, group=True)
+
+
+def _parts(kind):
+    """Reduce-scatter gives this rank's part of what a compressed mean is."""
+    compression, ledger = _compression(kind, powersgd_rank=8, error_feedback=False)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    weight, bias = _mine(8 * size, 32), _mine(size)
+    outputs = [torch.empty(8 * 32), torch.empty(1)]
+    expected = [_mean(tensor).view(size, -1)[rank] for tensor in (weight, bias)]
+    compression.reduce_scatter(outputs, [weight.view(-1), bias], ["w", "b"], [32, 1])
+    assert not compression.memory or kind == "powersgd"
+    error = (torch.cat(outputs) - torch.cat(expected)).norm() / torch.cat(expected).norm()
+    return error.item(), ledger.bytes()
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("fp16", 0.001), ("int8", 0.03), ("powersgd", 0.8)])
+def test_reduce_scatter(kind, tolerance):
+    for error, sent in run(_parts, kind, world=3, group=True):
+        assert error < tolerance
+        assert sent > 0
+
+
+def _resume(kind):
+    """Going on from a state is the same as never having stopped."""
+    first, _ = _compression(kind, powersgd_rank=1)
+    second, _ = _compression(kind, powersgd_rank=1)
+    for step in range(3):
+        first.all_reduce([_mine(12, 10, seed=step)], ["w"])
+    second.load_state_dict(first.state_dict())
+    results = []
+    for compression in (first, second):
+        gradient = _mine(12, 10, seed=9)
+        compression.all_reduce([gradient], ["w"])
+        results.append(gradient)
+    assert torch.equal(*results)
+    with pytest.raises(CheckpointError, match="not a tensor"):
+        second.load_state_dict({"w": 3})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_is_training_state(kind):
+    run(_resume, kind, world=2, group=True)
+
+
+def _overflow(kind):
+    """An overflow reaches every rank (a loss scaler looks for it) and leaves the memory clean."""
+    compression, _ = _compression(kind)
+    gradient = _mine(12, 10)
+    if dist.get_rank() == 0:
+        gradient[0, 0] = float("inf")
+    compression.all_reduce([gradient], ["w"])
+    assert not gradient.isfinite().all()
+    assert all(value.isfinite().all() for value in compression.memory.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_overflow_shows_and_is_forgotten(kind):
+    run(_overflow, kind, world=2, group=True)
+
+
+@pytest.mark.parametrize("codec", [Half(torch.bfloat16), Half(torch.float16), Int8(8)], ids=["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("width", [1, 8, 21])
+def test_codecs_decode_what_they_encode(codec, width):
+    rows = torch.randn(3, width) * torch.tensor([[1e-3], [1.0], [1e3]])
+    decoded = codec.decode(codec.encode(rows), width)
+    assert decoded.shape == rows.shape
+    assert ((decoded - rows).abs() <= rows.abs().amax(1, keepdim=True) / 127).all()
+    assert codec.decode(codec.encode(torch.zeros(2, width)), width).eq(0).all()
+
+
+def test_fp16_clamps_what_is_finite():
+    codec = Half(torch.float16)
+    assert codec.decode(codec.encode(torch.tensor([[1e6, float("-inf")]])), 2).tolist() == [[65504.0, float("-inf")]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grad_sync": "star"}, "'ring', 'native', 'hierarchical'"),
+        ({"grad_compression": "int4"}, "'bf16', 'fp16', 'int8', 'powersgd'"),
+        ({"powersgd_rank": 0}, "powersgd_rank=0"),
+        ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        CommConfig(**options)

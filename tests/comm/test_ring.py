@@ -1,0 +1,136 @@
+"""The ring gives what the library gives, the same bits on every rank, for exactly the bytes it should."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_3d.comm.collectives import Native, Ring
+from lightning_3d.comm.hierarchical import Hierarchical
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.errors import LayoutError
+from tests.workers import WorkerError, run
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+def _values(length, dtype, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    return torch.randn(length, generator=generator).to(dtype)
+
+
+def _same_on_all(tensor):
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, tensor)
+    return all(torch.equal(other, tensor) for other in others)
+
+
+def _all_reduce(lengths, dtypes, segments):
+    group = dist.new_group()
+    size = group.size()
+    for dtype in dtypes:
+        for length in lengths:
+            for segment in segments:
+                mine = _values(length, dtype, length)
+                expected = mine.double().clone()
+                dist.all_reduce(expected)
+                for average in (False, True):
+                    buffer = mine.clone()
+                    sent = ring_all_reduce(buffer, group, average=average, segment_bytes=segment)
+                    want = expected / size if average else expected
+                    close = torch.allclose(buffer.double(), want, atol=TOLERANCE[dtype] * size, rtol=TOLERANCE[dtype])
+                    assert close, (dtype, length, segment, average)
+                    padded = -(-length // size) * size
+                    assert sent == 2 * (size - 1) * padded // size * mine.element_size()
+                    assert _same_on_all(buffer), (dtype, length, segment)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce(world):
+    run(_all_reduce, (0, 1, 2, 5, 17, 4099), tuple(TOLERANCE), (64, 1 << 20), world=world, group=True)
+
+
+@pytest.mark.long
+def test_all_reduce_on_eight_ranks():
+    run(_all_reduce, (1, 7, 4099), (torch.float32,), (256,), world=8, group=True)
+
+
+def _parts(length):
+    group = dist.new_group()
+    size, rank = group.size(), group.rank()
+    for pieces in ([length], [length, 3, 0, 1]):
+        inputs = [_values(piece * size, torch.float32, piece) for piece in pieces]
+        outputs = [torch.empty(piece) for piece in pieces]
+        expected = [value.double() for value in inputs]
+        for value in expected:
+            dist.all_reduce(value)
+        sent = ring_reduce_scatter(outputs, [value.clone() for value in inputs], group, segment_bytes=128)
+        assert sent == (size - 1) * sum(pieces) * 4
+        for output, value in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output.double(), value.view(size, -1)[rank], atol=1e-5, rtol=1e-5)
+        wholes = [torch.empty(piece * size) for piece in pieces]
+        assert ring_all_gather(wholes, outputs, group, segment_bytes=128) == sent
+        for whole, value in zip(wholes, expected, strict=True):
+            torch.testing.assert_close(whole.double(), value, atol=1e-5, rtol=1e-5)
+            assert _same_on_all(whole)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_reduce_scatter_and_all_gather(world):
+    run(_parts, 1001, world=world, group=True)
+
+
+def _wrong_length():
+    with pytest.raises(ValueError, match="7 elements are not 2 parts of 3"):
+        ring_reduce_scatter(torch.empty(3), torch.empty(7), dist.new_group())
+
+
+def test_a_length_that_does_not_fit_is_refused():
+    run(_wrong_length, world=2, group=True)
+
+
+def _alike(ranks_per_node):
+    """Ring, native and hierarchical collectives give the same and count the same."""
+    ledger = Ledger()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    kinds = {
+        "ring": Ring(dist.new_group(), ledger, "ring"),
+        "native": Native(dist.new_group(), ledger, "native"),
+        "hierarchical": Hierarchical(dist.new_group(), ledger, "hierarchical", ranks_per_node),
+    }
+    length = 12 * size
+    mine = _values(length, torch.float32)
+    total = mine.clone()
+    dist.all_reduce(total)
+    for name, collectives in kinds.items():
+        part, whole, buffer, odd = torch.empty(12), torch.empty(length), mine.clone(), mine[:-1].clone()
+        collectives.reduce_scatter(part, mine.clone(), average=True)
+        torch.testing.assert_close(part, total.view(size, -1)[rank] / size)
+        collectives.all_gather(whole, part)
+        torch.testing.assert_close(whole, total / size)
+        collectives.all_reduce(buffer, average=False)
+        torch.testing.assert_close(buffer, total)
+        collectives.all_reduce(odd, average=True)
+        torch.testing.assert_close(odd, total[:-1] / size)
+        assert _same_on_all(odd), name
+    counts = {name: ledger.bytes(name, "reduce_scatter") for name in ("ring", "native")}
+    counts["inside"] = ledger.bytes("hierarchical.inside", "reduce_scatter")
+    counts["between"] = ledger.bytes("hierarchical.between", "reduce_scatter")
+    return counts
+
+
+def test_the_three_kinds_agree():
+    counts = run(_alike, 2, world=4, group=True)[0]
+    assert counts["ring"] == counts["native"] == 3 * 12 * 4
+    # Of 48 numbers half stay in the rank, half of the rest cross; the all-reduces of both links count their own way.
+    assert counts["inside"] >= 24 * 4
+    assert counts["between"] == 12 * 4
+
+
+def _uneven_nodes():
+    Hierarchical(dist.new_group(), Ledger(), "data", 2)
+
+
+def test_nodes_must_divide_the_ranks():
+    with pytest.raises(WorkerError, match=f"{LayoutError.__name__}.*2 ranks per node cannot cover 3"):
+        run(_uneven_nodes, world=3, group=True)

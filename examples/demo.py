@@ -32,12 +32,12 @@ class Curve(Callback):
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-def train(devices: int, strategy: Strategy3D | str, **flags: object) -> tuple[ByteGPT, Curve, float]:
+def train(devices: int, strategy: Strategy3D | str) -> tuple[ByteGPT, Curve, float]:
     seed_everything(1, verbose=False)
     curve, module = Curve(), ByteGPT()
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, limit_train_batches=STEPS, gradient_clip_val=1.0, logger=False,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=[curve], **flags,
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, limit_train_batches=STEPS, logger=False,
+        gradient_clip_val=1.0, enable_checkpointing=False, enable_model_summary=False, callbacks=[curve],
     )  # fmt: skip
     trainer.fit(module, datamodule=StandardLibrary())
     return module, curve, time.perf_counter() - curve.began

@@ -6,7 +6,17 @@ from datetime import timedelta
 from torch import distributed as dist
 from torch import nn
 
-from lightning_3d.comm import CommConfig, Engine, FullySharded, Ledger, Replicas, build_collectives
+from lightning_3d.comm import (
+    Collectives,
+    CommConfig,
+    Compression,
+    Engine,
+    FullySharded,
+    Ledger,
+    Replicas,
+    build_collectives,
+    build_compression,
+)
 from lightning_3d.layout import Coordinate, Layout
 
 
@@ -20,6 +30,8 @@ class Communication:
     def __init__(self, layout: Layout, rank: int, config: CommConfig, *, streams: bool, timeout: timedelta) -> None:
         self.layout, self.config = layout, config
         self.ledger = Ledger()
+        self.compressions: list[Compression] = []
+        """What compression left over for the next step; part of the training state."""
         self.engine = Engine(threaded=not streams)
         here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
         self._whole = _new_group(layout, here, timeout, lambda data: 0)
@@ -31,7 +43,13 @@ class Communication:
     def replicas(self, parameters: list[nn.Parameter]) -> Replicas:
         """Keep `parameters` equal over the data axis."""
         collectives = build_collectives(self.config, self._whole, self.ledger, "data_parallel")
-        return Replicas(parameters, collectives, self.engine, bucket_mb=self.config.bucket_mb)
+        return Replicas(
+            parameters,
+            collectives,
+            self.engine,
+            bucket_mb=self.config.bucket_mb,
+            compression=self._compression(collectives),
+        )
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""
@@ -39,7 +57,13 @@ class Communication:
         replicate = None
         if self._replicate is not None:
             replicate = build_collectives(self.config, self._replicate, self.ledger, "data_replicate")
-        return FullySharded(root, shard, self.engine, replicate)
+        return FullySharded(root, shard, self.engine, replicate, compression=self._compression(shard))
+
+    def _compression(self, collectives: Collectives) -> Compression | None:
+        compression = build_compression(self.config, collectives)
+        if compression is not None:
+            self.compressions.append(compression)
+        return compression
 
     def close(self) -> None:
         self.engine.close()

@@ -46,7 +46,10 @@ def all_failed() -> bool:
 
 
 def leave() -> None:
-    """Close this rank's connections, so that peers waiting for it fail now and not at their timeout."""
+    """Forget the process group, which is out of step, so that a later run in this process starts afresh.
+
+    Peers that wait for this rank are freed when its process ends, as it does with the error that brought it here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

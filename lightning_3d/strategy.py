@@ -1,6 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -8,24 +8,13 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -34,22 +23,19 @@ from lightning_3d import peers, precision, state
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
-from lightning_3d.checks import check_module, check_same_layout
+from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.communication import Communication
 from lightning_3d.data import seed_workers_by_data_rank
-from lightning_3d.errors import LayoutError
-from lightning_3d.layout import DATA_AXIS, Coordinate, Layout, Offload, ZeroStage
-from lightning_3d.mesh import build_mesh, shard_mesh
+from lightning_3d.layout import Layout, Offload, ZeroStage
+from lightning_3d.mesh import shard_mesh
 from lightning_3d.metrics import use_data_group
+from lightning_3d.processes import Processes, StartMethod
 from lightning_3d.randomness import StepRandom
-from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData, step_on_shards
 
 
-class Strategy3D(ParallelStrategy):
+class Strategy3D(Processes):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -85,7 +71,17 @@ class Strategy3D(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._default_precision = precision.convert(None)
+        super().__init__(
+            timeout=timeout,
+            start_method=start_method,
+            process_group_backend=process_group_backend,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             zero_stage=zero_stage,
@@ -95,23 +91,12 @@ class Strategy3D(ParallelStrategy):
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
         self._grad_compression = grad_compression
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._start_method: StartMethod = start_method
-        self._process_group_backend = process_group_backend
-        self._default_precision = precision.convert(None)
-        self._num_nodes = 1
-        self._mesh: DeviceMesh | None = None
-        self._communication: Communication | None = None
+        CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._data: DataParallel = NoData()
         self._metrics: list[Metric] = []
         self._in_step = False
-        self._failed = False
         self._hooks: list[RemovableHandle] = []
-
-    # ---- who and where -------------------------------------------------------------------------------------------
-
-    is_distributed = True
-    """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
+        self._undo: list[Callable[[], None]] = []
 
     @property
     def layout(self) -> Layout:
@@ -122,43 +107,13 @@ class Strategy3D(ParallelStrategy):
         layout.check_world(self.world_size)
         return replace(layout, zero_shard_size=self._zero_shard_size)
 
-    @property
-    def coordinate(self) -> Coordinate:
-        return self.layout.coordinate(self.global_rank)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        assert self._mesh is not None, "the mesh exists from setup_environment on"
-        return self._mesh
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(DATA_AXIS)
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
+    def _comm_config(self) -> CommConfig:
+        auto: GradSync = "native" if self._streams else "ring"
+        return CommConfig(
+            grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
+            grad_compression=self._grad_compression,
+            ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
+        )
 
     @property
     def precision_plugin(self) -> precision.AxisPrecision:
@@ -171,69 +126,17 @@ class Strategy3D(ParallelStrategy):
         # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
         self._precision_plugin = None if plugin is None else precision.convert(plugin)
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
-        fresh = {"_mesh": None, "_communication": None, "_data": NoData(), "_hooks": [], "_metrics": []}
+        fresh: dict[str, Any] = {
+            "_mesh": None,
+            "_communication": None,
+            "_data": NoData(),
+            "_hooks": [],
+            "_undo": [],
+            "_metrics": [],
+        }
         return {**super().__getstate__(), **fresh}
-
-    # ---- environment ---------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
-        )
-        layout = check_same_layout(self._layout_or_error(), self.world_size)
-        self._mesh = build_mesh(layout, self.root_device.type)
-        self._communication = Communication(
-            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
-        )
-        self._failed = False
-        self._module._device_mesh = self._mesh
-
-    @property
-    def _streams(self) -> bool:
-        """Whether the backend overlaps communication by itself (CUDA), so that it needs no thread of ours."""
-        return self.root_device.type != "cpu"
-
-    def _comm_config(self) -> CommConfig:
-        auto: GradSync = "native" if self._streams else "ring"
-        return CommConfig(
-            grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
-            grad_compression=self._grad_compression,
-            ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
-        )
-
-    def _layout_or_error(self) -> Layout | LayoutError:
-        try:
-            return self.layout
-        except LayoutError as error:
-            return error
 
     # ---- describe -> place -> apply ------------------------------------------------------------------------------
 
@@ -288,6 +191,7 @@ class Strategy3D(ParallelStrategy):
         # an optimizer that was built before its parameters were placed still holds the originals
         state.swap_parameters(self.optimizers, self._data.swaps, self._data.part)
         for optimizer in self.optimizers:
+            self._undo.append(step_on_shards(optimizer))
             self._hooks += state.whole_optimizer_state(optimizer, self._data.whole, self._data.part, peers.meet)
 
     def setup_precision_plugin(self) -> None:
@@ -378,38 +282,6 @@ class Strategy3D(ParallelStrategy):
         if self.layout.data_parallel_size > 1:
             broadcast_tensors(self._module.buffers(), group=self.data_group)
 
-    # ---- talk ----------------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers hold the same values."""
-        if not isinstance(tensor, Tensor) or self._mesh is None:
-            return tensor
-        if group is None:
-            if self.layout.data_parallel_size == 1:
-                return tensor
-            group = self.data_group
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over every rank of the world, whatever axis it is on."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=ids)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return dataloader
@@ -426,11 +298,6 @@ class Strategy3D(ParallelStrategy):
 
     # ---- end -----------------------------------------------------------------------------------------------------
 
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = not peers.all_failed()
-        if self._failed:
-            peers.leave()
-
     def teardown(self) -> None:
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
@@ -446,7 +313,9 @@ class Strategy3D(ParallelStrategy):
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for undo in self._undo:
+            undo()
+        self._hooks, self._undo = [], []
         whole = self._data.whole
         swaps = self._data.undo()
         state.swap_parameters(self.optimizers, swaps, whole)

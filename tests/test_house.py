@@ -16,7 +16,7 @@ ORDER = [
     {"comm"},
     {"communication", "state", "batchnorm"},
     {"tensor", "pipeline", "zero", "clip"},
-    {"precision", "checkpoint"},
+    {"precision", "checkpoint", "processes"},
     {"strategy"},
     {"cli"},
 ]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -161,26 +162,44 @@ def test_an_optimizer_built_before_placing_is_given_the_placed_parameters():
     assert min(run(_built_before, world=2)) > 0
 
 
-def _one_raises():
-    class Broken(MLP):
-        def on_train_batch_start(self, batch, batch_idx):
-            if os.environ["RANK"] == "1" and batch_idx == 1:
-                raise RuntimeError("this rank alone")
+BROKEN = """
+import os
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_3d
 
-    began = time.monotonic()
-    try:
-        _fit(Broken(), 2, zero_stage=1, timeout=50)
-    except Exception as error:
-        return str(error), time.monotonic() - began
-    return None
+class Broken(BoringModel):
+    def on_train_batch_start(self, batch, batch_idx):
+        if os.environ["RANK"] == "1" and batch_idx == 1:
+            raise RuntimeError("this rank alone")
+
+torch.set_num_threads(1)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=9, strategy=lightning_3d.Strategy3D(timeout=100), **flags)
+trainer.fit(Broken())
+"""
 
 
-def test_a_rank_that_raises_frees_the_others():
-    first, second = run(_one_raises, world=2, timeout=60)
-    assert first is not None
-    assert first[1] < 30
-    assert second is not None
-    assert "this rank alone" in second[0]
+def test_a_rank_that_raises_frees_the_others(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BROKEN)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env={**_environment(), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=80)[1] for rank in ranks]  # less than the strategy's own timeout
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert "this rank alone" in said[1]
+    assert "Connection closed by peer" in said[0] or "PeerError" in said[0]
 
 
 def _state_on_one_rank():

@@ -1,0 +1,200 @@
+"""The processes of one job as Lightning sees them: who is where, how they start, talk and fail."""
+
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d import peers
+from lightning_3d.checks import check_same_layout
+from lightning_3d.comm.config import CommConfig
+from lightning_3d.communication import Communication
+from lightning_3d.errors import LayoutError
+from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
+from lightning_3d.mesh import build_mesh
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class Processes(ParallelStrategy):
+    """What `Strategy3D` needs of its processes, whatever they compute."""
+
+    def __init__(
+        self,
+        *,
+        timeout: timedelta | float,
+        start_method: StartMethod,
+        process_group_backend: str | None,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._start_method: StartMethod = start_method
+        self._process_group_backend = process_group_backend
+        self._num_nodes = 1
+        self._mesh: DeviceMesh | None = None
+        self._communication: Communication | None = None
+        self._failed = False
+
+    # ---- who and where -------------------------------------------------------------------------------------------
+
+    is_distributed = True
+    """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The layout for the number of processes there are."""
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return self.layout.coordinate(self.global_rank)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        assert self._mesh is not None, "the mesh exists from setup_environment on"
+        return self._mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---- environment ---------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        device = self.root_device if self.root_device.type != "cpu" else None
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
+        )
+        layout = check_same_layout(self._layout_or_error(), self.world_size)
+        self._mesh = build_mesh(layout, self.root_device.type)
+        self._communication = Communication(
+            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
+        )
+        self._failed = False
+        self._module._device_mesh = self._mesh
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the backend overlaps communication by itself (CUDA), so that it needs no thread of ours."""
+        return self.root_device.type != "cpu"
+
+    @abstractmethod
+    def _comm_config(self) -> CommConfig:
+        """How the data axis communicates."""
+
+    def _layout_or_error(self) -> Layout | LayoutError:
+        try:
+            return self.layout
+        except LayoutError as error:
+            return error
+
+    # ---- talk ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers hold the same values."""
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        if group is None:
+            if self.layout.data_parallel_size == 1:
+                return tensor
+            group = self.data_group
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over every rank of the world, whatever axis it is on."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.world_size if all else int(votes) > 0
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=ids)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    # ---- fail -----------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = not peers.all_failed()
+        if self._failed:
+            peers.leave()

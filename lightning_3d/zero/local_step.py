@@ -1,0 +1,86 @@
+"""Optimizers that treat every element alone step on this rank's shards as plain tensors.
+
+On DTensors each of their dozen operations per parameter goes through DTensor's dispatch, which on a CPU costs more than
+the arithmetic (measured: 38 ms against 22 ms for AdamW on half of 20M parameters).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+"""torch's own, of exactly these types: a subclass may look at norms."""
+
+
+def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
+    """Have `optimizer.step` work on local tensors; returns what undoes it."""
+    if type(optimizer) not in ELEMENTWISE:
+        return lambda: None
+    original = optimizer.step
+
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _local_tensors(optimizer):
+            original(**kwargs)
+        return loss
+
+    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
+    optimizer.step = step  # type: ignore[method-assign]
+
+    def undo() -> None:
+        optimizer.step = original  # type: ignore[method-assign]
+
+    return undo
+
+
+@contextmanager
+def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Within, parameters, gradients and states of `optimizer` are this rank's plain tensors."""
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for group, parameters in groups:
+        group["params"] = [_enter(optimizer, parameter, shards) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters
+        for parameter, shard in shards.items():
+            if shard in optimizer.state:
+                state = optimizer.state.pop(shard)
+                optimizer.state[parameter] = {key: _like(parameter, value, shard) for key, value in state.items()}
+
+
+def _enter(optimizer: Optimizer, parameter: nn.Parameter, shards: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+    if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor | None):
+        return parameter
+    shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        assert isinstance(parameter.grad, DTensor)
+        shard.grad = parameter.grad.to_local()
+    if parameter in optimizer.state:
+        state = optimizer.state.pop(parameter)
+        optimizer.state[shard] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+    shards[parameter] = shard
+    return shard
+
+
+def _like(parameter: nn.Parameter, value: Any, shard: nn.Parameter) -> Any:
+    """A state of `shard` as the state of `parameter`."""
+    if not isinstance(value, Tensor) or value.shape != shard.shape or not isinstance(parameter, DTensor):
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,161 @@
+"""`plan_tensor`: the plan for a whole module, one kind of block at a time."""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_3d.anatomy import tied_parameters
+from lightning_3d.tensor.patch import get_attribute
+from lightning_3d.tensor.plan import TensorPlan, UnitPlan
+from lightning_3d.tensor.proof import Refused
+from lightning_3d.tensor.sample import Sample, shortened
+from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.search import Study, find_plan, study
+from lightning_3d.tensor.units import find_units, structure
+
+SEED = 20_240_229
+
+
+@dataclass
+class _Kind:
+    """A block that has been planned, and what others must share with it to use its plan."""
+
+    known: Study
+    signature: str
+    plan: UnitPlan | None
+    whole: Mapping[str, str]
+
+
+def plan_tensor(module: nn.Module, size: int, *, calls: Mapping[str, Sample] | None = None) -> TensorPlan:
+    """Find out how `module` can be split over `size` tensor ranks.
+
+    Reads the whole module (on any device, also meta) and changes nothing; needs no process group, leaves the global
+    random state alone and gives the same answer on every rank.
+
+    Args:
+        module: the module to split, with nothing split off it yet.
+        size: ranks on the tensor axis.
+        calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that take one tensor.
+    """
+    units: dict[str, UnitPlan] = {}
+    whole: dict[str, str] = {}
+    kinds: dict[tuple[object, ...], list[_Kind]] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for name in find_units(module):
+            unit = module.get_submodule(name)
+            plan, reasons = _plan_unit(unit, (calls or {}).get(name) or _made_up(unit), size, kinds)
+            if plan is not None:
+                units[name] = plan
+            whole |= {_join(name, inner): why for inner, why in reasons.items()}
+    _warn_whole(whole)
+    plan = TensorPlan(size=size, units=units, whole=whole)
+    return _with_splits(module, plan)
+
+
+def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]]) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+    if sample is None:
+        return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
+    same = kinds.setdefault(structure(unit), [])
+    for kind in same:
+        if kind.signature == sample.signature() and _reads_same(unit, kind.known):
+            return kind.plan, kind.whole
+    try:
+        samples = _samples(unit, sample)
+        known = study(scratch_copy(unit, SEED), samples, size)
+    except Exception as error:
+        return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
+    plan, whole = _like(known, same) or find_plan(known)
+    same.append(_Kind(known, sample.signature(), plan, whole))
+    return plan, whole
+
+
+def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]] | None:
+    """The plan of a block of the same structure, if it can be proven for this one too."""
+    for kind in same:
+        if kind.plan is None:
+            continue
+        try:
+            return known.prover.prove(kind.plan), kind.whole
+        except Refused:
+            continue
+        except Exception:  # noqa: S112 (a plan that does not fit breaks the block's code in any way it likes)
+            continue
+    return None
+
+
+def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
+    """Up to two calls of different sizes on which the block runs."""
+    found: list[Sample] = []
+    for number, cut in enumerate(shortened(sample)):
+        made = cut.random(torch.Generator().manual_seed(SEED + number))
+        if any(made.signature() == other.signature() for other in found):
+            continue
+        try:
+            call = made.fresh()
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scratch_copy(unit, SEED)(*call.args, **call.kwargs)
+        except Exception:
+            if number == 2 and not found:
+                raise
+            continue
+        found.append(made)
+        if len(found) == 2:
+            break
+    return found
+
+
+def _reads_same(unit: nn.Module, known: Study) -> bool:
+    """Whether every plain value that the planned block's code read is the same here."""
+    missing = object()
+
+    def value(name: str, path: str) -> object:
+        try:
+            return get_attribute(unit.get_submodule(name), path)
+        except AttributeError:
+            return missing
+
+    return all(value(name, path) == seen for (name, path), seen in known.read.items())
+
+
+def _made_up(unit: nn.Module) -> Sample | None:
+    parameters = inspect.signature(unit.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    width = next((child.in_features for child in unit.modules() if isinstance(child, nn.Linear)), None)
+    if isinstance(unit, nn.Sequential) or len(needed) == 1:
+        return None if width is None else Sample((torch.zeros(2, 8, width).add_(2.0),), {})
+    return None
+
+
+def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """List the splits under every name, and give up those of tied parameters whose users disagree."""
+    splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
+    for group in tied_parameters(module):
+        ways = {splits.get(name) for name in group}
+        if len(ways) == 1:
+            continue
+        return _without(module, plan, {name for name in group if name in splits})
+    return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.whole)
+
+
+def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan:
+    """The plan without the blocks that split `names`."""
+    refused = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in names}
+    units = {name: found for name, found in plan.units.items() if name not in refused}
+    reason = "it shares a parameter with a module that is not split the same way"
+    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)}))  # fmt: skip
+
+
+def _warn_whole(whole: Mapping[str, str]) -> None:
+    if whole:
+        lines = "\n".join(f"  {name or '(the module itself)'}: {why}" for name, why in whole.items())
+        warnings.warn(f"These stay whole on every tensor rank:\n{lines}", stacklevel=3)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -1,0 +1,229 @@
+"""Make one block compute in shards: its modules keep their own forward and find local parameters and attributes.
+
+During a module's forward the parameters it uses are shadowed by local tensors in its `__dict__`, which attribute
+access looks at before `_parameters`. So nothing is captured: FSDP2 may exchange the parameters between calls.
+"""
+
+import copy as copies_of
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from lightning_3d.tensor.attention import use_open_attention
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.collectives import copy, gather, reduce, share, take
+from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.plan import UnitPlan
+from lightning_3d.tensor.random import shard_dropout
+
+Shadow = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Undo:
+    """What to put back, last change first."""
+
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an instance attribute, past `nn.Module.__setattr__`, and remember what was there."""
+        space, missing = owner.__dict__, object()
+        before = space.get(name, missing)
+        space[name] = value
+        self.steps.append(lambda: space.pop(name, None) if before is missing else space.__setitem__(name, before))
+
+    def run(self) -> None:
+        while self.steps:
+            self.steps.pop()()
+
+
+class Memo:
+    """The copies made in one forward of a block, so that q, k and v share one sum in backward."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.made: list[tuple[Tensor, bool, Tensor]] = []
+        self.decoys: list[tuple[Tensor, Tensor]] = []
+
+    def decoy(self, tensor: Tensor, width: int) -> Tensor:
+        """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""
+        made = tensor.detach().narrow(-1, 0, width)
+        self.decoys.append((made, tensor))
+        return made
+
+    def clear(self) -> None:
+        self.made.clear()
+        self.decoys.clear()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        for decoy, real in self.decoys:
+            if decoy is tensor:
+                tensor = real
+        if not tensor.requires_grad:
+            return tensor
+        grad = torch.is_grad_enabled()
+        for source, mode, made in self.made:
+            if source is tensor and mode == grad:
+                return made
+        made = copy(tensor, self.axis)
+        self.made.append((tensor, grad, made))
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "Memo":
+        return Memo(self.axis)
+
+
+class ShardedForward:
+    """A module's forward at the edge of, or inside, a split region."""
+
+    def __init__(self, module: nn.Module, axis: Axis, memo: Memo) -> None:
+        self.module, self.axis, self.memo = module, axis, memo
+        self.original = module.__dict__.get("forward")
+        self.enters = self.leaves = False
+        self.width: int | None = None
+        self.shadows: list[tuple[nn.Module, str, Shadow]] = []
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.width is not None:
+            args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
+        if self.enters:
+            args, kwargs = each_tensor(self.memo, args), each_tensor(self.memo, kwargs)
+        try:
+            for owner, name, shadow in self.shadows:
+                owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
+            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        finally:
+            for owner, name, _ in self.shadows:
+                owner.__dict__.pop(name, None)
+        return each_tensor(self._reduce, result) if self.leaves else result
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        return reduce(tensor, self.axis)
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        width = self.width
+        return self.memo.decoy(tensor, width) if width is not None and tensor.shape[-1] > width else tensor
+
+
+class UnitForward:
+    """A block's forward: its arguments and results at the edge, the dropouts inside."""
+
+    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo) -> None:
+        self.module, self.plan, self.axis, self.memo = module, plan, axis, memo
+        self.original = module.__dict__.get("forward")
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.plan.inputs:
+            args, kwargs = _numbered(self._enter, (args, kwargs))
+        try:
+            with shard_dropout(self.plan.dropouts, self.axis, self.module.training):
+                result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        finally:
+            self.memo.clear()
+        return _numbered(self._leave, result) if self.plan.outputs else result
+
+    def _enter(self, index: int, tensor: Tensor) -> Tensor:
+        if index not in self.plan.inputs:
+            return tensor
+        split = self.plan.inputs[index]
+        return self.memo(tensor) if split is None else take(tensor, self.axis, split)
+
+    def _leave(self, index: int, tensor: Tensor) -> Tensor:
+        return gather(tensor, self.axis, self.plan.outputs[index]) if index in self.plan.outputs else tensor
+
+
+def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
+    """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
+    undo, memo = Undo(), Memo(axis)
+    for owner, name, before in use_open_attention(unit):
+        undo.steps.append(lambda o=owner, n=name, b=before: o.__dict__.pop(n) if n == "forward" else setattr(o, n, b))
+    for (name, path), values in plan.attributes.items():
+        _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
+    forwards: dict[str, ShardedForward] = {}
+    for name in (*plan.copies, *plan.reduces, *plan.decoys, *(holder for _, holder in plan.holders)):
+        forwards.setdefault(name, ShardedForward(unit.get_submodule(name), axis, memo))
+    for name, forward in forwards.items():
+        forward.enters, forward.leaves = name in plan.copies, name in plan.reduces
+        forward.width = plan.decoys[name][axis.rank] if name in plan.decoys else None
+    for parameter, holder in plan.holders:
+        owner_name, _, own_name = parameter.rpartition(".")
+        shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
+        forwards[holder].shadows.append((unit.get_submodule(owner_name), own_name, shadow))
+    for forward in forwards.values():
+        undo.set(forward.module, "forward", forward)
+        if isinstance(forward.module, nn.MultiheadAttention):
+            undo.set(forward.module, "_sum_over_ranks", forward._reduce)
+    undo.set(unit, "forward", UnitForward(unit, plan, axis, memo))
+    return undo
+
+
+@dataclass
+class _Shadow:
+    """The local tensor that stands for a parameter during a forward."""
+
+    axis: Axis
+    shared: bool
+    slice: TensorSplit | None
+    summed: bool
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if self.shared:
+            return share(local, self.axis)
+        if self.slice is not None:
+            return local_part(copy(local, self.axis), self.slice, self.axis.rank)
+        return copy(local, self.axis) if self.summed else local
+
+
+def get_attribute(module: nn.Module, path: str) -> Any:
+    """An attribute of a module or of an object it holds."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _set_attribute(undo: Undo, module: nn.Module, path: str, value: Any) -> None:
+    first, _, rest = path.partition(".")
+    if rest:
+        # Objects such as a configuration are shared by many modules: this one gets its own.
+        value, changed = copies_of.copy(getattr(module, first)), value
+        setattr(value, rest, changed)
+    undo.set(module, first, value)
+
+
+def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every floating tensor changed; plain tuples and dicts of tensors, the usual case, are quick."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if type(value) is tuple:
+        return tuple(each_tensor(change, item) for item in value)
+    if type(value) is dict:
+        return {key: each_tensor(change, item) for key, item in value.items()}
+    if value is None or isinstance(value, int | float | str | bool):
+        return value
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+
+
+def _numbered(change: Callable[[int, Tensor], Tensor], value: Any) -> Any:
+    count = iter(range(1_000_000))
+    return tree_map(lambda leaf: change(next(count), leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def local_value(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
+    """What `rank` holds of a parameter."""
+    split = plan.splits.get(name)
+    return value if split is None else local_part(value, split, rank)
+
+
+def changed_attributes(unit: nn.Module, plan: UnitPlan) -> Mapping[tuple[str, str], Any]:
+    """The present values of the attributes that the plan shrinks."""
+    return {(name, path): get_attribute(unit.get_submodule(name), path) for name, path in plan.attributes}

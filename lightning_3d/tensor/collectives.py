@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
@@ -74,6 +75,31 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return local_part(grad, ctx.split, ctx.axis.rank).contiguous(), None, None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = (
+            tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+        )  # fmt: skip
+        local = tensor.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return DTensor.from_local(
+            grad.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a parameter.
+
+    `DTensor.to_local` would give gradients strides of their own where shards are uneven, so that autograd clones them,
+    and a clone of a DTensor has the sizes that DTensor would have chosen.
+    """
+    return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:

@@ -68,7 +68,11 @@ class TensorSplit:
 
 
 def chunk(size: int, rank: int, ranks: int) -> Interval:
-    """The `rank`-th of `ranks` nearly equal parts of `range(size)`; earlier ranks take the longer ones."""
+    """The `rank`-th of `ranks` parts of `range(size)`: as DTensor divides it, or, where that leaves a rank with nothing,
+    nearly equal parts."""
+    step = -(-size // ranks)
+    if step * (ranks - 1) < size:
+        return rank * step, min(size, (rank + 1) * step)
     short, longer = divmod(size, ranks)
     start = rank * short + min(rank, longer)
     return start, start + short + (rank < longer)

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, gather, reduce, share, take
+from lightning_3d.tensor.collectives import copy, gather, local, reduce, share, take
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.random import shard_dropout
@@ -175,12 +174,11 @@ class _Shadow:
     summed: bool
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if self.shared:
-            return share(local, self.axis)
+            return share(parameter, self.axis)
         if self.slice is not None:
-            return local_part(copy(local, self.axis), self.slice, self.axis.rank)
-        return copy(local, self.axis) if self.summed else local
+            return local_part(copy(parameter, self.axis), self.slice, self.axis.rank)
+        return copy(parameter, self.axis) if self.summed else local(parameter)
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:

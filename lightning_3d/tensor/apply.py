@@ -12,6 +12,7 @@ from lightning_3d.tensor.axis import GroupAxis, Ledger
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
 from lightning_3d.tensor.patch import Undo, patch_unit
 from lightning_3d.tensor.plan import TensorPlan
+from lightning_3d.tensor.vocabulary import patch_vocabulary
 
 
 @dataclass
@@ -72,6 +73,7 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledge
         whole.data = whole.data.new_empty(0)
     for name, unit in plan.units.items():
         undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
+    undo.steps.append(patch_vocabulary(module, plan.vocabulary, axis).run)
     return AppliedTensor(module, plan, mesh, undo, originals)
 
 

@@ -1,7 +1,7 @@
 """Which numbers a block's code reads, and which of them may have to shrink with the shard."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -21,11 +21,15 @@ def watch_reads(module: nn.Module) -> Iterator[dict[Attribute, Any]]:
     """Collect the plain values that `module`'s code reads from its modules while this is open."""
     found: dict[Attribute, Any] = {}
     watched: list[tuple[Any, type]] = []
+    settings: dict[int, tuple[Any, list[Attribute]]] = {}
     for name, child in module.named_modules():
-        _watch(child, lambda path, value, n=name: found.setdefault((n, path), value), watched)
-        for key, held in list(child.__dict__.items()):
-            if _is_settings(key, held) and not any(held is other for other, _ in watched):
-                _watch(held, lambda path, value, n=name, k=key: found.setdefault((n, f"{k}.{path}"), value), watched)
+        for key, held in child.__dict__.items():
+            if _is_settings(key, held):
+                settings.setdefault(id(held), (held, []))[1].append((name, key))
+        _watch(child, [(name, "")], found, watched)
+    for held, places in settings.values():
+        # Many modules may hold one configuration: any of them may be the reader.
+        _watch(held, [(name, f"{key}.") for name, key in places], found, watched)
     try:
         yield found
     finally:
@@ -67,13 +71,14 @@ def _scale(value: Any, factor: Fraction) -> Any:
     return None if None in items else type(value)(items)
 
 
-def _watch(owner: Any, note: Callable[[str, Any], Any], watched: list[tuple[Any, type]]) -> None:
+def _watch(owner: Any, places: Sequence[Attribute], found: dict[Attribute, Any], watched: list[tuple[Any, type]]) -> None:  # fmt: skip
     kind = type(owner)
 
     def read(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)
         if name != "training" and not name.startswith("__") and _is_plain(value):
-            note(name, value)
+            for module, prefix in places:
+                found.setdefault((module, prefix + name), value)
         return value
 
     try:

@@ -31,6 +31,10 @@ class Axis(Protocol):
         """The sum over the ranks, bitwise equal on each."""
         ...
 
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """The largest over the ranks."""
+        ...
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Every rank's tensor; `shapes` says what each one has."""
         ...
@@ -51,6 +55,12 @@ class GroupAxis:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result)
         dist.all_reduce(result, group=self.group)
+        return result
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self._count("all_reduce", result)
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
         return result
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

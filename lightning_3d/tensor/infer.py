@@ -12,10 +12,12 @@ from lightning_3d.anatomy import tied_parameters
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan import TensorPlan, UnitPlan
 from lightning_3d.tensor.proof import Refused
+from lightning_3d.tensor.record import Recording
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.search import Study, find_plan, study
 from lightning_3d.tensor.units import find_units, structure
+from lightning_3d.tensor.vocabulary import find_vocabulary
 
 SEED = 20_240_229
 
@@ -30,7 +32,7 @@ class _Kind:
     whole: Mapping[str, str]
 
 
-def plan_tensor(module: nn.Module, size: int, *, calls: Mapping[str, Sample] | None = None) -> TensorPlan:
+def plan_tensor(module: nn.Module, size: int, *, calls: Recording | None = None) -> TensorPlan:
     """Find out how `module` can be split over `size` tensor ranks.
 
     Reads the whole module (on any device, also meta) and changes nothing; needs no process group, leaves the global
@@ -44,16 +46,18 @@ def plan_tensor(module: nn.Module, size: int, *, calls: Mapping[str, Sample] | N
     units: dict[str, UnitPlan] = {}
     whole: dict[str, str] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
+    samples = calls.samples if calls else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for name in find_units(module):
             unit = module.get_submodule(name)
-            plan, reasons = _plan_unit(unit, (calls or {}).get(name) or _made_up(unit), size, kinds)
+            plan, reasons = _plan_unit(unit, samples.get(name) or _made_up(unit), size, kinds)
             if plan is not None:
                 units[name] = plan
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
     _warn_whole(whole)
-    plan = TensorPlan(size=size, units=units, whole=whole)
+    vocabulary = find_vocabulary(module, find_units(module), calls.elsewhere if calls else (), size)
+    plan = TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole)
     return _with_splits(module, plan)
 
 
@@ -66,7 +70,7 @@ def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tu
             return kind.plan, kind.whole
     try:
         samples = _samples(unit, sample)
-        known = study(scratch_copy(unit, SEED), samples, size)
+        known = study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     plan, whole = _like(known, same) or find_plan(known)
@@ -91,7 +95,8 @@ def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]]
 def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
     """Up to two calls of different sizes on which the block runs."""
     found: list[Sample] = []
-    for number, cut in enumerate(shortened(sample)):
+    cuts = shortened(sample)
+    for number, cut in enumerate(cuts):
         made = cut.random(torch.Generator().manual_seed(SEED + number))
         if any(made.signature() == other.signature() for other in found):
             continue
@@ -101,7 +106,7 @@ def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
                 warnings.simplefilter("ignore")
                 scratch_copy(unit, SEED)(*call.args, **call.kwargs)
         except Exception:
-            if number == 2 and not found:
+            if number == len(cuts) - 1 and not found:
                 raise
             continue
         found.append(made)
@@ -135,6 +140,7 @@ def _made_up(unit: nn.Module) -> Sample | None:
 def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     """List the splits under every name, and give up those of tied parameters whose users disagree."""
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
+    splits |= plan.vocabulary
     for group in tied_parameters(module):
         ways = {splits.get(name) for name in group}
         if len(ways) == 1:

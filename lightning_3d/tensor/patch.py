@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local, reduce, share, take
@@ -133,7 +134,15 @@ class UnitForward:
         if index not in self.plan.inputs:
             return tensor
         split = self.plan.inputs[index]
-        return self.memo(tensor) if split is None else take(tensor, self.axis, split)
+        if split is None or tensor.shape[split.dim] == 1:
+            return self.memo(tensor)
+        if tensor.shape[split.dim] != split.size:
+            raise TensorPlanError(
+                f"{type(self.module).__name__} was planned with {split.size} in dimension {split.dim} of an argument that"
+                f" the tensor ranks divide, and is now called with shape {tuple(tensor.shape)}. Plan it with a batch of"
+                " the kind that it is trained on."
+            )
+        return take(tensor, self.axis, split)
 
     def _leave(self, index: int, tensor: Tensor) -> Tensor:
         return gather(tensor, self.axis, self.plan.outputs[index]) if index in self.plan.outputs else tensor

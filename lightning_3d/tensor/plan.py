@@ -66,8 +66,8 @@ class TensorPlan:
     """Ranks on the tensor axis."""
     units: Mapping[str, UnitPlan]
     """Blocks that are computed in shards, by name."""
-    vocabulary: tuple[str, ...] = ()
-    """Embeddings and output heads that are split by vocabulary, by module name."""
+    vocabulary: Mapping[str, TensorSplit] = field(default_factory=dict)
+    """Parameters of embeddings and output heads that are split by vocabulary."""
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
     """Every split parameter of the module, by its full name (each name of a tied parameter)."""
     whole: Mapping[str, str] = field(default_factory=dict)

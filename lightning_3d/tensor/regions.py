@@ -48,12 +48,16 @@ class Flow:
                 found.setdefault(region.sinks, region)
         return list(found.values())
 
+    def leaves_block(self, region: Region) -> bool:
+        """Whether what the column products give is also among the block's results."""
+        return bool(self.exits.keys() & set(region.sources))
+
     def why_not(self, site: Site) -> str:
         """Why `site` does not end a region."""
         if not self.sources[site]:
             return "no other product feeds it"
         if self.exits.keys() & self.sources[site].keys():
-            return "what feeds it also leaves the block"
+            return "what feeds it is also a result of the block, so it is needed whole"
         return "what feeds it also feeds the products before it"
 
     def _grow(self, seed: Site) -> Region | None:
@@ -64,7 +68,7 @@ class Flow:
             sinks.update(dict.fromkeys(feeds))
             sources.update(dict.fromkeys(source for sink in feeds for source in self.sources[sink]))
             grown = bool(feeds)
-        if not sources or sources.keys() & sinks.keys() or sources.keys() & self.exits.keys():
+        if not sources or sources.keys() & sinks.keys():
             return None
         reached = {id(leaf): leaf for sink in sinks for leaf in self.reached[sink]}
         used = {name for site in (*sources, *sinks) for name in site}

@@ -49,6 +49,10 @@ class Sample:
         """The same values as new leaves of autograd."""
         return self.mapped(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
+    def followed(self) -> "Sample":
+        """The same values, with every floating tensor, also masks, visible to autograd."""
+        return self.mapped(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
+
     def signature(self) -> str:
         """What decides the code path of a call: structure and shapes, not values."""
         describe = lambda leaf: f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else _plain(leaf)  # noqa: E731
@@ -72,26 +76,24 @@ def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
 
 
 def shortened(sample: Sample) -> list[Sample]:
-    """The call at smaller sizes, the preferred one first: two rows and few positions, one row, and as recorded."""
+    """The call at smaller sizes, the preferred ones first: other rows and positions, and at the end as recorded."""
     tensors = sample.tensors()
     hidden = next((tensor for tensor in tensors if is_activation(tensor)), None)
     if hidden is None:
         return [sample]
-    found = []
-    for rows in (2, 1):
-        batch = hidden.shape[0]
-        length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
-        found.append(sample.mapped(lambda _, tensor, b=batch, s=length, n=rows: _cut(tensor, b, s, n)))
-    found.append(sample)
-    return found
+    batch = hidden.shape[0]
+    length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
+    sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
+    cuts = [sample.mapped(lambda _, t, r=rows, n=most: _cut(t, batch, length, r, n)) for rows, most in sizes]
+    return [*cuts, sample]
 
 
-def _cut(tensor: Tensor, batch: int, length: int | None, rows: int) -> Tensor:
+def _cut(tensor: Tensor, batch: int, length: int | None, rows: int, most: int) -> Tensor:
     if tensor.dim() and tensor.shape[0] == batch:
-        tensor = tensor[: rows if tensor.dim() > 2 else max(rows, LONG)]
+        tensor = tensor[: rows if tensor.dim() > 2 or length is not None else max(rows, most)]
     for dim in range(tensor.dim()):
-        if length is not None and tensor.shape[dim] == length and length > LONG:
-            tensor = tensor.narrow(dim, 0, LONG)
+        if length is not None and tensor.shape[dim] == length and length > most > 1:
+            tensor = tensor.narrow(dim, 0, most)
     return tensor.clone()
 
 

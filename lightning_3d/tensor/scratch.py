@@ -55,7 +55,7 @@ def _random(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     values = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() > 1:
         return values / parameter.shape[-1] ** 0.5
-    return values.mul_(0.3) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
+    return values.mul_(0.1) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
 
 
 def _buffer(buffer: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Find the plan of one block: trace it, divide its regions, try the attributes, keep what is proven."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.touched import Division, divide, measure, merge
 from lightning_3d.tensor.trace import Trace, trace
 
-LOOKS = 2
-"""Runs whose gradients are put together: a unit that was off in one is on in the other."""
+LOOKS = 4
+"""Runs whose gradients are put together: a unit that was off in one is on in another."""
 
 
 @dataclass
@@ -28,22 +28,38 @@ class Study:
     scratch: nn.Module
     prover: Prover
     ranks: int
-    traces: list[Trace]
-    flows: list[Flow]
+    looks: list[tuple[Trace, Flow, Mapping[str, nn.Parameter]]]
     read: Mapping[Attribute, Any]
 
+    @property
+    def flow(self) -> Flow:
+        return self.looks[0][1]
 
-def study(scratch: nn.Module, samples: Sequence[Sample], ranks: int) -> Study:
-    """Trace the block in training and in eval mode and note what its code reads."""
-    names = dict(names_of(scratch))
-    traces = []
-    with watch_reads(scratch) as read, warnings.catch_warnings():
+    @property
+    def called(self) -> set[str]:
+        """Modules whose forward ran."""
+        return self.looks[0][0].called
+
+
+def study(make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> Study:
+    """Trace the block in training and in eval mode and note what its code reads.
+
+    Args:
+        make: a scratch copy of the block, with random parameters from a seed.
+        samples: calls to prove on.
+        ranks: tensor ranks.
+    """
+    looks, scratch = [], make(0)
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for look in range(LOOKS):
-            again = samples[0].random(torch.Generator().manual_seed(100 + look))
-            traces.append(trace(scratch.train(), again))
-        trace(scratch.eval(), samples[0].fresh())
-    return Study(scratch, Prover(scratch, samples, ranks), ranks, traces, [Flow(t, names) for t in traces], dict(read))
+            call, twin = samples[0].random(torch.Generator().manual_seed(look)).followed(), make(look + 1).train()
+            seen = trace(twin, call)
+            looks.append((seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
+        with watch_reads(scratch) as read:
+            trace(scratch.train(), samples[0].fresh())
+            trace(scratch.eval(), samples[0].fresh())
+    return Study(scratch, Prover(scratch, samples, ranks), ranks, looks, dict(read))
 
 
 def find_plan(known: Study) -> tuple[UnitPlan | None, dict[str, str]]:
@@ -51,7 +67,7 @@ def find_plan(known: Study) -> tuple[UnitPlan | None, dict[str, str]]:
     plan, whole, used = UnitPlan(), {}, set[Site]()
     parameters = dict(known.scratch.named_parameters())
     count = lambda sites: sum(parameters[name].numel() for site in sites for name in site)  # noqa: E731
-    regions = sorted(known.flows[0].regions(), key=lambda r: -count((*r.sources, *r.sinks)))
+    regions = sorted(known.flow.regions(), key=lambda r: (known.flow.leaves_block(r), -count((*r.sources, *r.sinks))))
     for region in regions:
         sites = {*region.sources, *region.sinks}
         if sites & used:
@@ -61,11 +77,11 @@ def find_plan(known: Study) -> tuple[UnitPlan | None, dict[str, str]]:
             whole.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
         else:
             plan, used = found, used | sites
-    for site in known.flows[0].calls:
+    for site in known.flow.calls:
         if site not in used:
             for name in site:
                 if parameters[name].dim() > 1:
-                    whole.setdefault(name, known.flows[0].why_not(site))
+                    whole.setdefault(name, known.flow.why_not(site))
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
 
 
@@ -89,9 +105,9 @@ def _divisions(known: Study, region: Region) -> Iterator[Division]:
     repeated, seen = [], []
     for unit in _units(known, region):
         touched = None
-        for number, (seen_trace, flow) in enumerate(zip(known.traces, known.flows, strict=True)):
+        for number, (traced, flow, parameters) in enumerate(known.looks):
             generator = torch.Generator().manual_seed(number)
-            look = measure(flow, region, seen_trace.inputs, dict(known.scratch.named_parameters()), unit, known.ranks, generator)
+            look = measure(flow, region, traced.inputs, parameters, unit, known.ranks, generator)
             if look is None:
                 break
             touched = look if touched is None else merge(touched, look)
@@ -108,7 +124,7 @@ def _divisions(known: Study, region: Region) -> Iterator[Division]:
 
 def _units(known: Study, region: Region) -> list[int]:
     """Sizes of what must stay together: single channels, then heads of any size that the block's numbers suggest."""
-    size = known.flows[0].calls[region.sinks[0]][0].before.shape[-1]
+    size = known.flow.calls[region.sinks[0]][0].before.shape[-1]
     numbers = {value for value in known.read.values() if type(value) is int and value > 1 and size % value == 0}
     units = {1} | {unit for number in numbers for unit in (number, size // number)}
     return sorted(unit for unit in units if size // unit >= known.ranks)
@@ -129,16 +145,16 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
 def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
     """The module around the region sees its input as wide as the shard of the row product's input."""
     module = _around(known, region)
-    width = known.flows[0].calls[region.sinks[0]][0].before.shape[-1]
-    feeding = known.flows[0].calls[region.sources[0]][0].before.shape[-1]
+    width = known.flow.calls[region.sinks[0]][0].before.shape[-1]
+    feeding = known.flow.calls[region.sources[0]][0].before.shape[-1]
     split = division.splits[region.sinks[0][0]]
-    if width != feeding or module in (known.flows[0].calls[site][0].module for site in region.sources):
+    if width != feeding or module in (known.flow.calls[site][0].module for site in region.sources):
         return {}
     return {module: tuple(split.local_size(rank) for rank in range(split.ranks))}
 
 
 def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
-    flow, called = known.flows[0], known.traces[0].called
+    flow, called = known.flow, known.called
     module_of = lambda site: flow.calls[site][0].module  # noqa: E731
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
     holders = {name: _holder(name, called) for name in names}
@@ -179,7 +195,7 @@ def _around(known: Study, region: Region) -> str:
         if len(set(parts)) > 1:
             break
         common.append(parts[0])
-    return _holder(".".join((*common, "parameter")), known.traces[0].called)
+    return _holder(".".join((*common, "parameter")), known.called)
 
 
 def _forced(known: Study, region: Region, division: Division) -> dict[Attribute, Any]:
@@ -187,7 +203,7 @@ def _forced(known: Study, region: Region, division: Division) -> dict[Attribute,
     found: dict[Attribute, Any] = {}
     for site in region.sources:
         split = division.splits.get(site[0])
-        module = known.flows[0].calls[site][0].module
+        module = known.flow.calls[site][0].module
         for (name, path), value in known.read.items():
             if split is not None and name == module and value == split.size and not _has_children(known.scratch, name):
                 found[name, path] = tuple(split.local_size(rank) for rank in range(split.ranks))

@@ -87,6 +87,9 @@ class ThreadAxis:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return _total(self.table.exchange(self.rank, "all_reduce", tensor))
 
+    def all_max(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self.table.exchange(self.rank, "all_max", tensor)).amax(dim=0)
+
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         return self.table.exchange(self.rank, "all_gather", tensor)
 

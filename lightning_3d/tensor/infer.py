@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_3d.anatomy import tied_parameters
+from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan import TensorPlan, UnitPlan
 from lightning_3d.tensor.proof import Refused
@@ -16,6 +17,7 @@ from lightning_3d.tensor.record import Recording
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.search import Study, find_plan, study
+from lightning_3d.tensor.told import Way, declared_plan, read_plan
 from lightning_3d.tensor.units import find_units, structure
 from lightning_3d.tensor.vocabulary import find_vocabulary
 
@@ -32,7 +34,9 @@ class _Kind:
     whole: Mapping[str, str]
 
 
-def plan_tensor(module: nn.Module, size: int, *, calls: Recording | None = None) -> TensorPlan:
+def plan_tensor(
+    module: nn.Module, size: int, *, tensor_plan: Mapping[str, str] | None = None, calls: Recording | None = None
+) -> TensorPlan:
     """Find out how `module` can be split over `size` tensor ranks.
 
     Reads the whole module (on any device, also meta) and changes nothing; needs no process group, leaves the global
@@ -41,17 +45,29 @@ def plan_tensor(module: nn.Module, size: int, *, calls: Recording | None = None)
     Args:
         module: the module to split, with nothing split off it yet.
         size: ranks on the tensor axis.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or "whole".
+            It overrides what would be inferred, is proven too, and is an error if it computes something else.
         calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that take one tensor.
     """
     units: dict[str, UnitPlan] = {}
     whole: dict[str, str] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
     samples = calls.samples if calls else {}
+    told = read_plan(module, tensor_plan or {})
+    declared = declared_plan(module)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for name in find_units(module):
             unit = module.get_submodule(name)
-            plan, reasons = _plan_unit(unit, samples.get(name) or _made_up(unit), size, kinds)
+            sample = samples.get(name) or _made_up(unit)
+            theirs = _under(told, name)
+            try:
+                plan, reasons = _plan_unit(unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs))
+            except Refused as refusal:
+                raise TensorPlanError(
+                    f"tensor_plan: {name or type(module).__name__} does not compute the same thing when split as given:"
+                    f" {refusal}"
+                ) from None
             if plan is not None:
                 units[name] = plan
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
@@ -61,10 +77,12 @@ def plan_tensor(module: nn.Module, size: int, *, calls: Recording | None = None)
     return _with_splits(module, plan)
 
 
-def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]]) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+    if sample is None and must:
+        raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
     if sample is None:
         return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
-    same = kinds.setdefault(structure(unit), [])
+    same = kinds.setdefault((structure(unit), must, *ways.items()), [])
     for kind in same:
         if kind.signature == sample.signature() and _reads_same(unit, kind.known):
             return kind.plan, kind.whole
@@ -73,9 +91,15 @@ def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tu
         known = study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
-    plan, whole = _like(known, same) or find_plan(known)
+    plan, whole = _like(known, same) or find_plan(known, ways, must=must)
     same.append(_Kind(known, sample.signature(), plan, whole))
     return plan, whole
+
+
+def _under(ways: Mapping[str, Way], unit: str) -> dict[str, Way]:
+    """What concerns one block, by names relative to it."""
+    prefix = f"{unit}." if unit else ""
+    return {name.removeprefix(prefix): way for name, way in ways.items() if name.startswith(prefix)}
 
 
 def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]] | None:

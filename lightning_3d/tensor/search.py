@@ -3,12 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_3d.tensor.attributes import combinations, watch_reads
+from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.plan import Attribute, UnitPlan
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import Flow, Region, Site
@@ -34,6 +36,10 @@ class Study:
     @property
     def flow(self) -> Flow:
         return self.looks[0][1]
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return dict(self.scratch.named_modules())
 
     @property
     def called(self) -> set[str]:
@@ -62,32 +68,54 @@ def study(make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: in
     return Study(scratch, Prover(scratch, samples, ranks), ranks, looks, dict(read))
 
 
-def find_plan(known: Study) -> tuple[UnitPlan | None, dict[str, str]]:
-    """The plan of the block, if any region of it can be split, and why what stays whole does."""
+def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
+    """The plan of the block, if any region of it can be split, and why what stays whole does.
+
+    Args:
+        known: the block.
+        ways: how some of its parameters are to be split, from the user or the module.
+        must: raise `Refused` where that does not compute the same thing, instead of looking for another way.
+    """
     plan, whole, used = UnitPlan(), {}, set[Site]()
     parameters = dict(known.scratch.named_parameters())
-    count = lambda sites: sum(parameters[name].numel() for site in sites for name in site)  # noqa: E731
-    regions = sorted(known.flow.regions(), key=lambda r: (known.flow.leaves_block(r), -count((*r.sources, *r.sinks))))
-    for region in regions:
+    for region in _regions(known, ways, parameters):
         sites = {*region.sources, *region.sinks}
+        asked = any(name in ways for site in sites for name in site)
         if sites & used:
             continue
-        found, reason = _split_region(known, region, plan)
+        if any(ways[name].kind == "whole" for site in sites for name in site if name in ways):
+            found, reason = None, "the tensor plan says so"
+        else:
+            found, reason = _split_region(known, region, plan, ways if asked else {}, must)
         if found is None:
             whole.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
         else:
             plan, used = found, used | sites
     for site in known.flow.calls:
-        if site not in used:
-            for name in site:
-                if parameters[name].dim() > 1:
-                    whole.setdefault(name, known.flow.why_not(site))
+        for name in site:
+            if site not in used and parameters[name].dim() > 1:
+                whole.setdefault(name, known.flow.why_not(site))
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
 
 
-def _split_region(known: Study, region: Region, base: UnitPlan) -> tuple[UnitPlan | None, str]:
+def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
+    """Regions to try: those that someone asked for first, then the largest; what is also a result of the block last."""
+    count = lambda region: sum(parameters[name].numel() for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
+    asked = lambda region: any(name in ways for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
+    found = sorted(known.flow.regions(), key=lambda r: (not asked(r), known.flow.leaves_block(r), -count(r)))
+    inside = {site for region in found for site in (*region.sources, *region.sinks)}
+    for site in known.flow.calls:
+        way = next((ways[name] for name in site if name in ways), None)
+        if site not in inside and way is not None and way.kind != "whole":
+            column = way.kind == "column"
+            found.insert(0, Region((site,) if column else (), () if column else (site,), (), ()))
+    return found
+
+
+def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool) -> tuple[UnitPlan | None, str]:  # fmt: skip
     reason = "its parts depend on one another (a norm or a mix over all of them)"
-    for division in _divisions(known, region):
+    given = divide_as_told(region, known.looks[0][2], ways, known.modules, known.ranks) if ways else None
+    for division in chain([given] if given else [], () if must and given else _divisions(known, region)):
         refusals: list[str] = []
         for candidate in _candidates(known, region, division):
             try:
@@ -95,8 +123,10 @@ def _split_region(known: Study, region: Region, base: UnitPlan) -> tuple[UnitPla
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
             except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
-                refusals.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                refusals.append(f"it does not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
         reason = f"{len(refusals)} candidates tried, none computes the same: {refusals[0]}"
+    if must and given:
+        raise Refused(reason)
     return None, reason
 
 
@@ -144,11 +174,13 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
 
 def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
     """The module around the region sees its input as wide as the shard of the row product's input."""
+    if not region.sinks or not region.sources:
+        return {}
     module = _around(known, region)
     width = known.flow.calls[region.sinks[0]][0].before.shape[-1]
     feeding = known.flow.calls[region.sources[0]][0].before.shape[-1]
-    split = division.splits[region.sinks[0][0]]
-    if width != feeding or module in (known.flow.calls[site][0].module for site in region.sources):
+    split = division.splits.get(region.sinks[0][0])
+    if split is None or width != feeding or module in (known.flow.calls[site][0].module for site in region.sources):
         return {}
     return {module: tuple(split.local_size(rank) for rank in range(split.ranks))}
 

@@ -19,7 +19,7 @@ WORTH = 0.02
 
 
 def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int) -> dict[str, TensorSplit]:  # fmt: skip
-    """Parameters of embeddings and heads to split, by name: the large embeddings outside the blocks, and linears as wide.
+    """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as wide.
 
     Args:
         module: the whole module.
@@ -34,10 +34,11 @@ def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collec
         if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
     }  # fmt: skip
     embeddings = {name: child for name, child in outside.items() if _is_plain_embedding(child)}
+    most = max((child.num_embeddings for child in embeddings.values()), default=0)
     large = {
         id(child.weight): child.num_embeddings
         for child in embeddings.values()
-        if child.weight.numel() >= WORTH * total and child.num_embeddings >= 4 * size
+        if child.num_embeddings == most >= 4 * size and child.weight.numel() >= WORTH * total
     }
     heads = {
         name: child for name, child in outside.items()

@@ -1,3 +1,5 @@
+"""Twenty steps in shards against twenty steps on one process: losses and every gathered parameter."""
+
 import functools
 
 import pytest
@@ -16,12 +18,28 @@ def causal(module, batch):
     return module(input_ids=batch, labels=batch).loss
 
 
+def own_loss(module, batch):
+    return module(batch[:, :-1], batch[:, 1:])
+
+
+def classify(module, batch):
+    return module(input_ids=batch, labels=batch[:, 0] % 2).loss
+
+
+def classify_image(module, batch):
+    return module(pixel_values=batch, labels=torch.arange(len(batch)) % 2).loss
+
+
 def floats():
     return torch.randn(2, 8, 16), torch.randn(2, 8, 16)
 
 
 def tokens():
     return torch.randint(0, 50, (2, 9))
+
+
+def images():
+    return torch.randn(3, 3, 16, 16)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -37,8 +55,51 @@ def test_nano_gpt(size):
     assert seen["collectives"] == 4 * 2
 
 
+VOCABULARY = 4
+"""Sums of a split embedding and head: forward of one, backward of the other, two in the loss."""
+
+
 @pytest.mark.parametrize("size", [2, 4])
-def test_llama(size):
-    seen = check(models.llama, causal, tokens, size=size, optimizer="adamw")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_llama(size, optimizer):
+    seen = check(models.llama, causal, tokens, size=size, optimizer=optimizer)
     if size == 2:
-        assert seen["collectives"] == 4 * 2
+        assert seen["collectives"] == 4 * 2 + VOCABULARY
+    assert seen["local"]["lm_head.weight"] <= -(-50 // size) * 32
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gpt_with_tied_uneven_vocabulary(size):
+    seen = check(models.GPT, own_loss, tokens, size=size, share=0.6)
+    assert seen["collectives"] == 4 * 2 + VOCABULARY
+    assert seen["local"]["wte.weight"] == -(-51 // size) * 16
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("build", "loss", "batch"),
+    [
+        (models.packed, square, floats),
+        (models.encoder, square, floats),
+        (models.gpt2, causal, tokens),
+        (models.bert, classify, tokens),
+        (models.vit, classify_image, images),
+    ],
+)
+def test_listed_families(build, loss, batch, optimizer):
+    seen = check(build, loss, batch, optimizer=optimizer)
+    assert not seen["whole"]
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "batch"),
+    [
+        (functools.partial(models.encoder, norm_first=True), square, floats),
+        (models.neox, causal, tokens),
+        (models.t5, causal, tokens),
+        (models.mixtral, causal, tokens),
+        (models.phi3, causal, tokens),
+    ],
+)
+def test_other_families(build, loss, batch):
+    check(build, loss, batch)

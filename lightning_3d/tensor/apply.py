@@ -83,17 +83,40 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def full_tensor(tensor: Tensor, split: TensorSplit | None, mesh: DeviceMesh | None = None) -> Tensor:
-    """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh."""
-    if not isinstance(tensor, DTensor) or split is None:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-    tensor_mesh = mesh or tensor.device_mesh
-    axis = GroupAxis(tensor_mesh.get_group())
-    local = tensor.to_local().detach()
-    shapes = [list(local.shape) for _ in range(axis.size)]
+def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
+    """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh.
+
+    Args:
+        tensor: plain, a shard on the tensor mesh, or what FSDP2 made of one: a shard on a mesh whose last axis is the tensor axis.
+        split: how it is divided over the tensor ranks; None where it is not.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    if split is None:
+        return tensor.full_tensor()
+    mesh, shard = tensor.device_mesh, tensor.to_local().detach()
+    for axis in reversed(range(mesh.ndim - 1)):
+        shard = _gather_data(shard, tensor, axis, split)
+    tensor_axis = GroupAxis(mesh.get_group(mesh.ndim - 1))
+    shapes = [list(shard.shape) for _ in range(tensor_axis.size)]
     for rank, shape in enumerate(shapes):
         shape[split.dim] = split.local_size(rank)
-    return assemble(axis.all_gather(local, shapes), split)
+    return assemble(tensor_axis.all_gather(shard, shapes), split)
+
+
+def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:
+    """Undo what FSDP2 did along one mesh axis: it divides the tensor rank's shard in chunks."""
+    placement, mesh = tensor.placements[axis], tensor.device_mesh
+    if placement.is_replicate():
+        return shard
+    dim = int(placement.dim)  # type: ignore[attr-defined]  (Shard and the private _StridedShard both have it)
+    tensor_rank = mesh.get_local_rank(mesh.ndim - 1)
+    length = split.local_size(tensor_rank) if dim == split.dim else tensor.shape[dim]
+    step = -(-length // mesh.size(axis))
+    shapes = [list(shard.shape) for _ in range(mesh.size(axis))]
+    for rank, shape in enumerate(shapes):
+        shape[dim] = max(0, min(length, (rank + 1) * step) - rank * step)
+    return torch.cat(GroupAxis(mesh.get_group(axis)).all_gather(shard, shapes), dim=dim)
 
 
 def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:

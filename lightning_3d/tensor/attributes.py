@@ -82,7 +82,9 @@ def _watch(owner: Any, places: Sequence[Attribute], found: dict[Attribute, Any],
         return value
 
     try:
-        object.__setattr__(owner, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read, "__slots__": ()}))
+        object.__setattr__(
+            owner, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read, "__slots__": ()})
+        )
     except TypeError:
         return  # A class with a layout of its own cannot be watched; nothing it holds is then a candidate.
     watched.append((owner, kind))

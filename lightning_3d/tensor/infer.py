@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_3d.anatomy import tied_parameters
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan import TensorPlan, UnitPlan
 from lightning_3d.tensor.proof import Refused
@@ -72,9 +73,25 @@ def plan_tensor(
                 units[name] = plan
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
     _warn_whole(whole)
-    vocabulary = find_vocabulary(module, find_units(module), calls.elsewhere if calls else (), size)
+    vocabulary = _vocabulary(module, told, calls, size)
     plan = TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole)
     return _with_splits(module, plan)
+
+
+def _vocabulary(
+    module: nn.Module, told: Mapping[str, Way], calls: Recording | None, size: int
+) -> dict[str, TensorSplit]:
+    units = find_units(module)
+    elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
+    found = find_vocabulary(module, units, elsewhere, size)
+    for name, way in told.items():
+        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units)
+        if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
+            raise TensorPlanError(
+                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or set"
+                ' it to "whole".'
+            )
+    return found
 
 
 def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip

@@ -24,23 +24,28 @@ class Lazy(Tensor):
     """The whole tensor as far as anyone can see; `local` is what there is."""
 
     local: Tensor
-    split: TensorSplit
+    division: TensorSplit
     axis: Axis
+    passive: bool
     whole: Tensor | None
 
     @staticmethod
-    def of(local: Tensor, split: TensorSplit, axis: Axis) -> "Lazy":
-        """A tensor of whole size for the part `local`."""
+    def of(local: Tensor, split: TensorSplit, axis: Axis, *, passive: bool = False) -> "Lazy":
+        """A tensor of whole size for the part `local`.
+
+        A passive one says that it needs no gradient: FSDP2 passes those that do through a function of autograd, which would
+        see neither part nor whole. The gradient flows through the part all the same.
+        """
         shape = list(local.shape)
         shape[split.dim] = split.size
         lazy = torch.empty(shape, device="meta", dtype=local.dtype).as_subclass(Lazy)
-        lazy.local, lazy.split, lazy.axis, lazy.whole = local, split, axis, None
+        lazy.local, lazy.division, lazy.axis, lazy.whole, lazy.passive = local, split, axis, None, passive
         return lazy
 
     def gathered(self) -> Tensor:
         """The whole tensor. Collective the first time."""
         if self.whole is None:
-            self.whole = gather(self.local, self.axis, self.split)
+            self.whole = gather(self.local, self.axis, self.division)
         return self.whole
 
     @classmethod
@@ -48,6 +53,8 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, Lazy):
+            if func is Tensor.requires_grad.__get__ and first.passive:
+                return False
             if func in ON_EITHER:
                 return func(first.local if first.whole is None else first.whole, *args[1:], **kwargs)
             if func in OF_SHAPE:
@@ -66,22 +73,22 @@ def _whole(value: Any) -> Any:
 
 def _same_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of each element."""
-    return lambda lazy, *args, **kwargs: Lazy.of(method(lazy.local, *args, **kwargs), lazy.split, lazy.axis)
+    return lambda lazy, *args, **kwargs: Lazy.of(method(lazy.local, *args, **kwargs), lazy.division, lazy.axis)
 
 
 def _scaled(method: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """A product with one number."""
     return lambda lazy, other: (
-        Lazy.of(method(lazy.local, other), lazy.split, lazy.axis) if isinstance(other, int | float) else None
+        Lazy.of(method(lazy.local, other), lazy.division, lazy.axis) if isinstance(other, int | float) else None
     )
 
 
 def _is_last(lazy: Lazy) -> bool:
-    return lazy.split.dim == lazy.local.dim() - 1
+    return lazy.division.dim == lazy.local.dim() - 1
 
 
 def _moved(lazy: Lazy, local: Tensor, dim: int) -> Lazy:
-    return Lazy.of(local, TensorSplit(dim, lazy.split.pieces), lazy.axis)
+    return Lazy.of(local, TensorSplit(dim, lazy.division.pieces), lazy.axis)
 
 
 def _view(lazy: Lazy, *shape: Any) -> Lazy | None:
@@ -90,15 +97,15 @@ def _view(lazy: Lazy, *shape: Any) -> Lazy | None:
         return None
     if sizes[-1] == -1 and -1 not in sizes[:-1]:
         lead = lazy.local.numel() // lazy.local.shape[-1]
-        sizes[-1] = lazy.split.size if torch.Size(sizes[:-1]).numel() == lead else 0
-    if sizes[-1] != lazy.split.size:
+        sizes[-1] = lazy.division.size if torch.Size(sizes[:-1]).numel() == lead else 0
+    if sizes[-1] != lazy.division.size:
         return None
     return _moved(lazy, lazy.local.reshape(*sizes[:-1], lazy.local.shape[-1]), len(sizes) - 1)
 
 
 def _flatten(lazy: Lazy, start_dim: int = 0, end_dim: int = -1) -> Lazy | None:
     count = lazy.local.dim()
-    if not _is_last(lazy) or end_dim % count >= lazy.split.dim:
+    if not _is_last(lazy) or end_dim % count >= lazy.division.dim:
         return None
     local = lazy.local.flatten(start_dim, end_dim)
     return _moved(lazy, local, local.dim() - 1)
@@ -126,12 +133,12 @@ def _consumes(item: Any) -> int:
 def _transpose(lazy: Lazy, dim0: int, dim1: int) -> Lazy:
     count = lazy.local.dim()
     places = {dim0 % count: dim1 % count, dim1 % count: dim0 % count}
-    return _moved(lazy, lazy.local.transpose(dim0, dim1), places.get(lazy.split.dim, lazy.split.dim))
+    return _moved(lazy, lazy.local.transpose(dim0, dim1), places.get(lazy.division.dim, lazy.division.dim))
 
 
 def _permute(lazy: Lazy, *dims: Any) -> Lazy:
     order = [dim % lazy.local.dim() for dim in (dims[0] if len(dims) == 1 else dims)]
-    return _moved(lazy, lazy.local.permute(order), order.index(lazy.split.dim))
+    return _moved(lazy, lazy.local.permute(order), order.index(lazy.division.dim))
 
 
 def _cross_entropy(
@@ -146,14 +153,14 @@ def _cross_entropy(
 ) -> Tensor | None:
     classes = 1 if lazy.local.dim() > 1 else 0
     known = size_average is None and reduce is None and not target.is_floating_point()
-    if lazy.split.dim != classes or not known or isinstance(target, Lazy) or len(lazy.split.parts) > 1:
+    if lazy.division.dim != classes or not known or isinstance(target, Lazy) or len(lazy.division.parts) > 1:
         return None
     logits = lazy.local.movedim(classes, -1)
     device = logits.device.type
     if torch.is_autocast_enabled(device):
         logits = logits.float()
     return parallel_cross_entropy(
-        logits, target, lazy.split, lazy.axis, weight=weight, ignore_index=ignore_index, reduction=reduction,
+        logits, target, lazy.division, lazy.axis, weight=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing,
     )  # fmt: skip
 

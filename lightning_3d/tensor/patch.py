@@ -19,8 +19,10 @@ from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local, reduce, share, take
 from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.lazy import Lazy
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.random import shard_dropout
+from lightning_3d.tensor.trace import tensors_in
 
 Shadow = Callable[[Tensor], Tensor]
 
@@ -128,7 +130,16 @@ class UnitForward:
                 result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
         finally:
             self.memo.clear()
-        return _numbered(self._leave, result) if self.plan.outputs else result
+        if not self.plan.outputs:
+            return result
+        count = len(tensors_in(result))
+        if count != self.plan.results:
+            raise TensorPlanError(
+                f"{type(self.module).__name__} gave {self.plan.results} tensors when it was planned and gives {count} now, so"
+                " which of them are divided over the tensor ranks is not known. Plan it with a batch of the kind that"
+                " it is used on."
+            )
+        return _numbered(self._leave, result)
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
         if index not in self.plan.inputs:
@@ -142,10 +153,17 @@ class UnitForward:
                 f" the tensor ranks divide, and is now called with shape {tuple(tensor.shape)}. Plan it with a batch of"
                 " the kind that it is trained on."
             )
+        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
+            return tensor.local  # as another block left it
         return take(tensor, self.axis, split)
 
     def _leave(self, index: int, tensor: Tensor) -> Tensor:
-        return gather(tensor, self.axis, self.plan.outputs[index]) if index in self.plan.outputs else tensor
+        split = self.plan.outputs.get(index)
+        if split is None:
+            return tensor
+        if self.module.training and torch.is_grad_enabled():
+            return Lazy.of(tensor, split, self.axis, passive=True)  # attention weights, say, that nobody may ask for
+        return gather(tensor, self.axis, split)
 
 
 def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:

@@ -32,6 +32,8 @@ class UnitPlan:
     """Tensor arguments of the block used inside a region: None where whole, else each rank takes its part."""
     outputs: Mapping[int, TensorSplit] = field(default_factory=dict)
     """Tensor results of the block that each rank has a part of: they are gathered."""
+    results: int = 0
+    """How many tensors the block gives back."""
     attributes: Mapping[Attribute, tuple[Any, ...]] = field(default_factory=dict)
     """Attributes that shrink with the shard: the value on each rank."""
     decoys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

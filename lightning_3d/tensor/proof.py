@@ -86,7 +86,8 @@ def _same(_: str, value: Tensor) -> Tensor:
 
 def _prove_once(scratch: nn.Module, sample: Sample, whole: Outcome, plan: UnitPlan, ranks: int) -> UnitPlan:
     if scratch.training:
-        plan = replace(plan, outputs={**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, whole)})
+        outputs = {**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, whole)}
+        plan = replace(plan, outputs=outputs, results=len(whole.outputs))
     shards = run_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
     for rank, shard in enumerate(shards):
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(whole.outputs)), dict(enumerate(shard.outputs)))

@@ -50,7 +50,10 @@ class Quiet(TorchFunctionMode):
             self.dropped.append(tuple(first.shape))
             if func is not F.scaled_dot_product_attention:
                 return (first, torch.ones_like(first, dtype=torch.bool)) if func is torch.native_dropout else first
-            args, kwargs = (*args[:4], 0.0, *args[5:])[: len(args)], {**kwargs, **({} if len(args) > 4 else {"dropout_p": 0.0})}
+            args, kwargs = (
+                (*args[:4], 0.0, *args[5:])[: len(args)],
+                {**kwargs, **({} if len(args) > 4 else {"dropout_p": 0.0})},
+            )
         if func in CONSTANTS:
             with torch.no_grad():
                 return CONSTANTS[func](func(*args, **kwargs))

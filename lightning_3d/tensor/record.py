@@ -74,7 +74,15 @@ class _Elsewhere(TorchFunctionMode):
 
 def _is_question(func: Any) -> bool:
     """Whether a call only asks for a dtype, a device or a shape."""
-    return getattr(func, "__name__", "") in ("__get__", "size", "dim", "numel", "is_floating_point", "__hash__", "__len__")
+    return getattr(func, "__name__", "") in (
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "is_floating_point",
+        "__hash__",
+        "__len__",
+    )
 
 
 def _recorder(calls: dict[str, Sample], name: str) -> Callable[..., None]:

@@ -19,7 +19,9 @@ def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
-        memo[id(parameter)] = nn.Parameter(_random(name, parameter, generator), requires_grad=parameter.is_floating_point())
+        memo[id(parameter)] = nn.Parameter(
+            _random(name, parameter, generator), requires_grad=parameter.is_floating_point()
+        )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
     twin = copy.deepcopy(module, memo)

@@ -123,7 +123,9 @@ def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[st
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
             except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
-                refusals.append(f"it does not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})")
+                refusals.append(
+                    f"it does not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                )
         reason = f"{len(refusals)} candidates tried, none computes the same: {refusals[0]}"
     if must and given:
         raise Refused(reason)

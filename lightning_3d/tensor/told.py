@@ -56,7 +56,9 @@ def declared_plan(module: nn.Module) -> dict[str, Way]:
         if not isinstance(declared, dict) or getattr(child, "base_model_prefix", "") in dict(child.named_children()):
             continue
         for name, _ in child.named_parameters():
-            text = next((how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in _around(name))), None)
+            text = next(
+                (how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in _around(name))), None
+            )
             if text in known:
                 ways[f"{prefix}.{name}" if prefix else name] = known[text]
     return ways
@@ -105,7 +107,11 @@ def _out_dim(module: nn.Module, parameter: Tensor) -> int:
     if parameter.dim() < 2:
         return 0
     width = getattr(module, "nf", None)  # Hugging Face's Conv1D stores its matrix the other way round
-    return parameter.dim() - 1 if width == parameter.shape[-1] and not isinstance(module, nn.Linear) else parameter.dim() - 2
+    return (
+        parameter.dim() - 1
+        if width == parameter.shape[-1] and not isinstance(module, nn.Linear)
+        else parameter.dim() - 2
+    )
 
 
 def _in_dim(out: int, parameter: Tensor) -> int:

@@ -110,7 +110,9 @@ def divide(region: Region, touched: Touched) -> Division | None:
         split, disjoint = _pieces(ranks)
         if name.startswith(INPUT):
             if disjoint and split is not None and len(split.parts) > 1:
-                return None  # Rows and heads folded into one dimension: its size, and so the split, is another each batch.
+                return (
+                    None  # Rows and heads folded into one dimension: its size, and so the split, is another each batch.
+                )
             inputs[int(name.removeprefix(INPUT))] = split if disjoint else None
         elif split is not None and disjoint:
             splits[name] = split

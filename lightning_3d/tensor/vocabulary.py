@@ -47,9 +47,13 @@ def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collec
     chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large} | heads
     splits = {}
     for name, child in chosen.items():
-        names = [f"{name}.{own}" if name else own for own in ("weight", "bias") if getattr(child, own, None) is not None]
+        names = [
+            f"{name}.{own}" if name else own for own in ("weight", "bias") if getattr(child, own, None) is not None
+        ]
         shared = {user for own in names for user in users[id(child.get_parameter(own.rpartition(".")[2]))]}
-        if shared <= {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} - set(elsewhere):
+        if shared <= {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} - set(
+            elsewhere
+        ):
             splits |= {own: TensorSplit.even(0, child.weight.shape[0], size) for own in names}
     return splits
 
@@ -118,4 +122,3 @@ def _users(module: nn.Module) -> dict[int, list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), []).append(name)
     return users
-

@@ -53,7 +53,10 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     mesh = init_device_mesh("cpu", (size,))
     ledger = Ledger()
     applied = apply_tensor(module, plan, mesh, ledger=ledger)
-    local = {name: full.numel() if not name in plan.splits else full.to_local().numel() for name, full in module.named_parameters()}
+    local = {
+        name: full.numel() if not name in plan.splits else full.to_local().numel()
+        for name, full in module.named_parameters()
+    }
     found = train(module, loss_of, batches, optimizer)
     collectives = len(ledger.calls) / steps
     parameters = dict(module.named_parameters())

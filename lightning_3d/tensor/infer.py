@@ -1,6 +1,7 @@
 """`plan_tensor`: the plan for a whole module, one kind of block at a time."""
 
 import inspect
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from lightning_3d.tensor.units import find_units, structure
 from lightning_3d.tensor.vocabulary import find_vocabulary
 
 SEED = 20_240_229
+WORTH = 0.005
+"""Share of the module's parameters from which a matrix that stays whole is worth a warning."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ def plan_tensor(
             if plan is not None:
                 units[name] = plan
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
-    _warn_whole(whole)
+    _warn_whole(module, whole)
     vocabulary = _vocabulary(module, told, calls, size)
     plan = TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole)
     return _with_splits(module, plan)
@@ -198,10 +201,18 @@ def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan
     return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)}))  # fmt: skip
 
 
-def _warn_whole(whole: Mapping[str, str]) -> None:
-    if whole:
-        lines = "\n".join(f"  {name or '(the module itself)'}: {why}" for name, why in whole.items())
-        warnings.warn(f"These stay whole on every tensor rank:\n{lines}", stacklevel=3)
+def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:
+    """Say once what stays whole, blocks of a kind in one line and small matrices (a router, an adapter) not at all."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    worth = {name: why for name, why in whole.items() if _numel(module, name) >= WORTH * total}
+    lines = dict.fromkeys(f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items())
+    if lines:
+        warnings.warn("These stay whole on every tensor rank:\n" + "\n".join(lines), stacklevel=3)
+
+
+def _numel(module: nn.Module, name: str) -> int:
+    parameters = (p for full, p in module.named_parameters() if not name or full == name or full.startswith(name + "."))
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _join(prefix: str, name: str) -> str:

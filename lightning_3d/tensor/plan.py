@@ -38,6 +38,8 @@ class UnitPlan:
     """Attributes that shrink with the shard: the value on each rank."""
     decoys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Modules that read the width of a head's or hidden dimension off their input: the width that they see on each rank."""
+    summed_per_position: int = 0
+    """Elements that one forward and backward sum over the ranks, for each position of the batch."""
     dropouts: tuple[bool, ...] = ()
     """For each random call of a training forward, in order: whether it acts on a shard (masks differ over ranks)."""
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.quiet import Quiet
-from lightning_3d.tensor.sample import Sample
+from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import shard_copy
-from lightning_3d.tensor.simulate import run_shards
+from lightning_3d.tensor.simulate import ThreadAxis, run_shards
 from lightning_3d.tensor.trace import tensors_in
 
 TOLERANCE = 2e-4
@@ -33,6 +32,8 @@ class Outcome:
     parameter_grads: dict[str, Tensor]
     dropped: list[tuple[int, ...]]
     """Shapes of the random calls."""
+    summed: int = 0
+    """Elements that were summed over the ranks."""
 
 
 class Refused(Exception):
@@ -93,16 +94,19 @@ def _prove_once(scratch: nn.Module, sample: Sample, whole: Outcome, plan: UnitPl
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(whole.outputs)), dict(enumerate(shard.outputs)))
         _compare(f"gradient of input {{}} on tensor rank {rank}", whole.input_grads, shard.input_grads)
     _compare_parameters(whole, shards, plan)
+    if scratch.training:
+        positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
+        plan = replace(plan, summed_per_position=shards[0].summed // positions)
     if scratch.training and whole.dropped:
         flags = tuple(ours != theirs for ours, theirs in zip(shards[0].dropped, whole.dropped, strict=True))
         plan = replace(plan, dropouts=flags)
     return plan
 
 
-def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: Axis) -> Outcome:
+def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> Outcome:
     shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
-    return outcome(shard, sample)
+    return replace(outcome(shard, sample), summed=axis.summed)
 
 
 def _split_outputs(scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, whole: Outcome) -> dict[int, TensorSplit]:  # fmt: skip
@@ -121,7 +125,7 @@ def _split_outputs(scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: in
     return found
 
 
-def _forward(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: Axis) -> list[torch.Size]:
+def _forward(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> list[torch.Size]:
     shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
     call = sample.fresh()

@@ -95,6 +95,8 @@ def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[Uni
         for name in site:
             if site not in used and parameters[name].dim() > 1:
                 whole.setdefault(name, known.flow.why_not(site))
+    if not known.flow.calls:
+        whole[""] = "it has no product of an activation with a matrix"
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
 
 
@@ -132,31 +134,33 @@ def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[st
     return None, reason
 
 
-def _divisions(known: Study, region: Region) -> Iterator[Division]:
-    """Ways to deal out the region's channels, those without repetition first."""
-    repeated, seen = [], []
-    for unit in _units(known, region):
-        touched = None
-        for number, (traced, flow, parameters) in enumerate(known.looks):
-            generator = torch.Generator().manual_seed(number)
-            look = measure(flow, region, traced.inputs, parameters, unit, known.ranks, generator)
-            if look is None:
-                break
-            touched = look if touched is None else merge(touched, look)
-        division = divide(region, touched) if touched is not None else None
-        if division is None or division in seen:
-            continue
-        seen.append(division)
-        if division.slices:
-            repeated.append(division)
-        else:
-            yield division
-    yield from repeated
+def _divisions(known: Study, region: Region) -> list[Division]:
+    """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
+    found: list[Division] = []
+    sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
+    bare = any(known.looks[0][2][name].dim() > 2 for sink in region.sinks for name in sink)
+    for dim in range(-1, -min(tensor.dim() for tensor in sinks) - 1, -1) if bare else (-1,):
+        for unit in _units(known, sinks[0].shape[dim]):
+            division = _division(known, region, dim, unit)
+            if division is not None and division not in found:
+                found.append(division)
+    numel = {name: parameter.numel() for name, parameter in known.looks[0][2].items()}
+    return sorted(found, key=lambda d: (bool(d.slices), -sum(numel[name] for name in d.splits)))
 
 
-def _units(known: Study, region: Region) -> list[int]:
+def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
+    touched = None
+    for number, (traced, flow, parameters) in enumerate(known.looks):
+        generator = torch.Generator().manual_seed(number)
+        look = measure(flow, region, traced.inputs, parameters, dim, unit, known.ranks, generator)
+        if look is None:
+            return None
+        touched = look if touched is None else merge(touched, look)
+    return divide(region, touched) if touched is not None else None
+
+
+def _units(known: Study, size: int) -> list[int]:
     """Sizes of what must stay together: single channels, then heads of any size that the block's numbers suggest."""
-    size = known.flow.calls[region.sinks[0]][0].before.shape[-1]
     numbers = {value for value in known.read.values() if type(value) is int and value > 1 and size % value == 0}
     units = {1} | {unit for number in numbers for unit in (number, size // number)}
     return sorted(unit for unit in units if size // unit >= known.ranks)

@@ -83,8 +83,11 @@ class ThreadAxis:
 
     def __init__(self, table: _Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, table.size
+        self.summed = 0
+        """Elements that went through `all_reduce`."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.summed += tensor.numel()
         return _total(self.table.exchange(self.rank, "all_reduce", tensor))
 
     def all_max(self, tensor: Tensor) -> Tensor:

@@ -45,15 +45,15 @@ class Division:
         return list(dict.fromkeys(ways))
 
 
-def measure(flow: Flow, region: Region, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], unit: int, ranks: int, generator: torch.Generator) -> Touched | None:  # fmt: skip
-    """What each rank touches when the inputs of `region`'s sinks are dealt out in multiples of `unit`."""
+def measure(flow: Flow, region: Region, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], dim: int, unit: int, ranks: int, generator: torch.Generator) -> Touched | None:  # fmt: skip
+    """What each rank touches when dimension `dim` of what `region`'s sinks take is dealt out in multiples of `unit`."""
     own = {name: parameters[name] for sink in region.sinks for name in sink}
     names = dict.fromkeys((*(name for site in region.sources for name in site), *region.inner))
     upstream = {name: parameters[name] for name in names if name not in own}
     upstream |= {f"{INPUT}{index}": inputs[index] for index in region.inputs if inputs[index].requires_grad}
     touched: Touched = {name: [] for name in (*upstream, *own)}
     for rank in range(ranks):
-        dealt = _deal(flow, region, unit, rank, ranks)
+        dealt = _deal(flow, region, dim, unit, rank, ranks)
         if dealt is None:
             return None
         _collect(touched, dealt[0], upstream, generator)
@@ -70,16 +70,18 @@ def merge(ours: Touched, theirs: Touched) -> Touched:
     }
 
 
-def _deal(flow: Flow, region: Region, unit: int, rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor]] | None:
+def _deal(flow: Flow, region: Region, dim: int, unit: int, rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor]] | None:
     """`rank`'s share of each sink's input, as computed and as the product turns it into an output."""
     backward, forward = [], []
     for sink in region.sinks:
         for call in flow.calls[sink]:
-            size = call.before.shape[-1]
+            if -dim > call.before.dim():
+                return None
+            size = call.before.shape[dim]
             if size % unit or size // unit < ranks:
                 return None
             start, stop = TensorSplit.even(0, size, ranks, unit=unit).pieces[rank][0]
-            mask = torch.zeros(size)
+            mask = torch.zeros(size, *(1,) * (-dim - 1))
             mask[start:stop] = 1
             backward.append(call.before * mask)
             forward.append(call.again(call.leaf.detach() * mask))

@@ -12,8 +12,6 @@ def find_units(module: nn.Module, name: str = "") -> list[str]:
     found: list[str] = []
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        if not any(True for _ in child.children()):
-            continue
         is_block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS) and matrices(child) > 1
         found += [full] if is_block else find_units(child, full)
     if not found and matrices(module) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):

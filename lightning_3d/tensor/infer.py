@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +14,12 @@ from lightning_3d.anatomy import tied_parameters
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.patch import get_attribute
-from lightning_3d.tensor.plan import TensorPlan, UnitPlan
+from lightning_3d.tensor.plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.record import Recording
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
-from lightning_3d.tensor.search import Study, find_plan, study
+from lightning_3d.tensor.search import Study, find_plan
 from lightning_3d.tensor.told import Way, declared_plan, read_plan
 from lightning_3d.tensor.units import find_units, structure
 from lightning_3d.tensor.vocabulary import find_vocabulary
@@ -32,7 +33,7 @@ WORTH = 0.005
 class _Kind:
     """A block that has been planned, and what others must share with it to use its plan."""
 
-    known: Study
+    read: Mapping[Attribute, Any]
     signature: str
     plan: UnitPlan | None
     whole: Mapping[str, str]
@@ -104,15 +105,15 @@ def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tu
         return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
     same = kinds.setdefault((structure(unit), must, *ways.items()), [])
     for kind in same:
-        if kind.signature == sample.signature() and _reads_same(unit, kind.known):
+        if kind.signature == sample.signature() and _reads_same(unit, kind.read):
             return kind.plan, kind.whole
     try:
         samples = _samples(unit, sample)
-        known = study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
+        known = Study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     plan, whole = _like(known, same) or find_plan(known, ways, must=must)
-    same.append(_Kind(known, sample.signature(), plan, whole))
+    same.append(_Kind(known.read, sample.signature(), plan, whole))
     return plan, whole
 
 
@@ -131,7 +132,7 @@ def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]]
             return known.prover.prove(kind.plan), kind.whole
         except Refused:
             continue
-        except Exception:  # noqa: S112 (a plan that does not fit breaks the block's code in any way it likes)
+        except Exception:
             continue
     return None
 
@@ -159,7 +160,7 @@ def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
     return found
 
 
-def _reads_same(unit: nn.Module, known: Study) -> bool:
+def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
     """Whether every plain value that the planned block's code read is the same here."""
     missing = object()
 
@@ -169,7 +170,7 @@ def _reads_same(unit: nn.Module, known: Study) -> bool:
         except AttributeError:
             return missing
 
-    return all(value(name, path) == seen for (name, path), seen in known.read.items())
+    return all(value(name, path) == seen for (name, path), seen in read.items())
 
 
 def _made_up(unit: nn.Module) -> Sample | None:
@@ -205,7 +206,9 @@ def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:
     """Say once what stays whole, blocks of a kind in one line and small matrices (a router, an adapter) not at all."""
     total = sum(parameter.numel() for parameter in module.parameters())
     worth = {name: why for name, why in whole.items() if _numel(module, name) >= WORTH * total}
-    lines = dict.fromkeys(f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items())
+    lines = dict.fromkeys(
+        f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items()
+    )
     if lines:
         warnings.warn("These stay whole on every tensor rank:\n" + "\n".join(lines), stacklevel=3)
 

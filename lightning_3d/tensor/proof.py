@@ -168,7 +168,7 @@ def _compare(what: str, expected: Mapping, found: Mapping, scale: Mapping | None
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest finite magnitude."""
+    """The largest magnitude; not a number where something in it is none, which then compares as too large."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
-    return float(torch.nan_to_num(tensor.abs(), nan=float("inf"), posinf=float("inf")).max())
+    return float(torch.linalg.vector_norm(tensor, float("inf")))

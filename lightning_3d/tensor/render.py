@@ -17,7 +17,9 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         lines.append(f"├── {title or '(the module itself)'}")
         lines += [f"│   ├── {line}" for line in _unit_lines(unit)]
         wire = unit.summed_per_position
-        lines.append(f"│   └── {wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)")
+        lines.append(
+            f"│   └── {wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)"
+        )
     for name, split in plan.vocabulary.items():
         lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
     whole: dict[tuple[str, str], int] = {}

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_3d.tensor.attributes import combinations, watch_reads
-from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.plan import Attribute, UnitPlan
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import Flow, Region, Site
 from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
+from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.touched import Division, divide, measure, merge
 from lightning_3d.tensor.trace import Trace, trace
 
@@ -23,49 +23,50 @@ LOOKS = 4
 """Runs whose gradients are put together: a unit that was off in one is on in another."""
 
 
-@dataclass
+@dataclass(frozen=True)
+class Look:
+    """One traced run, with random parameters of its own."""
+
+    trace: Trace
+    flow: Flow
+    parameters: Mapping[str, nn.Parameter]
+
+
 class Study:
-    """What is known of a block that is being planned."""
-
-    scratch: nn.Module
-    prover: Prover
-    ranks: int
-    looks: list[tuple[Trace, Flow, Mapping[str, nn.Parameter]]]
-    read: Mapping[Attribute, Any]
-
-    @property
-    def flow(self) -> Flow:
-        return self.looks[0][1]
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return dict(self.scratch.named_modules())
-
-    @property
-    def called(self) -> set[str]:
-        """Modules whose forward ran."""
-        return self.looks[0][0].called
-
-
-def study(make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> Study:
-    """Trace the block in training and in eval mode and note what its code reads.
+    """What is known of a block that is being planned.
 
     Args:
         make: a scratch copy of the block, with random parameters from a seed.
         samples: calls to prove on.
         ranks: tensor ranks.
     """
-    looks, scratch = [], make(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for look in range(LOOKS):
-            call, twin = samples[0].random(torch.Generator().manual_seed(look)).followed(), make(look + 1).train()
-            seen = trace(twin, call)
-            looks.append((seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
-        with watch_reads(scratch) as read:
-            trace(scratch.train(), samples[0].fresh())
-            trace(scratch.eval(), samples[0].fresh())
-    return Study(scratch, Prover(scratch, samples, ranks), ranks, looks, dict(read))
+
+    def __init__(self, make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> None:
+        self.make, self.samples, self.ranks = make, samples, ranks
+        self.looks: list[Look] = []
+        self.scratch = make(0)
+        with warnings.catch_warnings(), watch_reads(self.scratch) as read:
+            warnings.simplefilter("ignore")
+            trace(self.scratch.train(), samples[0].fresh())
+            trace(self.scratch.eval(), samples[0].fresh())
+        self.read: Mapping[Attribute, Any] = dict(read)
+        """Plain values that the block's code read, in training or eval mode."""
+        self.prover = Prover(self.scratch, samples, ranks)
+        self.modules: Mapping[str, nn.Module] = dict(self.scratch.named_modules())
+        first = self.look(0)
+        self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called
+
+    def look(self, number: int) -> Look:
+        """The `number`-th traced run."""
+        while len(self.looks) <= number:
+            seed = len(self.looks)
+            call = self.samples[0].random(torch.Generator().manual_seed(seed)).followed()
+            twin = self.make(seed + 1).train()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                seen = trace(twin, call)
+            self.looks.append(Look(seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
+        return self.looks[number]
 
 
 def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
@@ -116,7 +117,7 @@ def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.
 
 def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool) -> tuple[UnitPlan | None, str]:  # fmt: skip
     reason = "its parts depend on one another (a norm or a mix over all of them)"
-    given = divide_as_told(region, known.looks[0][2], ways, known.modules, known.ranks) if ways else None
+    given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     for division in chain([given] if given else [], () if must and given else _divisions(known, region)):
         refusals: list[str] = []
         for candidate in _candidates(known, region, division):
@@ -134,29 +135,44 @@ def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[st
     return None, reason
 
 
-def _divisions(known: Study, region: Region) -> list[Division]:
+def _divisions(known: Study, region: Region) -> Iterator[Division]:
     """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
-    found: list[Division] = []
+    later: list[Division] = []
     sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
-    bare = any(known.looks[0][2][name].dim() > 2 for sink in region.sinks for name in sink)
+    bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)
     for dim in range(-1, -min(tensor.dim() for tensor in sinks) - 1, -1) if bare else (-1,):
         for unit in _units(known, sinks[0].shape[dim]):
             division = _division(known, region, dim, unit)
-            if division is not None and division not in found:
-                found.append(division)
-    numel = {name: parameter.numel() for name, parameter in known.looks[0][2].items()}
-    return sorted(found, key=lambda d: (bool(d.slices), -sum(numel[name] for name in d.splits)))
+            if division is None or division in later:
+                continue
+            if not bare and not division.slices:
+                yield division
+            later.append(division)
+    numel = {name: parameter.numel() for name, parameter in known.parameters.items()}
+    done = [] if bare else [division for division in later if not division.slices]
+    yield from sorted(
+        (division for division in later if division not in done),
+        key=lambda division: (bool(division.slices), -sum(numel[name] for name in division.splits)),
+    )
 
 
 def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
-    touched = None
-    for number, (traced, flow, parameters) in enumerate(known.looks):
+    """Look again while something was off, until all of every matrix is some rank's."""
+    touched, division = None, None
+    columns = {name for site in region.sources for name in site}
+    for number in range(LOOKS):
+        look = known.look(number)
         generator = torch.Generator().manual_seed(number)
-        look = measure(flow, region, traced.inputs, parameters, dim, unit, known.ranks, generator)
-        if look is None:
+        found = measure(
+            look.flow, region, look.trace.inputs, look.parameters, dim=dim, unit=unit, ranks=known.ranks, generator=generator
+        )  # fmt: skip
+        if found is None:
             return None
-        touched = look if touched is None else merge(touched, look)
-    return divide(region, touched) if touched is not None else None
+        touched = found if touched is None else merge(touched, found)
+        division = divide(region, touched)
+        if division is not None and not division.slices and not columns & set(division.summed):
+            return division
+    return division
 
 
 def _units(known: Study, size: int) -> list[int]:

@@ -70,7 +70,9 @@ def merge(ours: Touched, theirs: Touched) -> Touched:
     }
 
 
-def _deal(flow: Flow, region: Region, dim: int, unit: int, rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor]] | None:
+def _deal(
+    flow: Flow, region: Region, dim: int, unit: int, rank: int, ranks: int
+) -> tuple[list[Tensor], list[Tensor]] | None:
     """`rank`'s share of each sink's input, as computed and as the product turns it into an output."""
     backward, forward = [], []
     for sink in region.sinks:

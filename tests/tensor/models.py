@@ -120,12 +120,12 @@ class GPT(nn.Module):
 def gpt2(**more):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    drop = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=51, n_embd=32, n_layer=2, n_head=4, n_positions=32, **drop, **more))
 
 
-TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert():

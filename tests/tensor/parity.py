@@ -54,7 +54,7 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     ledger = Ledger()
     applied = apply_tensor(module, plan, mesh, ledger=ledger)
     local = {
-        name: full.numel() if not name in plan.splits else full.to_local().numel()
+        name: full.numel() if name not in plan.splits else full.to_local().numel()
         for name, full in module.named_parameters()
     }
     found = train(module, loss_of, batches, optimizer)
@@ -71,10 +71,10 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     undone = names == [(name, tuple(p.shape)) for name, p in reference.named_parameters()]
     undone &= not any("forward" in m.__dict__ for m in module.modules())
     again = loss_of(module.eval(), batches[0]).item() - loss_of(reference.eval(), batches[0]).item()
-    return dict(
-        loss=worst, drift=drift, collectives=collectives, before=before, local=local, whole=dict(plan.whole),
-        replicated=replicated, undone=undone, again=abs(again), units=list(plan.units),
-    )  # fmt: skip
+    return {
+        "loss": worst, "drift": drift, "collectives": collectives, "before": before, "local": local, "whole": dict(plan.whole),
+        "replicated": replicated, "undone": undone, "again": abs(again), "units": list(plan.units),
+    }  # fmt: skip
 
 
 def check(build, loss_of, batch_of, *, steps=20, optimizer="sgd", size=2, share=0.56, tolerance=1e-5, **options):
@@ -86,7 +86,8 @@ def check(build, loss_of, batch_of, *, steps=20, optimizer="sgd", size=2, share=
         assert result["loss"] < tolerance, result["loss"]
         worst = max(result["drift"], key=result["drift"].get)
         assert result["drift"][worst] < tolerance, (worst, result["drift"][worst])
-        assert result["undone"] and result["again"] < tolerance
+        assert result["undone"]
+        assert result["again"] < tolerance
         for name, value in result["replicated"].items():
             assert torch.equal(value, results[0]["replicated"][name]), f"{name} differs over the tensor ranks"
     first = results[0]

@@ -38,7 +38,7 @@ class Alibi(nn.Module):
         self.heads, self.q, self.k, self.v, self.o = heads, *(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x):
-        B, T, C = x.shape
+        B, T, _C = x.shape
         q, k, v = (f(x).view(B, T, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
         slopes = 2.0 ** -torch.arange(1, self.heads + 1)
         bias = slopes[:, None, None] * (torch.arange(T)[None, :] - torch.arange(T)[:, None])
@@ -178,7 +178,9 @@ class Experts(nn.Module):
     def __init__(self, width=16, count=3):
         super().__init__()
         self.router = nn.Linear(width, count)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(count)
+        )
 
     def forward(self, x):
         weights, chosen = self.router(x).softmax(-1).max(-1)

@@ -19,12 +19,14 @@ from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.record import Recording
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
-from lightning_3d.tensor.search import Study, find_plan
+from lightning_3d.tensor.search import Study, find_plan, with_sequence
 from lightning_3d.tensor.told import Way, declared_plan, read_plan
 from lightning_3d.tensor.units import find_units, structure
 from lightning_3d.tensor.vocabulary import find_vocabulary
 
 SEED = 20_240_229
+SEQUENCE = "(sequence parallelism)"
+"""Stands for the residual stream among the names of what stays whole."""
 WORTH = 0.005
 """Share of the module's parameters from which a matrix that stays whole is worth a warning."""
 
@@ -40,7 +42,8 @@ class _Kind:
 
 
 def plan_tensor(
-    module: nn.Module, size: int, *, tensor_plan: Mapping[str, str] | None = None, calls: Recording | None = None
+    module: nn.Module, size: int, *, tensor_plan: Mapping[str, str] | None = None, sequence_parallel: bool = False,
+    calls: Recording | None = None,
 ) -> TensorPlan:
     """Find out how `module` can be split over `size` tensor ranks.
 
@@ -52,6 +55,7 @@ def plan_tensor(
         size: ranks on the tensor axis.
         tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or "whole".
             It overrides what would be inferred, is proven too, and is an error if it computes something else.
+        sequence_parallel: also divide the residual stream between the split parts of a block, where that can be proven.
         calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that take one tensor.
     """
     units: dict[str, UnitPlan] = {}
@@ -67,7 +71,7 @@ def plan_tensor(
             sample = samples.get(name) or _made_up(unit)
             theirs = _under(told, name)
             try:
-                plan, reasons = _plan_unit(unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs))
+                plan, reasons = _plan_unit(unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel)
             except Refused as refusal:
                 raise TensorPlanError(
                     f"tensor_plan: {name or type(module).__name__} does not compute the same thing when split as given:"
@@ -98,7 +102,7 @@ def _vocabulary(
     return found
 
 
-def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool, sequence: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
     if sample is None and must:
         raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
     if sample is None:
@@ -113,6 +117,11 @@ def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tu
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     plan, whole = _like(known, same) or find_plan(known, ways, must=must)
+    if sequence and plan is not None and plan.sequence is None:
+        divided = with_sequence(known, plan)
+        if divided is None:
+            whole = {**whole, SEQUENCE: "no way of dividing its sequence too computes the same"}
+        plan = divided or plan
     same.append(_Kind(known.read, sample.signature(), plan, whole))
     return plan, whole
 
@@ -205,7 +214,7 @@ def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan
 def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:
     """Say once what stays whole, blocks of a kind in one line and small matrices (a router, an adapter) not at all."""
     total = sum(parameter.numel() for parameter in module.parameters())
-    worth = {name: why for name, why in whole.items() if _numel(module, name) >= WORTH * total}
+    worth = {name: why for name, why in whole.items() if SEQUENCE in name or _numel(module, name) >= WORTH * total}
     lines = dict.fromkeys(
         f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items()
     )

@@ -55,6 +55,9 @@ class Lazy(Tensor):
         if isinstance(first, Lazy):
             if func is Tensor.requires_grad.__get__ and first.passive:
                 return False
+            if func is Tensor.register_hook:
+                # FSDP2 hooks the results of one block and wraps the arguments of the next: it is done with this one.
+                first.passive = True
             if func in ON_EITHER:
                 return func(first.local if first.whole is None else first.whole, *args[1:], **kwargs)
             if func in OF_SHAPE:
@@ -73,7 +76,9 @@ def _whole(value: Any) -> Any:
 
 def _same_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of each element."""
-    return lambda lazy, *args, **kwargs: Lazy.of(method(lazy.local, *args, **kwargs), lazy.division, lazy.axis)
+    return lambda lazy, *args, **kwargs: Lazy.of(
+        method(lazy.local, *args, **kwargs), lazy.division, lazy.axis, passive=lazy.passive
+    )
 
 
 def _scaled(method: Callable[..., Tensor]) -> Callable[..., Tensor | None]:

@@ -22,6 +22,7 @@ from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.lazy import Lazy
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.random import shard_dropout
+from lightning_3d.tensor.sequence import copy_all, enter, leave
 from lightning_3d.tensor.trace import tensors_in
 
 Shadow = Callable[[Tensor], Tensor]
@@ -52,6 +53,8 @@ class Memo:
         self.axis = axis
         self.made: list[tuple[Tensor, bool, Tensor]] = []
         self.decoys: list[tuple[Tensor, Tensor]] = []
+        self.sequence: TensorSplit | None = None
+        """How the residual stream is divided in the forward that is running."""
 
     def decoy(self, tensor: Tensor, width: int) -> Tensor:
         """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""
@@ -62,6 +65,7 @@ class Memo:
     def clear(self) -> None:
         self.made.clear()
         self.decoys.clear()
+        self.sequence = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
         for decoy, real in self.decoys:
@@ -69,11 +73,23 @@ class Memo:
                 tensor = real
         if not tensor.requires_grad:
             return tensor
+        if self.sequence is not None:
+            return tensor  # it was gathered where the region begins, and that sums the gradient
+        return self._once(tensor, lambda: copy(tensor, self.axis))
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The whole sequence of a part of the residual stream."""
+        split = self.sequence
+        if split is None or tensor.dim() <= split.dim or tensor.shape[split.dim] != split.local_size(self.axis.rank):
+            return tensor
+        return self._once(tensor, lambda: enter(tensor, self.axis, split))
+
+    def _once(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
         grad = torch.is_grad_enabled()
         for source, mode, made in self.made:
             if source is tensor and mode == grad:
                 return made
-        made = copy(tensor, self.axis)
+        made = make()
         self.made.append((tensor, grad, made))
         return made
 
@@ -87,12 +103,14 @@ class ShardedForward:
     def __init__(self, module: nn.Module, axis: Axis, memo: Memo) -> None:
         self.module, self.axis, self.memo = module, axis, memo
         self.original = module.__dict__.get("forward")
-        self.enters = self.leaves = False
+        self.enters = self.leaves = self.gathers = False
         self.width: int | None = None
         self.shadows: list[tuple[nn.Module, str, Shadow]] = []
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gathers and self.memo.sequence is not None:
+            args, kwargs = each_tensor(self.memo.gathered, args), each_tensor(self.memo.gathered, kwargs)
         if self.width is not None:
             args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
         if self.enters:
@@ -107,6 +125,10 @@ class ShardedForward:
         return each_tensor(self._reduce, result) if self.leaves else result
 
     def _reduce(self, tensor: Tensor) -> Tensor:
+        split = self.memo.sequence
+        return reduce(tensor, self.axis) if split is None else leave(tensor, self.axis, split)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
         return reduce(tensor, self.axis)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
@@ -123,13 +145,20 @@ class UnitForward:
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.plan.inputs:
+        shadows: list[tuple[dict[str, Any], str]] = []
+        if self.plan.inputs or self.plan.sequence is not None:
             args, kwargs = _numbered(self._enter, (args, kwargs))
         try:
+            shadows = self._shadow_outer()
             with shard_dropout(self.plan.dropouts, self.axis, self.module.training):
                 result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
         finally:
+            sequence = self.memo.sequence
             self.memo.clear()
+            for space, name in shadows:
+                space.pop(name, None)
+        if sequence is not None:
+            result = _numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
         if not self.plan.outputs:
             return result
         count = len(tensors_in(result))
@@ -141,7 +170,32 @@ class UnitForward:
             )
         return _numbered(self._leave, result)
 
+    def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
+        """Let the parameters that are used on parts of the sequence sum their gradients in one go."""
+        if self.memo.sequence is None or self.plan.sequence is None:
+            return []
+        places = [(self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer]
+        copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
+        for (owner, name), value in zip(places, copied, strict=True):
+            owner.__dict__[name] = value
+        return [(owner.__dict__, name) for owner, name in places]
+
+    def _enter_stream(self, tensor: Tensor, dim: int) -> Tensor:
+        if not (self.module.training and torch.is_grad_enabled()) or tensor.shape[dim] < self.axis.size:
+            return tensor
+        split = TensorSplit.even(dim, tensor.shape[dim], self.axis.size)
+        self.memo.sequence = split
+        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
+            return tensor.local
+        return take(tensor, self.axis, split)
+
+    def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        stream = self.plan.sequence is not None and index in self.plan.sequence.results
+        return Lazy.of(tensor, split, self.axis) if stream else tensor
+
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
+        if self.plan.sequence is not None and index == self.plan.sequence.stream:
+            return self._enter_stream(tensor, self.plan.sequence.dim)
         if index not in self.plan.inputs:
             return tensor
         split = self.plan.inputs[index]
@@ -173,11 +227,13 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
         undo.steps.append(lambda o=owner, n=name, b=before: o.__dict__.pop(n) if n == "forward" else setattr(o, n, b))
     for (name, path), values in plan.attributes.items():
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
+    entries = plan.sequence.entries if plan.sequence is not None else ()
     forwards: dict[str, ShardedForward] = {}
-    for name in (*plan.copies, *plan.reduces, *plan.decoys, *(holder for _, holder in plan.holders)):
+    for name in (*plan.copies, *plan.reduces, *plan.decoys, *entries, *(holder for _, holder in plan.holders)):
         forwards.setdefault(name, ShardedForward(unit.get_submodule(name), axis, memo))
     for name, forward in forwards.items():
         forward.enters, forward.leaves = name in plan.copies, name in plan.reduces
+        forward.gathers = name in entries
         forward.width = plan.decoys[name][axis.rank] if name in plan.decoys else None
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")
@@ -186,7 +242,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
     for forward in forwards.values():
         undo.set(forward.module, "forward", forward)
         if isinstance(forward.module, nn.MultiheadAttention):
-            undo.set(forward.module, "_sum_over_ranks", forward._reduce)
+            undo.set(forward.module, "_sum_over_ranks", forward._sum)
     undo.set(unit, "forward", UnitForward(unit, plan, axis, memo))
     return undo
 

@@ -10,6 +10,22 @@ Attribute = tuple[str, str]
 """Name of a module and path of one of its attributes ("num_heads", "config.n_head")."""
 
 
+@dataclass(frozen=True)
+class SequencePlan:
+    """How a block's residual stream is divided between its split regions."""
+
+    dim: int
+    """The dimension of positions."""
+    stream: int
+    """Which tensor argument is the stream."""
+    results: tuple[int, ...]
+    """Which results are."""
+    entries: tuple[str, ...]
+    """Modules at whose input the whole sequence is gathered."""
+    outer: tuple[str, ...]
+    """Parameters used on parts of the sequence."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
     """How one block is computed in shards. Every name is relative to the block."""
@@ -36,6 +52,10 @@ class UnitPlan:
     """How many tensors the block gives back."""
     attributes: Mapping[Attribute, tuple[Any, ...]] = field(default_factory=dict)
     """Attributes that shrink with the shard: the value on each rank."""
+    edges: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """For each region, sets of modules at whose inputs all of it begins."""
+    sequence: SequencePlan | None = None
+    """Set where the residual stream is divided too (`sequence_parallel`)."""
     decoys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Modules that read the width of a head's or hidden dimension off their input: the width that they see on each rank."""
     summed_per_position: int = 0
@@ -54,6 +74,7 @@ class UnitPlan:
             shared=union(self.shared, other.shared),
             copies=union(self.copies, other.copies),
             reduces=union(self.reduces, other.reduces),
+            edges=(*self.edges, *other.edges),
             holders=union(self.holders, other.holders),
             inputs={**self.inputs, **other.inputs},
             outputs={**self.outputs, **other.outputs},

@@ -13,8 +13,9 @@ from lightning_3d.tensor.attributes import combinations, watch_reads
 from lightning_3d.tensor.plan import Attribute, UnitPlan
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import Flow, Region, Site
-from lightning_3d.tensor.sample import Sample
+from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import names_of
+from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.touched import Division, divide, measure, merge
 from lightning_3d.tensor.trace import Trace, trace
@@ -99,6 +100,20 @@ def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[Uni
     if not known.flow.calls:
         whole[""] = "it has no product of an activation with a matrix"
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
+
+
+def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
+    """`plan` with the residual stream divided too, if some way of that is proven."""
+    call = known.prover.cases[0]
+    shapes = {index: t.shape for index, t in enumerate(call[1].tensors()) if is_activation(t)}
+    results = {index: tensor.shape for index, tensor in enumerate(call[2].outputs)}
+    trainable = [name for name, parameter in known.parameters.items() if parameter.requires_grad]
+    for candidate in sequence_candidates(plan, shapes, results, trainable):
+        try:
+            return known.prover.prove(candidate)
+        except Exception:  # a wrong candidate breaks the block's own code in any way it likes
+            continue
+    return None
 
 
 def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
@@ -213,12 +228,15 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
     holders = {name: _holder(name, called) for name in names}
     holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
+    sources = tuple(dict.fromkeys(map(module_of, region.sources)))
+    around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
     return UnitPlan(
+        edges=(tuple(dict.fromkeys(modules for modules in around if modules != ("",))),),
         splits=division.splits,
         slices=division.slices,
         summed=division.summed,
         shared=division.shared,
-        copies=tuple(dict.fromkeys(map(module_of, region.sources))),
+        copies=sources,
         reduces=tuple(dict.fromkeys(map(module_of, region.sinks))),
         holders=tuple(holders.items()),
         inputs=division.inputs,

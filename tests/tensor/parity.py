@@ -1,5 +1,6 @@
 """Train a module on one process and on tensor ranks, and compare losses and gathered parameters."""
 
+import collections
 import copy
 import warnings
 
@@ -74,6 +75,7 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     return {
         "loss": worst, "drift": drift, "collectives": collectives, "before": before, "local": local, "whole": dict(plan.whole),
         "replicated": replicated, "undone": undone, "again": abs(again), "units": list(plan.units),
+        "ops": collections.Counter(ledger.calls),
     }  # fmt: skip
 
 

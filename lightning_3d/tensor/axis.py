@@ -1,0 +1,88 @@
+"""The tensor axis as the sharded modules see it: a rank, a size and three collectives.
+
+`GroupAxis` talks to a process group. The proof puts threads in its place (`simulate.py`), so what is proven is the very
+code that runs.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.layout import TENSOR_AXIS
+
+
+class Ledger(Protocol):
+    """Counts what goes over the wire."""
+
+    def add(self, axis: str, op: str, nbytes: int) -> None: ...
+
+
+class Axis(Protocol):
+    """What a sharded module needs to know of its peers. Results are new tensors; inputs are left alone."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, bitwise equal on each."""
+        ...
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """The largest over the ranks."""
+        ...
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Every rank's tensor; `shapes` says what each one has."""
+        ...
+
+    def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
+        """The sum over the ranks of `tensors[rank]`."""
+        ...
+
+
+class GroupAxis:
+    """The tensor axis over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
+        self.group, self.ledger = group, ledger
+        self.rank, self.size = group.rank(), group.size()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self._count("all_reduce", result)
+        dist.all_reduce(result, group=self.group)
+        return result
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self._count("all_reduce", result)
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
+        return result
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        sizes = [math.prod(shape) for shape in shapes]
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        received = [torch.empty_like(padded) for _ in range(self.size)]
+        self._count("all_gather", padded)
+        dist.all_gather(received, padded, group=self.group)
+        return [flat[:size].view(shape) for flat, size, shape in zip(received, sizes, shapes, strict=True)]
+
+    def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
+        result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
+        if len({tensor.shape for tensor in tensors}) > 1:
+            # Neither library's reduce-scatter takes uneven parts.
+            return self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors])).split(
+                [tensor.numel() for tensor in tensors]
+            )[self.rank].view_as(result)  # fmt: skip
+        self._count("reduce_scatter", result)
+        dist.reduce_scatter(result, [tensor.contiguous() for tensor in tensors], group=self.group)
+        return result
+
+    def _count(self, op: str, tensor: Tensor) -> None:
+        if self.ledger is not None:
+            self.ledger.add(TENSOR_AXIS, op, tensor.numel() * tensor.element_size())

@@ -1,0 +1,231 @@
+"""`plan_tensor`: the plan for a whole module, one kind of block at a time."""
+
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.anatomy import tied_parameters
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.patch import get_attribute
+from lightning_3d.tensor.plan import Attribute, TensorPlan, UnitPlan
+from lightning_3d.tensor.proof import Refused
+from lightning_3d.tensor.record import Recording
+from lightning_3d.tensor.sample import Sample, shortened
+from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.search import Study, find_plan, with_sequence
+from lightning_3d.tensor.told import Way, declared_plan, read_plan
+from lightning_3d.tensor.units import find_units, structure
+from lightning_3d.tensor.vocabulary import find_vocabulary
+
+SEED = 20_240_229
+SEQUENCE = "(sequence parallelism)"
+"""Stands for the residual stream among the names of what stays whole."""
+WORTH = 0.005
+"""Share of the module's parameters from which a matrix that stays whole is worth a warning."""
+
+
+@dataclass
+class _Kind:
+    """A block that has been planned, and what others must share with it to use its plan."""
+
+    read: Mapping[Attribute, Any]
+    signature: str
+    plan: UnitPlan | None
+    whole: Mapping[str, str]
+
+
+def plan_tensor(
+    module: nn.Module, size: int, *, tensor_plan: Mapping[str, str] | None = None, sequence_parallel: bool = False,
+    calls: Recording | None = None,
+) -> TensorPlan:
+    """Find out how `module` can be split over `size` tensor ranks.
+
+    Reads the whole module (on any device, also meta) and changes nothing; needs no process group, leaves the global
+    random state alone and gives the same answer on every rank.
+
+    Args:
+        module: the module to split, with nothing split off it yet.
+        size: ranks on the tensor axis.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or "whole".
+            It overrides what would be inferred, is proven too, and is an error if it computes something else.
+        sequence_parallel: also divide the residual stream between the split parts of a block, where that can be proven.
+        calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that take one tensor.
+    """
+    units: dict[str, UnitPlan] = {}
+    whole: dict[str, str] = {}
+    kinds: dict[tuple[object, ...], list[_Kind]] = {}
+    samples = calls.samples if calls else {}
+    told = read_plan(module, tensor_plan or {})
+    declared = declared_plan(module)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        for name in find_units(module):
+            unit = module.get_submodule(name)
+            sample = samples.get(name) or _made_up(unit)
+            theirs = _under(told, name)
+            try:
+                plan, reasons = _plan_unit(unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel)
+            except Refused as refusal:
+                raise TensorPlanError(
+                    f"tensor_plan: {name or type(module).__name__} does not compute the same thing when split as given:"
+                    f" {refusal}"
+                ) from None
+            if plan is not None:
+                units[name] = plan
+            whole |= {_join(name, inner): why for inner, why in reasons.items()}
+    _warn_whole(module, whole)
+    vocabulary = _vocabulary(module, told, calls, size)
+    plan = TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole)
+    return _with_splits(module, plan)
+
+
+def _vocabulary(
+    module: nn.Module, told: Mapping[str, Way], calls: Recording | None, size: int
+) -> dict[str, TensorSplit]:
+    units = find_units(module)
+    elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
+    found = find_vocabulary(module, units, elsewhere, size)
+    for name, way in told.items():
+        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units)
+        if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
+            raise TensorPlanError(
+                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or set"
+                ' it to "whole".'
+            )
+    return found
+
+
+def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool, sequence: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+    if sample is None and must:
+        raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
+    if sample is None:
+        return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
+    same = kinds.setdefault((structure(unit), must, *ways.items()), [])
+    for kind in same:
+        if kind.signature == sample.signature() and _reads_same(unit, kind.read):
+            return kind.plan, kind.whole
+    try:
+        samples = _samples(unit, sample)
+        known = Study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
+    except Exception as error:
+        return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
+    plan, whole = _like(known, same) or find_plan(known, ways, must=must)
+    if sequence and plan is not None and plan.sequence is None:
+        divided = with_sequence(known, plan)
+        if divided is None:
+            whole = {**whole, SEQUENCE: "no way of dividing its sequence too computes the same"}
+        plan = divided or plan
+    same.append(_Kind(known.read, sample.signature(), plan, whole))
+    return plan, whole
+
+
+def _under(ways: Mapping[str, Way], unit: str) -> dict[str, Way]:
+    """What concerns one block, by names relative to it."""
+    prefix = f"{unit}." if unit else ""
+    return {name.removeprefix(prefix): way for name, way in ways.items() if name.startswith(prefix)}
+
+
+def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]] | None:
+    """The plan of a block of the same structure, if it can be proven for this one too."""
+    for kind in same:
+        if kind.plan is None:
+            continue
+        try:
+            return known.prover.prove(kind.plan), kind.whole
+        except Refused:
+            continue
+        except Exception:
+            continue
+    return None
+
+
+def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
+    """Up to two calls of different sizes on which the block runs."""
+    found: list[Sample] = []
+    cuts = shortened(sample)
+    for number, cut in enumerate(cuts):
+        made = cut.random(torch.Generator().manual_seed(SEED + number))
+        if any(made.signature() == other.signature() for other in found):
+            continue
+        try:
+            call = made.fresh()
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scratch_copy(unit, SEED)(*call.args, **call.kwargs)
+        except Exception:
+            if number == len(cuts) - 1 and not found:
+                raise
+            continue
+        found.append(made)
+        if len(found) == 2:
+            break
+    return found
+
+
+def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
+    """Whether every plain value that the planned block's code read is the same here."""
+    missing = object()
+
+    def value(name: str, path: str) -> object:
+        try:
+            return get_attribute(unit.get_submodule(name), path)
+        except AttributeError:
+            return missing
+
+    return all(value(name, path) == seen for (name, path), seen in read.items())
+
+
+def _made_up(unit: nn.Module) -> Sample | None:
+    parameters = inspect.signature(unit.forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    width = next((child.in_features for child in unit.modules() if isinstance(child, nn.Linear)), None)
+    if isinstance(unit, nn.Sequential) or len(needed) == 1:
+        return None if width is None else Sample((torch.zeros(2, 8, width).add_(2.0),), {})
+    return None
+
+
+def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """List the splits under every name, and give up those of tied parameters whose users disagree."""
+    splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
+    splits |= plan.vocabulary
+    for group in tied_parameters(module):
+        ways = {splits.get(name) for name in group}
+        if len(ways) == 1:
+            continue
+        return _without(module, plan, {name for name in group if name in splits})
+    return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.whole)
+
+
+def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan:
+    """The plan without the blocks that split `names`."""
+    refused = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in names}
+    units = {name: found for name, found in plan.units.items() if name not in refused}
+    reason = "it shares a parameter with a module that is not split the same way"
+    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)}))  # fmt: skip
+
+
+def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:
+    """Say once what stays whole, blocks of a kind in one line and small matrices (a router, an adapter) not at all."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    worth = {name: why for name, why in whole.items() if SEQUENCE in name or _numel(module, name) >= WORTH * total}
+    lines = dict.fromkeys(
+        f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items()
+    )
+    if lines:
+        warnings.warn("These stay whole on every tensor rank:\n" + "\n".join(lines), stacklevel=3)
+
+
+def _numel(module: nn.Module, name: str) -> int:
+    parameters = (p for full, p in module.named_parameters() if not name or full == name or full.startswith(name + "."))
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name

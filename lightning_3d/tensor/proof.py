@@ -1,0 +1,174 @@
+"""Run a block whole and in shards on the same random input and compare everything that training depends on."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor.geometry import TensorSplit, assemble
+from lightning_3d.tensor.patch import local_value, patch_unit
+from lightning_3d.tensor.plan import UnitPlan
+from lightning_3d.tensor.quiet import Quiet
+from lightning_3d.tensor.sample import Sample, is_activation
+from lightning_3d.tensor.scratch import shard_copy
+from lightning_3d.tensor.simulate import ThreadAxis, run_shards
+from lightning_3d.tensor.trace import tensors_in
+
+TOLERANCE = 2e-4
+"""Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split by
+more than 1e-2."""
+FLOOR = 1e-3
+"""Gradients this much smaller than a block's largest are compared with that instead: a key bias has none but rounding."""
+
+
+@dataclass
+class Outcome:
+    """What one forward and backward of a block gave."""
+
+    outputs: list[Tensor]
+    input_grads: dict[int, Tensor]
+    parameter_grads: dict[str, Tensor]
+    dropped: list[tuple[int, ...]]
+    """Shapes of the random calls."""
+    summed: int = 0
+    """Elements that were summed over the ranks."""
+
+
+class Refused(Exception):
+    """A candidate does not compute the same thing; the message says where and by how much."""
+
+
+def outcome(module: nn.Module, sample: Sample, outputs: Mapping[int, TensorSplit] | None = None) -> Outcome:
+    """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
+    call = sample.fresh()
+    inputs = call.tensors()
+    with torch.enable_grad(), Quiet() as quiet, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = tensors_in(module(*call.args, **call.kwargs))
+        generator = torch.Generator().manual_seed(1)
+        losses = [
+            (result * torch.randn(result.shape, generator=generator)).sum()
+            for result in results
+            if result.is_floating_point() and result.requires_grad
+        ]
+    if losses:
+        torch.stack([loss.double() for loss in losses]).sum().backward()
+    return Outcome(
+        outputs=[result.detach() for result in results],
+        input_grads={index: tensor.grad for index, tensor in enumerate(inputs) if tensor.grad is not None},
+        parameter_grads={name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+        dropped=quiet.dropped,
+    )
+
+
+class Prover:
+    """Proves candidates for one block. What the whole block gives is computed once."""
+
+    def __init__(self, scratch: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
+        self.scratch, self.ranks = scratch, ranks
+        self.cases: list[tuple[bool, Sample, Outcome]] = []
+        for training in (True, False):
+            scratch.train(training)
+            self.cases += [(training, sample, outcome(shard_copy(scratch, _same), sample)) for sample in samples]
+
+    def prove(self, plan: UnitPlan) -> UnitPlan:
+        """`plan` with what the run taught about it (gathered outputs, dropouts), or `Refused`."""
+        for training, sample, whole in self.cases:
+            self.scratch.train(training)
+            plan = _prove_once(self.scratch, sample, whole, plan, self.ranks)
+        return plan
+
+
+def _same(_: str, value: Tensor) -> Tensor:
+    return value
+
+
+def _prove_once(scratch: nn.Module, sample: Sample, whole: Outcome, plan: UnitPlan, ranks: int) -> UnitPlan:
+    if scratch.training:
+        outputs = {**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, whole)}
+        plan = replace(plan, outputs=outputs, results=len(whole.outputs))
+    shards = run_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
+    for rank, shard in enumerate(shards):
+        _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(whole.outputs)), dict(enumerate(shard.outputs)))
+        _compare(f"gradient of input {{}} on tensor rank {rank}", whole.input_grads, shard.input_grads)
+    _compare_parameters(whole, shards, plan)
+    if scratch.training:
+        positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
+        plan = replace(plan, summed_per_position=shards[0].summed // positions)
+    if scratch.training and whole.dropped:
+        flags = tuple(ours != theirs for ours, theirs in zip(shards[0].dropped, whole.dropped, strict=True))
+        plan = replace(plan, dropouts=flags)
+    return plan
+
+
+def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> Outcome:
+    shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
+    patch_unit(shard, plan, axis)
+    return replace(outcome(shard, sample), summed=axis.summed)
+
+
+def _split_outputs(scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, whole: Outcome) -> dict[int, TensorSplit]:  # fmt: skip
+    """Which results come out in parts: those whose sizes along one dimension add up to the whole's."""
+    shards = run_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
+    found: dict[int, TensorSplit] = {}
+    for index, expected in enumerate(whole.outputs):
+        shapes = [shard[index] for shard in shards]
+        if all(shape == expected.shape for shape in shapes):
+            continue
+        for dim in range(expected.dim()):
+            sizes = [shape[dim] for shape in shapes if len(shape) == expected.dim()]
+            if len(sizes) == ranks and sum(sizes) == expected.shape[dim] and len(set(sizes)) == 1:
+                found[index] = TensorSplit.even(dim, expected.shape[dim], ranks)
+                break
+    return found
+
+
+def _forward(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> list[torch.Size]:
+    shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
+    patch_unit(shard, plan, axis)
+    call = sample.fresh()
+    with torch.no_grad(), Quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [result.shape for result in tensors_in(shard(*call.args, **call.kwargs))]
+
+
+def _compare_parameters(whole: Outcome, shards: Sequence[Outcome], plan: UnitPlan) -> None:
+    for rank, shard in enumerate(shards):
+        kept = {name: grad for name, grad in whole.parameter_grads.items() if name not in plan.splits}
+        found = {name: grad for name, grad in shard.parameter_grads.items() if name not in plan.splits}
+        _compare(f"gradient of {{}} on tensor rank {rank}", kept, found, whole.parameter_grads)
+    split = {name: grad for name, grad in whole.parameter_grads.items() if name in plan.splits}
+    parts: dict[str, Tensor] = {}
+    for name in split:
+        grads = [shard.parameter_grads.get(name) for shard in shards]
+        if any(grad is None for grad in grads):
+            raise Refused(f"gradient of {name} is missing on a tensor rank")
+        parts[name] = assemble([grad for grad in grads if grad is not None], plan.splits[name])
+    _compare("gradient of {}", split, parts, whole.parameter_grads)
+
+
+def _compare(what: str, expected: Mapping, found: Mapping, scale: Mapping | None = None) -> None:
+    if expected.keys() != found.keys():
+        odd = sorted(map(str, expected.keys() ^ found.keys()))
+        raise Refused(f"{what.format(', '.join(odd))} exists only whole or only in shards")
+    largest = max((_size(tensor) for tensor in (scale or expected).values()), default=0.0)
+    for key, tensor in expected.items():
+        other = found[key]
+        if tensor.shape != other.shape:
+            raise Refused(f"{what.format(key)} has shape {tuple(other.shape)}, not {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            if not torch.equal(tensor, other):
+                raise Refused(f"{what.format(key)} differs")
+            continue
+        difference = _size(tensor - other) / max(_size(tensor), FLOOR * largest, 1e-30)
+        if not difference <= TOLERANCE:
+            raise Refused(f"{what.format(key)} is off by {difference:.2g} of its largest value")
+
+
+def _size(tensor: Tensor) -> float:
+    """The largest magnitude; not a number where something in it is none, which then compares as too large."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor, float("inf")))

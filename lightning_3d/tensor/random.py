@@ -1,0 +1,46 @@
+"""Dropout inside a split region: masks differ over the tensor ranks there, and agree everywhere else.
+
+All tensor ranks draw from equal generators, so masks on whole activations agree by themselves. For a call on a shard the
+ranks draw a common seed from that generator, which keeps them in step, and make the mask from the seed and their rank.
+That holds on every device and again under recomputation, because nothing but the generator's state is involved.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.quiet import is_random
+
+
+def shard_dropout(acts_on_shard: Sequence[bool], axis: Axis, training: bool) -> AbstractContextManager[Any]:
+    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so."""
+    return _ShardDropout(acts_on_shard, axis) if training and any(acts_on_shard) else nullcontext()
+
+
+class _ShardDropout(TorchFunctionMode):
+    def __init__(self, acts_on_shard: Sequence[bool], axis: Axis) -> None:
+        super().__init__()
+        self.flags, self.axis = iter(acts_on_shard), axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(func, args, kwargs) and next(self.flags, False):
+            first = args[0] if args else next(iter(kwargs.values()))
+            with own_stream(self.axis, first):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def own_stream(axis: Axis, like: Tensor) -> Iterator[None]:
+    """Random numbers of this tensor rank's own, from a seed that all ranks draw together."""
+    seed = int(torch.randint(2**40, ()))
+    devices = [like.device] if like.device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=like.device.type if devices else "cuda"):
+        torch.manual_seed(seed * axis.size + axis.rank)
+        yield

@@ -1,0 +1,93 @@
+"""What each block of a module is called with: the shapes that a proof runs on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.tensor.sample import Sample, recorded
+from lightning_3d.tensor.units import find_units
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run of a module showed."""
+
+    samples: Mapping[str, Sample]
+    """The first call of each block, by name."""
+    elsewhere: frozenset[str]
+    """Parameters of embeddings and linears that were read outside their own module's forward."""
+
+
+def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
+    """Watch `module` while `run()` runs: one batch through it, say.
+
+    Runs without gradients and puts random state and buffers back, so that training starts as if it had not happened.
+    """
+    calls: dict[str, Sample] = {}
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    watch = _Elsewhere(module)
+    handles = watch.handles + [
+        module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
+        for name in find_units(module)
+    ]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), watch:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+        present: Mapping[str, torch.Tensor] = dict(module.named_buffers())
+        for name, value in buffers.items():
+            present[name].copy_(value)
+    return Recording(calls, frozenset(watch.found))
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Notes which weights are used by code other than their own module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.inside: list[nn.Module] = []
+        self.handles: list[Any] = []
+        self.users: dict[int, list[tuple[str, nn.Module]]] = {}
+        for name, owner in module.named_modules():
+            if not isinstance(owner, nn.Embedding | nn.Linear):
+                continue
+            for own, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self.users.setdefault(id(parameter), []).append((f"{name}.{own}" if name else own, owner))
+            self.handles.append(owner.register_forward_pre_hook(lambda m, *_: self.inside.append(m)))
+            self.handles.append(owner.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            users = self.users.get(id(value), []) if isinstance(value, nn.Parameter) and not _is_question(func) else []
+            if users and not any(owner in self.inside[-1:] for _, owner in users):
+                self.found.update(name for name, _ in users)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_question(func: Any) -> bool:
+    """Whether a call only asks for a dtype, a device or a shape."""
+    return getattr(func, "__name__", "") in (
+        "__get__",
+        "size",
+        "dim",
+        "numel",
+        "is_floating_point",
+        "__hash__",
+        "__len__",
+    )
+
+
+def _recorder(calls: dict[str, Sample], name: str) -> Callable[..., None]:
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in calls:
+            calls[name] = recorded(args, kwargs)
+
+    return record

@@ -1,0 +1,82 @@
+"""A tensor plan as text: a tree of what is split how, and what stays whole and why."""
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.plan import TensorPlan, UnitPlan
+
+
+def render_plan(plan: TensorPlan, module: nn.Module) -> str:
+    """The plan for `module`, which may be on meta: blocks of one kind together, parameters on a rank, bytes on the wire."""
+    lines = [f"{type(module).__name__}: tensor parallel over {plan.size} ranks"]
+    for names, unit in _kinds(plan):
+        title = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} blocks)"
+        lines.append(f"├── {title or '(the module itself)'}")
+        lines += [f"│   ├── {line}" for line in _unit_lines(unit)]
+        wire = unit.summed_per_position
+        lines.append(
+            f"│   └── {wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)"
+        )
+    for name, split in plan.vocabulary.items():
+        lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
+    whole: dict[tuple[str, str], int] = {}
+    for name, why in plan.whole.items():
+        key = (re.sub(r"\d+", "*", name) or "(the module itself)", why)
+        whole[key] = whole.get(key, 0) + 1
+    lines += [f"├── {name} stays whole{f' ({count} of them)' if count > 1 else ''}: {why}" for (name, why), count in whole.items()]  # fmt: skip
+    total, local = count_parameters(plan, module)
+    lines.append(f"└── parameters on a rank: {local:,} of {total:,} ({local / max(total, 1):.0%})")
+    return "\n".join(lines)
+
+
+def count_parameters(plan: TensorPlan, module: nn.Module) -> tuple[int, int]:
+    """Elements of all parameters, and of what the first tensor rank holds of them."""
+    total = local = 0
+    for name, parameter in module.named_parameters():
+        split = plan.splits.get(name)
+        total += parameter.numel()
+        local += parameter.numel() if split is None else parameter.numel() // split.size * split.local_size(0)
+    return total, local
+
+
+def wire_bytes(plan: TensorPlan, positions: int, itemsize: int = 4) -> int:
+    """Bytes that a rank sends on the tensor axis in one step over `positions` positions, with a ring all-reduce."""
+    elements = sum(unit.summed_per_position for unit in plan.units.values()) * positions
+    return 2 * (plan.size - 1) * elements * itemsize // plan.size
+
+
+def _kinds(plan: TensorPlan) -> Iterator[tuple[list[str], UnitPlan]]:
+    names: list[str] = []
+    previous: UnitPlan | None = None
+    for name, unit in plan.units.items():
+        if previous is not None and unit != previous:
+            yield names, previous
+            names = []
+        names, previous = [*names, name], unit
+    if previous is not None:
+        yield names, previous
+
+
+def _unit_lines(unit: UnitPlan) -> Iterator[str]:
+    for name, split in unit.splits.items():
+        parts = f" in {len(split.parts)} fused sections {split.parts}" if len(split.parts) > 1 else ""
+        yield f"{name}: dimension {split.dim}{parts}, {_sizes(split)}"
+    for name, split in unit.slices.items():
+        yield f"{name}: whole on each rank, which computes with {_sizes(split)}"
+    for (name, path), values in unit.attributes.items():
+        yield f"{name}{'.' if name else ''}{path}: {', '.join(map(str, dict.fromkeys(values)))}"
+    for name, widths in unit.decoys.items():
+        yield f"{name or 'the block'} sees its input {', '.join(map(str, dict.fromkeys(widths)))} wide"
+
+
+def _sizes(split: TensorSplit) -> str:
+    sizes = [split.local_size(rank) for rank in range(split.ranks)]
+    shown = str(sizes[0]) if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
+    return f"{shown} of {split.size}"
+
+
+def _sent(elements: int, size: int) -> str:
+    return f"{2 * (size - 1) * elements * 4 // size:,} bytes in fp32"

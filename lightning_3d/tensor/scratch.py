@@ -1,0 +1,67 @@
+"""Throw-away copies of a block to try things on: on the CPU, in fp32, with random parameters.
+
+Random, because fresh parameters are often zero (biases, the second matrix of an adapter, the last layer of a residual
+branch), and where a weight is zero every split of its neighbours looks right.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor.attention import use_open_attention
+
+
+def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
+    """`module` with random parameters of its own; the original, which may live on meta, is not touched."""
+    generator = torch.Generator().manual_seed(seed)
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        memo[id(parameter)] = nn.Parameter(
+            _random(name, parameter, generator), requires_grad=parameter.is_floating_point()
+        )
+    for buffer in module.buffers():
+        memo[id(buffer)] = _buffer(buffer)
+    twin = copy.deepcopy(module, memo)
+    use_open_attention(twin)
+    return twin
+
+
+def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """The structure of `scratch` again, with `local(name, value)` for its parameters; unchanged values are not copied."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(local(name, parameter.detach()), requires_grad=parameter.requires_grad)
+        for name, parameter in scratch.named_parameters()
+    }
+    return copy.deepcopy(scratch, memo)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(full name, owner, own name, parameter) for every parameter, a tied one once for each name."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, owner, name, parameter
+
+
+def names_of(module: nn.Module) -> Mapping[int, str]:
+    """The first name of every parameter, by identity."""
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _random(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+    if not parameter.is_floating_point():
+        return parameter.detach().to("cpu", copy=True)
+    values = torch.randn(parameter.shape, generator=generator)
+    if parameter.dim() > 1:
+        return values / parameter.shape[-1] ** 0.5
+    return values.mul_(0.1) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
+
+
+def _buffer(buffer: Tensor) -> Tensor:
+    if buffer.is_meta:
+        return torch.ones(buffer.shape, dtype=buffer.dtype if not buffer.is_floating_point() else torch.float32)
+    plain = buffer.detach().to("cpu", copy=True)
+    return plain.float() if plain.is_floating_point() else plain

@@ -1,0 +1,131 @@
+"""Every rank of a tensor axis in one process: threads that take turns and meet at the collectives.
+
+Exactly one thread runs at a time: each runs until it waits in a collective, so code that is not thread-safe (a user's
+module, global generators) is safe here, and every run is the same. Backward on CPU runs in the thread that called it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class _Broken(Exception):
+    """Another shard failed, so the collective that this one waits in cannot complete."""
+
+
+class _Table:
+    """Where the threads leave what they contribute, and wait for their turn."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.condition = threading.Condition()
+        self.turn = 0
+        self.done = [False] * size
+        self.posted: dict[int, tuple[str, Any]] = {}
+        self.taken = 0
+        self.failure: BaseException | None = None
+
+    def exchange(self, rank: int, what: str, value: Any) -> list[Any]:
+        """Every rank's value, once all have posted theirs."""
+        with self.condition:
+            if any(self.done):
+                self.fail(RuntimeError(f"one shard ended while another waits in {what}"))
+                raise _Broken
+            self.posted[rank] = (what, value)
+            self._pass_on(rank)
+            self._wait(lambda: self.turn == rank and len(self.posted) == self.size)
+            kinds = {kind for kind, _ in self.posted.values()}
+            if len(kinds) > 1:
+                self.fail(RuntimeError(f"the shards met in different collectives: {sorted(kinds)}"))
+                raise _Broken
+            values = [self.posted[peer][1] for peer in range(self.size)]
+            self.taken += 1
+            if self.taken == self.size:
+                self.posted, self.taken = {}, 0
+            else:
+                self._pass_on(rank)
+                self._wait(lambda: self.turn == rank and self.taken == 0)
+            return values
+
+    def start(self, rank: int) -> None:
+        with self.condition:
+            self._wait(lambda: self.turn == rank)
+
+    def finish(self, rank: int) -> None:
+        with self.condition:
+            self.done[rank] = True
+            if self.posted and self.failure is None:
+                self.fail(RuntimeError("one shard ended while another waited in a collective"))
+            self._pass_on(rank)
+
+    def fail(self, error: BaseException) -> None:
+        with self.condition:
+            self.failure = self.failure or error
+            self.condition.notify_all()
+
+    def _pass_on(self, rank: int) -> None:
+        self.turn = (rank + 1) % self.size
+        self.condition.notify_all()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        self.condition.wait_for(lambda: self.failure is not None or ready())
+        if self.failure is not None:
+            raise _Broken
+
+
+class ThreadAxis:
+    """One simulated rank."""
+
+    def __init__(self, table: _Table, rank: int) -> None:
+        self.table, self.rank, self.size = table, rank, table.size
+        self.summed = 0
+        """Elements that went through `all_reduce`."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.summed += tensor.numel()
+        return _total(self.table.exchange(self.rank, "all_reduce", tensor))
+
+    def all_max(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self.table.exchange(self.rank, "all_max", tensor)).amax(dim=0)
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        return self.table.exchange(self.rank, "all_gather", tensor)
+
+    def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
+        return _total([peer[self.rank] for peer in self.table.exchange(self.rank, "reduce_scatter", tensors)])
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0].clone())
+
+
+def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
+    """`job(axis)` on each of `size` simulated ranks; the first failure is raised here."""
+    table = _Table(size)
+    results: dict[int, T] = {}
+    threads_before = torch.get_num_threads()
+
+    def serve(rank: int) -> None:
+        torch.set_num_threads(threads_before)  # a setting of the thread, not of the process
+        try:
+            table.start(rank)
+            results[rank] = job(ThreadAxis(table, rank))
+            table.finish(rank)
+        except _Broken:
+            return
+        except BaseException as error:
+            table.fail(error)
+
+    threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if table.failure is not None:
+        raise table.failure
+    return [results[rank] for rank in range(size)]

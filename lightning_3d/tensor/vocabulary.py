@@ -1,0 +1,124 @@
+"""Embeddings and output heads that are split by vocabulary."""
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.collectives import copy, gather, local, reduce
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.lazy import Lazy
+from lightning_3d.tensor.patch import Undo
+
+WORTH = 0.02
+"""Share of the module's parameters from which an embedding is split: a smaller one is not worth a sum over the ranks."""
+
+
+def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int) -> dict[str, TensorSplit]:  # fmt: skip
+    """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as wide.
+
+    Args:
+        module: the whole module.
+        units: blocks, which are left alone.
+        elsewhere: parameters that are read outside their own module's forward, which are left alone too.
+        size: tensor ranks.
+    """
+    total = sum(parameter.numel() for parameter in module.parameters())
+    users = _users(module)
+    outside = {
+        name: child for name, child in module.named_modules(remove_duplicate=False)
+        if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
+    }  # fmt: skip
+    embeddings = {name: child for name, child in outside.items() if _is_plain_embedding(child)}
+    most = max((child.num_embeddings for child in embeddings.values()), default=0)
+    large = {
+        id(child.weight): child.num_embeddings
+        for child in embeddings.values()
+        if child.num_embeddings == most >= 4 * size and child.weight.numel() >= WORTH * total
+    }
+    heads = {
+        name: child for name, child in outside.items()
+        if _is_plain_linear(child) and (id(child.weight) in large or child.out_features in large.values())
+    }  # fmt: skip
+    chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large} | heads
+    splits = {}
+    for name, child in chosen.items():
+        names = [
+            f"{name}.{own}" if name else own for own in ("weight", "bias") if getattr(child, own, None) is not None
+        ]
+        shared = {user for own in names for user in users[id(child.get_parameter(own.rpartition(".")[2]))]}
+        if shared <= {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} - set(
+            elsewhere
+        ):
+            splits |= {own: TensorSplit.even(0, child.weight.shape[0], size) for own in names}
+    return splits
+
+
+def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis: Axis) -> Undo:
+    """Patch the modules that own `splits`."""
+    undo = Undo()
+    for name in dict.fromkeys(name.rpartition(".")[0] for name in splits):
+        owner = module.get_submodule(name)
+        kind = ShardedEmbedding if isinstance(owner, nn.Embedding) else ShardedHead
+        if not isinstance(owner.__dict__.get("forward"), kind):
+            undo.set(owner, "forward", kind(owner, splits[f"{name}.weight" if name else "weight"], axis))
+    return undo
+
+
+class ShardedEmbedding:
+    """The forward of an `nn.Embedding` of which this rank has some rows."""
+
+    def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
+        self.module, self.axis = module, axis
+        ((self.start, self.stop),) = split.pieces[axis.rank]
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        elsewhere = (input < self.start) | (input >= self.stop)
+        index = (input - self.start).masked_fill(elsewhere, 0)
+        # Rows asked for on behalf of another rank are masked, so the padding row needs no care but its own gradient.
+        padding = self.module.padding_idx
+        padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
+        found = F.embedding(index, local(self.module.weight), padding)
+        return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class ShardedHead:
+    """The forward of an `nn.Linear` of which this rank has some outputs."""
+
+    def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
+        self.module, self.split, self.axis = module, split, axis
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        bias = self.module.bias
+        logits = F.linear(copy(input, self.axis), local(self.module.weight), None if bias is None else local(bias))
+        split = TensorSplit(logits.dim() - 1, self.split.pieces)
+        if self.module.training and torch.is_grad_enabled():
+            return Lazy.of(logits, split, self.axis)
+        return gather(logits, self.axis, split)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+        and not module.scale_grad_by_freq
+        and not module.sparse
+    )
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _users(module: nn.Module) -> dict[int, list[str]]:
+    users: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    return users

@@ -1,0 +1,117 @@
+"""With what comes after: ZeRO on the same modules, clipping, and the random state."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_3d.tensor.apply import apply_tensor, full_tensor
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from tests import workers
+from tests.tensor import models
+
+
+def quiet_plan(module, run, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_tensor(module, size, calls=record_calls(module, run))
+
+
+def with_zero(reshard):
+    """Tensor 2 x data 2 on a tied GPT: each data rank has half of the batch."""
+    torch.manual_seed(0)
+    module = models.GPT()
+    reference = copy.deepcopy(module)
+    batches = [torch.randint(0, 51, (4, 9)) for _ in range(5)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    plan = quiet_plan(module, lambda: module(batches[0][:, :-1], batches[0][:, 1:]), 2)
+    applied = apply_tensor(module, plan, mesh["tensor_parallel"])
+    for block in module.h:
+        fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+    ours = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-5)
+    worst = 0.0
+    for batch in batches:
+        part = batch.chunk(2)[mesh.get_local_rank("data_parallel")]
+        loss = module(part[:, :-1], part[:, 1:])
+        loss.backward()
+        expected = reference(batch[:, :-1], batch[:, 1:])
+        expected.backward()
+        mean = torch.stack([loss.detach()])
+        torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG, group=mesh.get_group("data_parallel"))
+        worst = max(worst, (mean - expected).abs().item())
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: full_tensor(p, applied.splits.get(name)) for name, p in module.named_parameters()}
+    drift = max((found[name] - p).abs().max().item() for name, p in reference.named_parameters())
+    return worst, drift
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_zero_on_the_same_modules(reshard):
+    for worst, drift in workers.run(with_zero, reshard, world=4, group=True):
+        assert worst < 1e-5
+        assert drift < 1e-5
+
+
+def dropout_run(seed):
+    torch.manual_seed(0)
+    module = models.nano_gpt(dropout=0.3)
+    x = torch.randn(2, 8, 16)
+    plan = quiet_plan(module, lambda: module(x), 2)
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    torch.manual_seed(seed)
+    out = module(x)
+    out.sum().backward()
+    return out.detach(), torch.rand(3), module.blocks[0].ln_1.weight.grad
+
+
+def test_dropout_agrees_on_whole_activations_and_is_reproducible():
+    (first, after, grad), (second, after_second, grad_second) = workers.run(dropout_run, 5, world=2, group=True)
+    assert torch.equal(first, second)
+    assert torch.equal(grad, grad_second)
+    assert torch.equal(after, after_second)  # the ranks' generators are still in step
+    assert torch.equal(first, workers.run(dropout_run, 5, world=2, group=True)[0][0])
+    assert not torch.equal(first, workers.run(dropout_run, 6, world=2, group=True)[0][0])
+
+
+def masks():
+    """Dropout on the hidden dimension of an MLP whose shards are equal, so that equal masks would show."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 8))
+    x = torch.randn(2, 8)
+    plan = quiet_plan(module, lambda: module(x), 2)
+    assert plan.units[""].dropouts == (True,)
+    seen = []
+    module[1].register_forward_hook(lambda m, i, o: seen.append(o == 0))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    module(x)
+    return seen[0]
+
+
+def test_dropout_differs_on_shards():
+    first, second = workers.run(masks, world=2, group=True)
+    assert first.shape == (2, 32)
+    assert not torch.equal(first, second)
+
+
+def clipped():
+    torch.manual_seed(0)
+    module = models.nano_gpt()
+    reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
+    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)))
+    for m in (module, reference):
+        m(x).square().sum().backward()
+    grads = {name: full_tensor(p.grad, applied.splits.get(name)) for name, p in module.named_parameters()}
+    return max((grads[name] - p.grad).abs().max().item() for name, p in reference.named_parameters())
+
+
+def test_gradients_gather_in_source_order():
+    for worst in workers.run(clipped, world=2, group=True):
+        assert worst < 1e-4

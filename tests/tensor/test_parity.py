@@ -1,0 +1,131 @@
+"""Twenty steps in shards against twenty steps on one process: losses and every gathered parameter."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tensor import models
+from tests.tensor.parity import check
+
+
+def square(module, batch):
+    return F.mse_loss(module(batch[0]), batch[1])
+
+
+def causal(module, batch):
+    return module(input_ids=batch, labels=batch).loss
+
+
+def own_loss(module, batch):
+    return module(batch[:, :-1], batch[:, 1:])
+
+
+def classify(module, batch):
+    return module(input_ids=batch, labels=batch[:, 0] % 2).loss
+
+
+def classify_image(module, batch):
+    return module(pixel_values=batch, labels=torch.arange(len(batch)) % 2).loss
+
+
+def floats():
+    return torch.randn(2, 8, 16), torch.randn(2, 8, 16)
+
+
+def tokens():
+    return torch.randint(0, 50, (2, 9))
+
+
+def images():
+    return torch.randn(3, 3, 16, 16)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_mlp(optimizer):
+    seen = check(models.MLP, square, floats, optimizer=optimizer)
+    assert seen["collectives"] == 1  # the input needs no gradient
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_nano_gpt(size):
+    seen = check(models.nano_gpt, square, floats, size=size, share=0.6)
+    assert set(seen["whole"]) <= {"vit.embeddings"}
+    assert seen["collectives"] == 4 * 2
+
+
+VOCABULARY = 4
+"""Sums of a split embedding and head: forward of one, backward of the other, two in the loss."""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_llama(size, optimizer):
+    seen = check(models.llama, causal, tokens, size=size, optimizer=optimizer)
+    if size == 2:
+        assert seen["collectives"] == 4 * 2 + VOCABULARY
+    assert seen["local"]["lm_head.weight"] <= -(-50 // size) * 32
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gpt_with_tied_uneven_vocabulary(size):
+    seen = check(models.GPT, own_loss, tokens, size=size, share=0.6)
+    assert seen["collectives"] == 4 * 2 + VOCABULARY
+    assert seen["local"]["wte.weight"] == -(-51 // size) * 16
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("build", "loss", "batch"),
+    [
+        (models.packed, square, floats),
+        (models.encoder, square, floats),
+        (models.gpt2, causal, tokens),
+        (models.bert, classify, tokens),
+        (models.vit, classify_image, images),
+    ],
+)
+def test_listed_families(build, loss, batch, optimizer):
+    seen = check(build, loss, batch, optimizer=optimizer)
+    assert set(seen["whole"]) <= {"vit.embeddings"}
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "batch"),
+    [
+        (functools.partial(models.encoder, norm_first=True), square, floats),
+        (models.neox, causal, tokens),
+        (models.t5, causal, tokens),
+        (models.mixtral, causal, tokens),
+        (models.phi3, causal, tokens),
+    ],
+)
+def test_other_families(build, loss, batch):
+    check(build, loss, batch)
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "batch"),
+    [
+        (models.nano_gpt, square, floats),
+        (models.encoder, square, floats),
+        (models.GPT, own_loss, tokens),
+        (models.llama, causal, tokens),
+        (models.bert, classify, tokens),
+        (models.t5, causal, tokens),
+    ],
+)
+def test_sequence_parallel(build, loss, batch):
+    seen = check(build, loss, batch, sequence_parallel=True)
+    assert not any("sequence" in name for name in seen["whole"])
+    assert seen["ops"]["reduce_scatter"] > 0
+
+
+def test_sequence_parallel_with_uneven_parts():
+    check(models.GPT, own_loss, tokens, size=3, share=0.6, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_replicas_stay_bitwise_equal_for_fifty_steps(sequence_parallel):
+    check(models.llama, causal, tokens, steps=50, optimizer="adamw", sequence_parallel=sequence_parallel)

@@ -1,0 +1,122 @@
+"""Blocks that nobody listed: split correctly, or whole with a reason. Trained in one job, to be quick."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_3d.tensor.apply import apply_tensor, full_tensor
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.render import render_plan
+from tests import workers
+from tests.tensor import models, strange
+
+SPLIT = {
+    "Parallel": {}, "Einsum": {}, "Gated": {}, "HeadNorm": {}, "Twice": {}, "Adapted": {}, "Mixer": {}, "Experts": {},
+    "Grouped": {}, "PackedAttention": {},
+}  # fmt: skip
+WHOLE = {
+    "HeadNorm": ({"over_all": True}, "it does not run"),
+    "Alibi": ({}, "none computes the same"),
+    "Conv": ({}, "no product"),
+    "Recurrent": ({}, "no other product feeds it"),
+    "Normed": ({}, "depend on one another"),
+    "Interleaved": ({}, "depend on one another"),
+    "Flat": ({}, "none computes the same"),
+}
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    kind = getattr(strange, name, None) or getattr(models, name)
+    return models.Stack(kind(**options), kind(**options))
+
+
+def planned(module, size=2):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_tensor(module, size, calls=record_calls(module, lambda: module(torch.randn(2, 8, 16))))
+
+
+def train_all(size):
+    worst = {}
+    mesh = init_device_mesh("cpu", (size,))
+    for name, options in SPLIT.items():
+        module = build(name, **options)
+        reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
+        applied = apply_tensor(module, planned(module, size), mesh)
+        for _ in range(5):
+            for m in (module, reference):
+                m.zero_grad()
+                m(x).square().mean().backward()
+                with torch.no_grad():
+                    for p in m.parameters():
+                        if p.grad is not None:
+                            p -= 0.1 * p.grad
+        found = {n: full_tensor(p, applied.splits.get(n)) for n, p in module.named_parameters()}
+        worst[name] = max((found[n] - p).abs().max().item() for n, p in reference.named_parameters())
+        applied.undo()
+        assert [*module.state_dict()] == [*reference.state_dict()]
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_split_ones_train_as_on_one_process(size):
+    for worst in workers.run(train_all, size, world=size, group=True):
+        assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_large_matrices_are_split(name):
+    module = build(name, **SPLIT[name])
+    plan = planned(module)
+    local = sum(
+        p.numel() * (plan.splits[n].local_size(0) / plan.splits[n].size if n in plan.splits else 1)
+        for n, p in module.named_parameters()
+    )
+    assert local <= 0.55 * sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_ones_say_why(name):
+    options, why = WHOLE[name]
+    plan = planned(build(name, **options))
+    assert not plan.splits
+    assert any(why in reason for reason in plan.whole.values()), plan.whole
+
+
+def test_warning_names_a_kind_once():
+    module = build("Normed")
+    calls = record_calls(module, lambda: module(torch.randn(2, 8, 16)))
+    with pytest.warns(UserWarning, match=r"blocks\.\*\.a\.weight") as seen:
+        plan_tensor(module, 2, calls=calls)
+    assert len(seen) == 1
+    assert str(seen[0].message).count("a.weight") == 1
+
+
+def test_plan_is_the_same_again_and_leaves_random_state_alone():
+    module = build("Parallel")
+    state = torch.get_rng_state()
+    calls = record_calls(module, lambda: module(torch.ones(2, 8, 16)))
+    first = plan_tensor(module, 2, calls=calls)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(9)
+    assert plan_tensor(module, 2, calls=calls) == first
+
+
+def test_meta_modules_are_planned():
+    with torch.device("meta"):
+        module = models.nano_gpt()
+    plan = plan_tensor(module, 2)
+    assert plan.splits["blocks.1.attn.c_attn.weight"].parts == (16, 16, 16)
+
+
+def test_rendering():
+    module = models.nano_gpt()
+    text = render_plan(planned(module), module)
+    assert "blocks.0 .. blocks.1 (2 blocks)" in text
+    assert "attn.c_attn.weight: dimension 0 in 3 fused sections (16, 16, 16), 24 of 48" in text
+    assert "64 elements summed per position" in text

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_3d.pipeline.traced import not_a_view
+
 
 def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Gradients of all leaves below `outputs` that need one."""
@@ -37,18 +39,6 @@ class WeightHalf:
         stage_backward_weight(iter(parameters), self.groups)  # type: ignore[arg-type]
 
 
-class _Edge(torch.autograd.Function):
-    """The identity. Torch's halves detach their outputs in place, which tensors that are views do not allow."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.ndim == 0 else tensor.data.view(tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad
-
-
 def input_half(
     outputs: list[Tensor], grads: list[Tensor | None], inputs: list[Tensor], parameters: list[Tensor]
 ) -> WeightHalf:
@@ -62,7 +52,7 @@ def input_half(
     if not outputs or not any(tensor.requires_grad for tensor in inputs):
         return WeightHalf(outputs, grads, None, [])
     given = [torch.ones_like(output) if grad is None else grad for output, grad in kept]
-    edges = [_Edge.apply(output) for output in outputs]
+    edges = [not_a_view(output) for output in outputs]  # torch detaches them in place
     _, groups = stage_backward_input(edges, given, inputs, iter(parameters))  # type: ignore[arg-type]
     held = {node for group in groups for node in group["params"]}
     below = _leaves_below(outputs)

@@ -54,23 +54,39 @@ def _paths(cls: type, method: str, seen: set[str]) -> Iterator[tuple[str, ...]]:
     if method in seen or not isinstance(function, FunctionType) or function.__module__.startswith(_FOREIGN):
         return
     seen.add(method)
-    path: list[str] = []
-    for instruction in dis.get_instructions(function.__code__):
+    for path in _evaluated(function):
+        yield from _expand(cls, path, seen)
+
+
+def _evaluated(function: FunctionType) -> Iterator[tuple[str, ...]]:
+    """Attribute paths in the order in which they are called or used: in `self.b(self.a(x))`, `a` comes first.
+
+    Follows the depth of the interpreter's stack; paths wait at their place on it until something consumes them.
+    """
+    waiting: dict[int, tuple[str, ...]] = {}
+    depth = 0
+    for instruction in dis.get_instructions(function):
+        if instruction.is_jump_target:
+            yield from (waiting.pop(place) for place in sorted(waiting))
+        opcode, argument = instruction.opcode, instruction.arg
+        effect = dis.stack_effect(opcode, argument, jump=False)
         if instruction.opname in _ATTRIBUTES:
-            path.append(str(instruction.argval))
-            continue
-        yield from _finish(cls, path, seen)
-        path = []
-    yield from _finish(cls, path, seen)
+            waiting[depth - 1] = (*waiting.get(depth - 1, ()), str(instruction.argval))
+        else:
+            used = sorted(place for place in waiting if place >= min(depth, depth + effect - 1))
+            if instruction.opname.startswith("CALL") and used:
+                used = [*used[1:], used[0]]
+            yield from (waiting.pop(place) for place in used)
+        depth += effect
+    yield from waiting.values()
 
 
-def _finish(cls: type, path: list[str], seen: set[str]) -> Iterator[tuple[str, ...]]:
-    if not path:
-        return
+def _expand(cls: type, path: tuple[str, ...], seen: set[str]) -> Iterator[tuple[str, ...]]:
+    """A method of the class itself stands for the paths that it uses."""
     if isinstance(inspect.getattr_static(cls, path[0], None), FunctionType):
         yield from _paths(cls, path[0], seen)
     else:
-        yield tuple(path)
+        yield path
 
 
 def _nothing() -> None:

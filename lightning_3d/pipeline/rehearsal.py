@@ -114,11 +114,8 @@ class Rehearsal(Tape):
             " Declare modules in the order in which they run, or name the cuts with pipeline_split."
         )
 
-    def _trace(self, leaf: Any, absent: bool) -> Any:
-        traced = super()._trace(leaf, absent)
-        if isinstance(traced, Traced):
-            self.specs[traced.node] = Spec.of(leaf)
-        return traced
+    def on_made(self, node: Node, value: Tensor) -> None:
+        self.specs[node] = Spec.of(value)
 
     def on_use(self, node: Node, when: int) -> None:
         self.last_use[node] = max(when, self.last_use.get(node, -1))

@@ -9,7 +9,7 @@ from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.microbatch import leaves, map_leaves
 from lightning_3d.pipeline.rehearsal import Trace, differ, fingerprint
-from lightning_3d.pipeline.traced import Tape, Traced
+from lightning_3d.pipeline.traced import Tape, Traced, not_a_view
 from lightning_3d.pipeline.wire import Spec
 
 
@@ -26,7 +26,7 @@ class StagePlay(Tape):
         before = trace.carried[stage - 1] if stage else ()
         after = () if last else trace.carried[stage]
         super().__init__(
-            {carried.node: value for carried, value in zip(before, received, strict=True)},
+            {carried.node: not_a_view(value) for carried, value in zip(before, received, strict=True)},
             frozenset(carried.node for carried in after),
         )
         self.trace_of_step, self.stage, self.seed, self.device, self.last = trace, stage, seed, device, last

@@ -65,7 +65,7 @@ class Tape:
         name = getattr(func, "__name__", "")
         if name in _READS:
             self.on_read(inputs, missing, name)
-        if _changes_input(name) and inputs and args and args[0] is inputs[0]:
+        if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
             return self._in_place(func, args, kwargs, bool(missing))
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*self.plain(args), **self.plain(kwargs))
@@ -82,16 +82,12 @@ class Tape:
             if isinstance(leaf, Traced):
                 self.on_use(leaf.node, self.call)
         target = self.plain(handle)
-        if handle.absent and not missing:
-            with torch._C.DisableTorchFunctionSubclass():
-                target = target.clone()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(target, *self.plain(args[1:]), **self.plain(kwargs))
         handle.node = self._number()
         if not missing:
             self.values[handle.node] = target
-            if handle.node in self.wanted:
-                self.made[handle.node] = target
+            self.on_made(handle.node, target)
         return handle if isinstance(result, Tensor) else result
 
     def plain(self, value: Any) -> Any:
@@ -114,8 +110,8 @@ class Tape:
         if not isinstance(leaf, Tensor):
             return leaf
         node = self._number()
-        if not absent and node in self.wanted:
-            self.made[node] = leaf
+        if not absent:
+            self.on_made(node, leaf)
         traced = leaf.as_subclass(Traced)  # type: ignore[arg-type]
         traced.node, traced.absent = node, absent
         return traced
@@ -130,6 +126,11 @@ class Tape:
         call, self.call, self.index = self.call, self.call + 1, 0
         return call
 
+    def on_made(self, node: Node, value: Tensor) -> None:
+        """A traced tensor was made."""
+        if node in self.wanted:
+            self.made[node] = value
+
     def on_use(self, node: Node, when: int) -> None:
         """A traced tensor is used after `when` calls of units."""
 
@@ -139,6 +140,21 @@ class Tape:
                 f"The step reads the value of a tensor in Python (`{name}`) that another stage computes, before its own"
                 " blocks have run. A branch on such a value cannot be cut into stages; move it behind the last block."
             )
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """The same data with a place of its own in the graph: neither a leaf nor a view, so it may be changed in place."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor
 
 
 def untrace(value: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PeerError
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
+from lightning_3d.pipeline.traced import not_a_view
 
 
 class Spec:
@@ -89,7 +90,7 @@ class Wire:
             with _naming("sharing a result", source):
                 dist.broadcast(data, group=self.group, group_src=source)
             if not mine:
-                received.append(data.requires_grad_(spec.requires_grad and torch.is_grad_enabled()))
+                received.append(not_a_view(data.requires_grad_(spec.requires_grad and torch.is_grad_enabled())))
         if mine:
             return value
         incoming = iter(received)

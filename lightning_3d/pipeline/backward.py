@@ -22,55 +22,51 @@ def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) ->
 class WeightHalf:
     """What is left of a backward once the inputs have their gradients."""
 
+    groups: list[dict[str, Any]]
+    """Where weights join the paths from inputs to outputs, with the gradients there."""
     outputs: list[Tensor]
+    """Outputs that no input reaches."""
     grads: list[Tensor | None]
-    groups: list[dict[str, Any]] | None
-    """Where weights join the path from inputs to outputs; None if no input needed a gradient."""
-    beside: list[Tensor]
-    """Weights that no group holds: they reach the outputs on a path of their own."""
 
     def run(self, parameters: list[Tensor]) -> None:
         """Add the gradients of the weights."""
-        if self.groups is None:
-            whole_backward(self.outputs, self.grads)
-            return
-        if self.beside:
-            torch.autograd.backward(self.outputs, self.grads, inputs=self.beside, retain_graph=True)
-        stage_backward_weight(iter(parameters), self.groups)  # type: ignore[arg-type]
+        if self.outputs:
+            torch.autograd.backward(self.outputs, self.grads, retain_graph=bool(self.groups))
+        if self.groups:
+            stage_backward_weight(iter(parameters), self.groups)  # type: ignore[arg-type]
 
 
 def input_half(
     outputs: list[Tensor], grads: list[Tensor | None], inputs: list[Tensor], parameters: list[Tensor]
 ) -> WeightHalf:
-    """Gradients of the inputs only; the rest is left for later.
+    """Gradients of the inputs only; those of the weights are left for later.
 
-    `torch.distributed.pipelining` does the cutting of the graph (torch 2.13). It leaves out weights that do not meet
-    the inputs' path, so those are found here.
+    `torch.distributed.pipelining` does the cutting of the graph (read in torch 2.13). It would lose what reaches a
+    weight through an output that depends on no input, so such outputs wait as they are.
     """
-    kept = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
-    outputs, grads = [output for output, _ in kept], [grad for _, grad in kept]
-    if not outputs or not any(tensor.requires_grad for tensor in inputs):
-        return WeightHalf(outputs, grads, None, [])
-    given = [torch.ones_like(output) if grad is None else grad for output, grad in kept]
-    edges = [not_a_view(output) for output in outputs]  # torch detaches them in place
-    _, groups = stage_backward_input(edges, given, inputs, iter(parameters))  # type: ignore[arg-type]
-    held = {node for group in groups for node in group["params"]}
-    below = _leaves_below(outputs)
-    beside = [tensor for tensor in parameters if (node := below.get(id(tensor))) is not None and node not in held]
-    return WeightHalf(outputs, list(given), groups, beside)
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+    wanted = {id(tensor) for tensor in inputs if tensor.requires_grad}
+    reached = [(output, grad) for output, grad in pairs if _reaches(output, wanted)]
+    alone = [pair for pair in pairs if not any(pair[0] is output for output, _ in reached)]
+    half = WeightHalf([], [output for output, _ in alone], [grad for _, grad in alone])
+    if reached:
+        given = [torch.ones_like(output) if grad is None else grad for output, grad in reached]
+        edges = [not_a_view(output) for output, _ in reached]  # torch detaches them in place
+        half.groups = stage_backward_input(edges, given, inputs, iter(parameters))[1]  # type: ignore[arg-type]
+    return half
 
 
-def _leaves_below(outputs: Sequence[Tensor]) -> dict[int, Any]:
-    """Nodes that accumulate gradients of leaves below `outputs`, by the leaf's id."""
-    found: dict[int, Any] = {}
-    seen = set()
-    waiting = [output.grad_fn for output in outputs]
+def _reaches(output: Tensor, leaves: set[int]) -> bool:
+    """Whether a backward from `output` comes to one of `leaves` (by id)."""
+    if id(output) in leaves:
+        return True
+    seen, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
         seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return False

@@ -29,6 +29,6 @@ class Conductor:
         holders = self.split.holders[unit]
         self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
         self.calls += 1
-        shared = self.wire.share(output, self.stage_rank[self.reached])
+        shared = self.wire.share(output, self.stage_rank[self.reached], ("call", self.calls))
         seeds.restart(self.seed, 2 * self.calls - 1)
         return shared

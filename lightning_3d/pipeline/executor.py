@@ -26,6 +26,9 @@ class Flight:
 Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, microbatch, received) -> what crosses the cut, or on the last stage the loss to start backward from."""
 
+Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
+"""What the last blocks gave for each microbatch -> the gradients of it."""
+
 
 @dataclass
 class Execution:
@@ -38,6 +41,8 @@ class Execution:
     forward: Forward
     parameters: Callable[[int], list[Tensor]]
     """The tensors of a stage that get gradients."""
+    head: Head | None = None
+    """With the loss on the whole batch."""
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
     handed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -79,16 +84,29 @@ class Execution:
         return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(received, specs, strict=True)]
 
     def _output_grads(self, flight: Flight, stage: int, index: int) -> list[Tensor | None]:
-        if stage == self.last:
-            return [None] * len(flight.outputs)
+        if stage == self.last and self.head is not None:
+            self._run_head()
         if flight.grads is not None:
             return flight.grads
+        if stage == self.last:
+            return [None] * len(flight.outputs)
         received = iter(self.arriving.pop(("B", stage, index)).wait())
-        return [next(received) if carried.spec.requires_grad else None for carried in self.traces[index].carried[stage]]
+        return [
+            next(received) if carried.spec.requires_grad else None for carried in self.traces[index].parts[stage].after
+        ]
+
+    def _run_head(self) -> None:
+        """Head and loss on what all microbatches gave, once."""
+        assert self.head is not None
+        flights = [self.flights[self.last, index] for index in range(len(self.traces))]
+        for flight, grads in zip(flights, self.head([flight.outputs for flight in flights]), strict=True):
+            flight.grads = grads
+        self.head = None
 
     def _backward(self, stage: int, index: int) -> None:
-        flight = self.flights.pop((stage, index))
+        flight = self.flights[stage, index]
         whole_backward(flight.outputs, self._output_grads(flight, stage, index))
+        del self.flights[stage, index]
         self._pass_back(flight, stage, index)
 
     def _backward_inputs(self, stage: int, index: int) -> None:
@@ -121,7 +139,9 @@ class Execution:
 
     def _send_backward(self, stage: int, index: int) -> None:
         what = f"stage {stage}, microbatch {index}: sending gradients to stage {stage - 1}"
-        self.wire.send(self.leaving.pop(("B", stage, index)), self.stage_rank[stage - 1], _tag(stage - 1, index, 1), what)
+        self.wire.send(
+            self.leaving.pop(("B", stage, index)), self.stage_rank[stage - 1], _tag(stage - 1, index, 1), what
+        )
 
     def _receive_forward(self, stage: int, index: int) -> None:
         what = f"stage {stage}, microbatch {index}: receiving activations from stage {stage - 1}"

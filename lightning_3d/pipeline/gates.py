@@ -35,7 +35,8 @@ class Gates:
         self.module = module
         self.handles = []
         self.muted: list[nn.Module] = []
-        for name in dict((id(module.get_submodule(unit)), unit) for unit in reversed(units)).values():
+        first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
+        for name in first_names.values():
             unit = module.get_submodule(name)
             if name in absent:
                 self._mute(unit, name)

@@ -109,7 +109,8 @@ def _take(value: Any, rows: int, start: int, stop: int) -> Any:
     if inner is None:
         return value
     if isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields"):
-        if not any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows for leaf in leaves(value)):
+        rowwise = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows for leaf in leaves(value))
+        if not rowwise:
             return type(value)(value[start:stop])
     return rebuild(value, [_take(item, rows, start, stop) for item in inner])
 

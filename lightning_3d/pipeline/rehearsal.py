@@ -4,7 +4,7 @@ Every rank runs the user's step; each unit runs where it lives and its output is
 everywhere. What was made where and used when says which tensors must cross each cut.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -38,17 +38,35 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of a step that one stage runs: calls `start` up to `stop`."""
+
+    start: int
+    stop: int
+    before: tuple[Carried, ...]
+    """Tensors made before the part and used in it or later."""
+    after: tuple[Carried, ...]
+    """Tensors made up to its end and used later."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """What a step does with one shape of microbatch."""
 
     calls: tuple[Call, ...]
-    carried: tuple[tuple[Carried, ...], ...]
-    """Per cut between stages: the tensors made before it and used after it."""
-    batch_carried: tuple[Carried, ...] = ()
-    """With the loss on the whole batch: the tensors that cross from the last block to the head and the loss."""
+    parts: tuple[Part, ...]
+    """One per stage."""
+    head: Part
+    """With the loss on the whole batch: the last call and what follows it."""
 
     def specs(self, cut: int) -> list[Spec]:
-        return [carried.spec for carried in self.carried[cut]]
+        """What crosses from stage `cut` to the next one."""
+        return [carried.spec for carried in self.parts[cut].after]
+
+    def with_head(self) -> "Trace":
+        """With a last stage that stops where the head begins."""
+        last = self.parts[-1]
+        return replace(self, parts=(*self.parts[:-1], replace(last, stop=self.head.start, after=self.head.before)))
 
     def origin(self, node: Node) -> str:
         return f"made after the call of {self.calls[node[0] - 1].unit!r}" if node[0] else "made before the first block"
@@ -90,7 +108,7 @@ class Rehearsal(Tape):
 
     def _share(self, output: Any) -> Any:
         call = self.calls[-1]
-        output = self.wire.share(output, self.stage_rank[call.stage])
+        output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self.calls[-1] = Call(call.unit, call.stage, spec)
         seeds.restart(self.seed, 2 * self.call - 1)
@@ -142,7 +160,11 @@ class Rehearsal(Tape):
                 " nothing to compute the loss from. Name other cuts with pipeline_split."
             )
         cuts = [sum(stage <= cut for stage in stages) for cut in range(last)]
-        trace = Trace(tuple(self.calls), tuple(self._carried(cut) for cut in cuts))
+        bounds = [0, *cuts, len(stages)]
+        crossing = [(), *(self._carried(cut) for cut in cuts), ()]
+        parts = [Part(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
+        head = len(stages) - 1
+        trace = Trace(tuple(self.calls), tuple(parts), Part(head, len(stages), self._carried(head), ()))
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

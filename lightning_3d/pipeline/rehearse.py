@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import Record
-from lightning_3d.pipeline.microbatch import leaves
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace, differ, fingerprint
+from lightning_3d.pipeline.step import play
 from lightning_3d.pipeline.traced import untrace
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int
     whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
     with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
-        result = pipeline._call(step, args, seed)
+        result = pipeline.call(step, args, seed)
         whole.use_at_end(result)
     return whole, whole.trace_of_step(), fingerprint(untrace(result))
 
 
 def _agree(pipeline: "Pipeline", trace: Trace) -> None:
     """All ranks must have learnt the same, or messages would not match."""
-    text = repr([[(item.node, item.spec) for item in cut] for cut in trace.carried])
+    text = repr([[(item.node, item.spec) for item in part.after] for part in trace.parts])
     if len(set(pipeline.wire.agree(text))) > 1:
         raise PipelineSplitError(
             "The ranks of a pipeline saw different tensors cross the cuts in the rehearsal. They must have the same"
@@ -63,7 +63,10 @@ def _run_in_stages(
     for stage in range(pipeline.split.num_stages):
         if stage in pipeline.my_stages:
             try:
-                output = pipeline._play(stage, trace, step, args, seed, received, Record(), whole.arguments)
+                output = play(
+                    pipeline, trace, trace.parts[stage], f"stage {stage}", step, args, seed, received, Record(),
+                    whole.arguments,
+                )  # fmt: skip
                 if stage == pipeline.split.num_stages - 1 and differ(fingerprint(output), result):
                     problem = problem or "Cut into stages, the step returns another result than whole."
             except PipelineSplitError as error:
@@ -114,6 +117,3 @@ def _as_before(module: Any) -> Iterator[None]:
                 current.update(value)
             else:
                 module.__dict__[name] = value
-
-
-__all__ = ["leaves", "rehearse"]

@@ -9,29 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
-from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.logs import LogTap, Record, combine
-from lightning_3d.pipeline.microbatch import (
-    auto_microbatches,
-    batch_size,
-    join_outputs,
-    leaves,
-    map_leaves,
-    signature,
-    split_batch,
-    split_sizes,
-)
-from lightning_3d.pipeline.rehearse import rehearse
+from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.microbatch import signature
 from lightning_3d.pipeline.rehearsal import Trace
-from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
+from lightning_3d.pipeline.rehearse import rehearse
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.stage import Cut, StagePlay
+from lightning_3d.pipeline.step import TrainingStep, detached, loss_of
 from lightning_3d.pipeline.ties import Ties
-from lightning_3d.pipeline.traced import untrace
 from lightning_3d.pipeline.wire import Wire
 
 _TRACES_KEPT = 32
@@ -127,8 +116,12 @@ class Pipeline:
             self._drop_gradients()
         self.hooks.begin()
         seed = seeds.draw()
+        record: Record | None = None
         with seeds.set_aside():
-            output, record = self._solo(args, seed, scale, step) if self.split.solo else self._schedule(args, seed, scale, step)
+            if self.split.solo:
+                output, record = self._solo(args, seed, scale, step)
+            else:
+                output, record = TrainingStep(self, step, args, seed, scale).run()
         if last:
             self.ties.sum_gradients()
             self.hooks.reduce()
@@ -136,7 +129,7 @@ class Pipeline:
             self._stash_gradients()
         if record is not None:
             self.taps.replay(record)
-        return output
+        return _with_loss(output)
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between)."""
@@ -155,7 +148,7 @@ class Pipeline:
         seed = seeds.draw()
         try:
             with seeds.set_aside(), self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
-                return self._call(name, args, seed)
+                return self.call(name, args, seed)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -163,7 +156,8 @@ class Pipeline:
         """Take the hooks off the module."""
         self.gates.remove()
 
-    def _call(self, name: str, args: Sequence[Any], seed: int) -> Any:
+    def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
+        """The module's own method, with random streams at the start of a microbatch."""
         seeds.restart_python(seed)
         seeds.restart(seed, -1)
         with self.hooks.context():
@@ -172,65 +166,14 @@ class Pipeline:
     def _solo(self, args: tuple[Any, ...], seed: int, scale: float, step: str) -> tuple[Any, None]:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
-            output = self._call(step, args, seed)
+            output = self.call(step, args, seed)
         loss = loss_of(output)
         if self.holds_last and loss is not None:
             (loss * scale).backward()
-        return _with_loss(self.wire.share(_detached(output), self.stage_rank[-1])), None
+        return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
 
-    def _schedule(self, args: tuple[Any, ...], seed: int, scale: float, step: str) -> tuple[Any, Record]:
-        batch, rest = (args[0], args[1:]) if args else (None, ())
-        rows = batch_size(batch)
-        count = self.num_microbatches
-        if count == "auto":
-            count = auto_microbatches(rows, self.wire.size)
-        sizes = split_sizes(rows, count) if rows else [1]
-        microbatches = [(piece, *rest) if args else () for piece in split_batch(batch, sizes)]
-        marks = [seed ^ (index * 0x9E3779B1) for index in range(len(sizes))]
-        traces = [self._trace(step, microbatch, mark) for microbatch, mark in zip(microbatches, marks, strict=True)]
-        outputs: list[Any] = [None] * len(sizes)
-        records = [Record() for _ in sizes]
-
-        def forward(stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
-            last = stage == self.split.num_stages - 1
-            record = records[index] if last else Record()
-            result = self._play(stage, traces[index], step, microbatches[index], marks[index], received, record)
-            if not last:
-                return result
-            outputs[index] = _detached(result)
-            loss = loss_of(result)
-            return [] if loss is None else [loss * (scale * sizes[index] / sum(sizes))]
-
-        execution = Execution(self.wire, self.stage_rank, traces, forward, self._stage_parameters)
-        execution.run(actions(self.schedule, self.wire.size, self.per_rank, len(sizes))[self.wire.rank])
-        return self._share_results(outputs, records, sizes)
-
-    def _play(
-        self, stage: int, trace: Trace, step: str, args: tuple[Any, ...], seed: int, received: list[Tensor],
-        record: Record, expected: Any = None,
-    ) -> Any:  # fmt: skip
-        """One stage's part of a microbatch: what crosses the cut, or the step's own output on the last stage."""
-        last = stage == self.split.num_stages - 1
-        play = StagePlay(trace, stage, received, seed, self.wire.device, last)
-        play.expected = expected
-        with play, self.gates.directed(play), self.taps.recording(record):
-            try:
-                output = self._call(step, args, seed)
-            except Cut:
-                return play.outputs()
-        if not last:
-            raise PipelineSplitError(f"Stage {stage}: the step ended before it reached a block of a later stage.")
-        return untrace(output)
-
-    def _share_results(self, outputs: list[Any], records: list[Record], sizes: list[int]) -> tuple[Any, Record]:
-        mine = None
-        if self.holds_last:
-            record = combine(records, sizes)
-            mine = (join_outputs(outputs, sizes), record.logged, record.updates)
-        output, logged, updates = self.wire.share(mine, self.stage_rank[-1])
-        return _with_loss(output), Record(logged, updates)
-
-    def _trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
+    def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
+        """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
         key = (step, self.module.training, signature(args[0] if args else None))
         if key not in self.traces:
             while len(self.traces) >= _TRACES_KEPT:
@@ -238,7 +181,8 @@ class Pipeline:
             self.traces[key] = rehearse(self, step, args, seed)
         return self.traces[key]
 
-    def _stage_parameters(self, stage: int) -> list[Tensor]:
+    def stage_parameters(self, stage: int) -> list[Tensor]:
+        """The tensors that get gradients on a stage."""
         found: dict[int, Tensor] = {}
         for unit in self.split.stages[stage]:
             found |= {id(item): item for item in self.module.get_submodule(unit).parameters() if item.requires_grad}
@@ -259,23 +203,9 @@ class Pipeline:
                 self.stash[parameter], parameter.grad = parameter.grad, None
 
 
-def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a training step returned."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is not None and not isinstance(loss, Tensor):
-        raise UnsupportedError(f"training_step returned {type(output).__name__}; a tensor, a dict with 'loss' or None is needed.")
-    return loss
-
-
-def _detached(output: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-
-
 def _with_loss(output: Any) -> Any:
+    """Lightning backpropagates what a step returns, so the loss must need a gradient."""
     loss = loss_of(output)
     if loss is not None:
         loss.requires_grad_()
     return output
-
-
-__all__ = ["Hooks", "Pipeline", "leaves", "loss_of"]

@@ -53,14 +53,19 @@ def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def actions(schedule: str, ranks: int, per_rank: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def actions(
+    order_name: str, schedule: str, ranks: int, per_rank: int, microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
     """What each rank does in one step, in order, sends and receives included.
 
-    Where torch's schedule does not exist for so few or so uneven microbatches, forwards then backwards are run in the
-    same placement, which gives the same numbers.
+    `order_name` is `schedule`, or "fill_and_drain" for all forwards and then all backwards in its placement. Where
+    torch's schedule does not exist for so few or so uneven microbatches, that is run too: the numbers are the same.
     """
     try:
-        order = _compute_order(schedule, ranks, per_rank, microbatches)
+        if order_name == "fill_and_drain":
+            order = _fill_and_drain(schedule, ranks, per_rank, microbatches)
+        else:
+            order = _compute_order(schedule, ranks, per_rank, microbatches)
     except ValueError as error:
         if microbatches > 1:
             warnings.warn(

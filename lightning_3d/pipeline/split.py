@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -109,7 +110,9 @@ def _by_hand(names: tuple[str, ...], cuts: Sequence[str], num_stages: int) -> tu
     for cut in cuts:
         matches = [index for index, name in enumerate(names) if name == cut or name.startswith(cut + ".")]
         if not matches:
-            raise PipelineSplitError(f"pipeline_split: {cut!r} is not a block of the module. Blocks: {', '.join(names)}.")
+            raise PipelineSplitError(
+                f"pipeline_split: {cut!r} is not a block of the module. Blocks: {', '.join(names)}."
+            )
         if matches[0] <= starts[-1]:
             raise PipelineSplitError(
                 f"pipeline_split: {cut!r} does not run after {names[starts[-1]]!r}, where the stage before it starts."
@@ -141,7 +144,7 @@ def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...],
     assert final is not None
     bounds = [*final[2], count]
     names = [unit.name for unit in units]
-    return tuple(tuple(names[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
@@ -150,9 +153,7 @@ def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str
     for index, names in enumerate(stages):
         for name in names:
             by_module.setdefault(id(module.get_submodule(name)), []).append(index)
-    return {
-        name: tuple(dict.fromkeys(by_module[id(module.get_submodule(name))])) for names in stages for name in names
-    }
+    return {name: tuple(dict.fromkeys(by_module[id(module.get_submodule(name))])) for names in stages for name in names}
 
 
 def _ties(

@@ -42,7 +42,9 @@ class Ties:
     def _sum(self, ranks: tuple[int, ...], tensors: list[Tensor]) -> None:
         present = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
         flags = present.to(tensors[0].device, tensors[0].dtype)
-        parts = [_local(tensor.grad) if tensor.grad is not None else torch.zeros_like(_local(tensor)) for tensor in tensors]
+        parts = [
+            _local(tensor.grad) if tensor.grad is not None else torch.zeros_like(_local(tensor)) for tensor in tensors
+        ]
         mine = torch.cat([flags, *(part.detach().reshape(-1) for part in parts)])
         total = self._exchange(ranks, mine)
         offset = len(tensors)
@@ -84,7 +86,12 @@ def _like(tensor: Any, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local.clone(), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        local.clone(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

@@ -1,12 +1,13 @@
 """Tensors between the ranks of one pipeline, with errors that say what was being waited for."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.errors import PeerError
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
@@ -37,6 +38,8 @@ class Wire:
     group: dist.ProcessGroup
     device: torch.device
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
+    shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
+    """The last header shared at each site, and how many numbers go with it."""
 
     @property
     def rank(self) -> int:
@@ -72,33 +75,66 @@ class Wire:
                 work.wait()
         self.sending = []
 
-    def share(self, value: Any, source: int) -> Any:
-        """`value` of rank `source` on every rank: any nesting, tensors sent as they are, other leaves pickled.
+    def share(self, value: Any, source: int, site: Hashable) -> Any:
+        """`value` of rank `source` on every rank: any nesting of tensors and plain values.
 
-        Leaves that are neither tensors nor plain values (caches, modules) arrive as None.
+        Leaves that are neither (caches, modules) arrive as None. What stays the same from one value to the next of
+        the same `site` (nesting, shapes, strings) is sent once; after that a value costs one message for all its
+        numbers and one per larger tensor.
         """
         if self.size == 1:
             return value
-        mine = self.rank == source
-        header = [map_leaves(_header, value) if mine else None]
-        with _naming("sharing a result", source):
-            dist.broadcast_object_list(header, group=self.group, group_src=source, device=self.device)
-        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)] if mine else []
-        received: list[Tensor] = []
-        for index, spec in enumerate(leaf for leaf in leaves(header[0]) if isinstance(leaf, Spec)):
-            data = tensors[index].detach().contiguous() if mine else spec.empty(self.device)
-            with _naming("sharing a result", source):
-                dist.broadcast(data, group=self.group, group_src=source)
-            if not mine:
-                received.append(not_a_view(data.requires_grad_(spec.requires_grad and torch.is_grad_enabled())))
-        if mine:
-            return value
-        incoming = iter(received)
-        return map_leaves(lambda leaf: next(incoming) if isinstance(leaf, Spec) else leaf, header[0])
+        with self.naming("sharing a result", source):
+            if self.rank == source:
+                return self._share_mine(value, site)
+            return self._share_received(source, site)
 
-    def naming(self, what: str) -> "_naming":
+    def _share_mine(self, value: Any, site: Hashable) -> Any:
+        header = pickle.dumps(map_leaves(_header, value))
+        known, count = self.shared.get(site, (b"", 0))
+        numbers = _numbers(value, self.device)
+        changed = header != known
+        first = torch.tensor([len(header) if changed else 0.0], dtype=torch.float64, device=self.device)
+        body = torch.zeros(count, dtype=torch.float64, device=self.device) if changed else numbers
+        self._broadcast(torch.cat([first, body]), self.rank)
+        if changed:
+            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device), self.rank)
+            self._broadcast(numbers, self.rank)
+            self.shared[site] = (header, len(numbers))
+        for leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                self._broadcast(leaf.detach().contiguous(), self.rank)
+        return value
+
+    def _share_received(self, source: int, site: Hashable) -> Any:
+        header, count = self.shared.get(site, (b"", 0))
+        message = self._broadcast(torch.empty(1 + count, dtype=torch.float64, device=self.device), source)
+        numbers, length = message[1:], int(message[0].item())
+        if length:
+            raw = self._broadcast(torch.empty(length, dtype=torch.uint8, device=self.device), source)
+            header = bytes(raw.cpu().tolist())
+            count = sum(isinstance(leaf, Number | Spec) and not leaf.shape for leaf in leaves(pickle.loads(header)))
+            self.shared[site] = (header, count)
+            numbers = self._broadcast(torch.empty(count, dtype=torch.float64, device=self.device), source)
+        waiting = iter(numbers)
+        return map_leaves(lambda leaf: self._arrived(leaf, waiting, source), pickle.loads(header))
+
+    def _arrived(self, leaf: Any, numbers: Iterator[Tensor], source: int) -> Any:
+        if isinstance(leaf, Number):
+            return leaf.kind(next(numbers).item())
+        if not isinstance(leaf, Spec):
+            return leaf
+        data = self._broadcast(leaf.empty(self.device), source) if leaf.shape else next(numbers).to(leaf.dtype)
+        return not_a_view(data.requires_grad_()) if leaf.requires_grad and torch.is_grad_enabled() else data
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def naming(self, what: str, peer: int | None = None) -> "_naming":
         """Errors of the process group inside say `what` was being done."""
-        return _naming(what, None)
+        return _naming(what, peer)
 
     def agree(self, value: Any) -> list[Any]:
         """`value` of every rank."""
@@ -142,7 +178,44 @@ class _naming:
             ) from error
 
 
+class Number:
+    """A Python number in a header."""
+
+    shape = ()
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
 def _header(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return Spec.of(leaf)
-    return leaf if isinstance(leaf, _SIMPLE) else None
+    if type(leaf) in (int, float) and abs(leaf) < 1 << 53:
+        return Number(type(leaf))
+    if isinstance(leaf, _SIMPLE):
+        return leaf
+    return leaf if callable(leaf) and _picklable(leaf) else None
+
+
+def _picklable(leaf: Any) -> bool:
+    try:
+        pickle.dumps(leaf)
+    except Exception:  # any failure to pickle means the same: it stays behind
+        return False
+    return not isinstance(leaf, nn.Module)
+
+
+def _numbers(value: Any, device: torch.device) -> Tensor:
+    """All numbers and scalar tensors, in order; double holds every float, and integers up to 2**53."""
+    found = [leaf for leaf in leaves(value) if _is_number(leaf)]
+    if not found:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if not any(isinstance(leaf, Tensor) for leaf in found):
+        return torch.tensor(found, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(leaf).detach().to(device, torch.float64) for leaf in found])
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.ndim == 0
+    return type(leaf) in (int, float) and abs(leaf) < 1 << 53

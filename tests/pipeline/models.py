@@ -28,7 +28,9 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -38,7 +40,9 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """nanoGPT's shape; the batch is (tokens, targets)."""
 
-    def __init__(self, layers: int = 4, tied: bool = True, dropout: float = 0.0, width: int = 16, vocab: int = 31) -> None:
+    def __init__(
+        self, layers: int = 4, tied: bool = True, dropout: float = 0.0, width: int = 16, vocab: int = 31
+    ) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {

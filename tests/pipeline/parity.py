@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.pipeline.runner import Pipeline, loss_of
+from lightning_3d.pipeline.runner import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.step import loss_of
 
 Build = Callable[[], tuple[Any, list[Any]]]
 """A seeded module and its batches."""
@@ -91,4 +92,6 @@ def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(torch.tensor(one[0]), torch.tensor(other[0]), rtol=0, atol=tolerance)
     assert one[1].keys() == other[1].keys()
     for name, value in one[1].items():
-        torch.testing.assert_close(value, other[1][name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, other[1][name], rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )

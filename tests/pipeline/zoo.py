@@ -11,6 +11,9 @@ from torch.nn import functional as F
 class MLP(LightningModule):
     """Linears straight on the LightningModule, activations in between, declared in another order than they run."""
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(12, 3)
@@ -120,7 +123,9 @@ class Denoiser(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 6)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noise = torch.randn_like(batch["x"])
@@ -177,26 +182,48 @@ def build(name: str, steps: int = 4, rows: int = 8) -> tuple[Any, list[Any]]:
 def build_hf(name: str, rows: int, seeds: list[int]) -> tuple[nn.Module, list[Any]]:
     import transformers as hf
 
-    small = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4, "intermediate_size": 24}
+    small = {
+        "vocab_size": 31,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+    }
     lengths = torch.ones(rows, 10, dtype=torch.long)
     lengths[:, 7:] = 0
-    texts = [{"input_ids": tokens(rows, seed), "labels": tokens(rows, seed), "attention_mask": lengths} for seed in seeds]
+    texts = [
+        {"input_ids": tokens(rows, seed), "labels": tokens(rows, seed), "attention_mask": lengths} for seed in seeds
+    ]
     classes = torch.arange(rows) % 3
     if name == "Llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**small, max_position_embeddings=32)), texts
     if name == "GPT2":
-        config = hf.GPT2Config(vocab_size=31, n_embd=16, n_head=2, n_layer=4, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+        config = hf.GPT2Config(
+            vocab_size=31, n_embd=16, n_head=2, n_layer=4, n_positions=32, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+        )
         return hf.GPT2LMHeadModel(config), texts
     if name == "BERT":
         config = hf.BertConfig(**small, hidden_dropout_prob=0, attention_probs_dropout_prob=0, num_labels=3)
         return hf.BertForSequenceClassification(config), [text | {"labels": classes} for text in texts]
     if name == "ViT":
         del small["vocab_size"]
-        config = hf.ViTConfig(**small, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        config = hf.ViTConfig(
+            **small, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+        )
         generator = torch.Generator().manual_seed(5)
         return hf.ViTForImageClassification(config), [
             {"pixel_values": torch.randn(rows, 3, 8, 8, generator=generator), "labels": classes} for _ in seeds
         ]
     assert name == "T5"
-    config = hf.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0)
+    config = hf.T5Config(
+        vocab_size=31,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     return hf.T5ForConditionalGeneration(config), texts

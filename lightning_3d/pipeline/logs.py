@@ -112,10 +112,16 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
         value = _combine([call[1] for call in calls], sizes, kwargs.get("reduce_fx", "mean"))
         whole.logged.append((name, value, kwargs))
     for same in zip(*(record.updates for record in records), strict=False):
-        args = join_outputs([list(update[2]) for update in same], sizes)
-        kwargs = join_outputs([update[3] for update in same], sizes)
-        whole.updates.append((same[0][0], same[0][1], tuple(args), kwargs))
+        positional = zip(*(update[2] for update in same), strict=True)
+        args = tuple(_join(list(column), sizes) for column in positional)
+        kwargs = {key: _join([update[3][key] for update in same], sizes) for key in same[0][3]}
+        whole.updates.append((same[0][0], same[0][1], args, kwargs))
     return whole
+
+
+def _join(values: list[Any], sizes: list[int]) -> Any:
+    """One argument of a metric. A number that is each microbatch's size becomes the batch's."""
+    return sum(sizes) if values == sizes else join_outputs(values, sizes)
 
 
 def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:

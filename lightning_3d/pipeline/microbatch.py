@@ -153,7 +153,13 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     inner = children(first)
     if inner is None:
         return first
-    if isinstance(first, list) and all(len(out) == size for out, size in zip(outputs, sizes, strict=True)):
+    if isinstance(first, list) and all(_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
         return [item for out in outputs for item in out]
     columns = zip(*(children(out) or [] for out in outputs), strict=True)
     return rebuild(first, [join_outputs(list(column), sizes) for column in columns])
+
+
+def _per_sample(output: list[Any], size: int) -> bool:
+    """Whether a list has one entry per sample, rather than being a few tensors with a row per sample."""
+    rowwise = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size for leaf in output)
+    return len(output) == size and not rowwise

@@ -62,15 +62,15 @@ def close(one, other):
         assert value == pytest.approx(other[name], abs=1e-5), name
 
 
-def fitted(options, pipeline):
-    return fit(build, True, options, **pipeline)
+def fitted(strategy, options, pipeline):
+    return fit(build, strategy, options, **pipeline)
 
 
 @pytest.mark.parametrize(("accumulate", "microbatches"), [(1, 4), (3, 3)])
 def test_logs_as_on_one_process(accumulate, microbatches):
     options = {"accumulate_grad_batches": accumulate}
-    reference = fit(build, False, options)
-    results = run(fitted, options, {"num_microbatches": microbatches}, world=2, group=True)
+    (reference,) = run(fitted, False, options, {}, world=1)
+    results = run(fitted, True, options, {"num_microbatches": microbatches}, world=2, group=True)
     for result in results:
         # AUROC and F1 logged as batch values are means of the microbatches' values; everything else is exact.
         inexact = {"train/f1", "train/auroc"}
@@ -116,14 +116,13 @@ def build_boring():
     return Boring(), [vectors(1, 0), vectors(1, 1)]
 
 
-def fitted_boring():
-    result = fit(build_boring, True)
-    return result
+def fitted_boring(strategy):
+    return fit(build_boring, strategy)
 
 
 def test_a_module_with_one_layer_leaves_a_stage_empty():
-    reference = fit(build_boring, False)
-    for result in run(fitted_boring, world=2, group=True):
+    (reference,) = run(fitted_boring, False, world=1)
+    for result in run(fitted_boring, True, world=2, group=True):
         close(result["end"], reference["end"])
         for name, value in result["weights"].items():
             torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-6)

@@ -28,6 +28,9 @@ class Piped(SingleDeviceStrategy):
         self.pipeline = Pipeline(module, split, group, schedule=self.schedule, **self.options)
         super().setup(trainer)
 
+    def model_to_device(self) -> None:
+        """Absent parameters cannot be moved."""
+
     def training_step(self, *args: Any) -> Any:
         loop, window = self.lightning_module.trainer, self.lightning_module.trainer.accumulate_grad_batches
         opens = loop.fit_loop.epoch_loop.batch_idx % window == 0

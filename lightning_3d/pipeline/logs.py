@@ -121,7 +121,8 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
 
 def _join(values: list[Any], sizes: list[int]) -> Any:
     """One argument of a metric. A number that is each microbatch's size becomes the batch's."""
-    return sum(sizes) if values == sizes else join_outputs(values, sizes)
+    counts = all(type(value) is int for value in values) and values == sizes
+    return sum(sizes) if counts else join_outputs(values, sizes)
 
 
 def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:

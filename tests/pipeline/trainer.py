@@ -49,6 +49,8 @@ class Piped(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         self.pipeline.close()
+        if self.lightning_module.trainer.state.status == "interrupted":
+            return  # the other ranks are not here to restore the module with
         self.applied.undo(dist.group.WORLD, self.placement)
         super().teardown()
 

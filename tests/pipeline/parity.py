@@ -42,6 +42,7 @@ def pipelined(
     per_rank: int = 1,
     validate: bool = False,
     optimizer: str = "AdamW",
+    lr: float = 1e-2,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """The same on each rank of a pipeline: losses, the parameters that are real here, validation losses."""
@@ -54,7 +55,7 @@ def pipelined(
     placement = stage_ranks(schedule, group.size(), per_rank)
     applied = apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
     pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=num_microbatches, **options)
-    made = make_optimizer(module, optimizer)
+    made = make_optimizer(module, optimizer, lr)
     losses, validated = [], []
     for index, batch in enumerate(batches):
         opens, closes = index % accumulate == 0, (index + 1) % accumulate == 0
@@ -81,10 +82,10 @@ def quiet(module: nn.Module) -> None:
     module.log = lambda name, value, **kwargs: module.logged.append((name, copy.copy(value)))  # type: ignore[assignment,operator]
 
 
-def make_optimizer(module: nn.Module, name: str) -> torch.optim.Optimizer:
+def make_optimizer(module: nn.Module, name: str, lr: float = 1e-2) -> torch.optim.Optimizer:
     """Adam with an epsilon above the rounding of gradients that are zero in exact arithmetic (a key's bias)."""
     cls = getattr(torch.optim, name)
-    return cls(module.parameters(), lr=1e-2, **({"eps": 1e-3} if "Adam" in name else {}))
+    return cls(module.parameters(), lr=lr, **({"eps": 1e-3} if "Adam" in name else {}))
 
 
 def assert_same(one: Any, other: Any, tolerance: float = 1e-5) -> None:

@@ -1,5 +1,7 @@
 """A pipeline whose stages are sharded by FSDP2, two data ranks each: where the ZeRO layer must be called."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,13 @@ class Sharded:
                 group.post_backward()
         root._root_post_backward_final_callback()
 
+    @contextmanager
+    def evaluating(self):
+        self.begin()
+        yield
+        for part in self.parts:
+            part.reshard()
+
     def locate(self, name):
         return self.params[name].unsharded_param
 
@@ -83,7 +92,7 @@ def sharded(tied, accumulate, schedule):
     absent = {parameter for parameter in module.parameters() if parameter.is_meta}
     fully_shard(module, mesh=data, reshard_after_forward=False, ignored_params=absent)
     zero = Sharded(module)
-    hooks = Hooks(begin=zero.begin, reduce=zero.reduce, locate=zero.locate)
+    hooks = Hooks(begin=zero.begin, reduce=zero.reduce, locate=zero.locate, evaluating=zero.evaluating)
     pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=2, hooks=hooks)
     optimizer = make_optimizer(module, "AdamW")
     losses, validated = [], []
@@ -100,7 +109,6 @@ def sharded(tied, accumulate, schedule):
         dist.all_reduce(loss, group=data.get_group())
         losses.append(loss.item() / 2)
         with torch.no_grad():
-            zero.begin()
             validated.append(float(loss_of(pipeline.eval_step("validation_step", batch, index))))
     weights = {}
     for name, value in module.named_parameters():

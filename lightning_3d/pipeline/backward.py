@@ -1,0 +1,72 @@
+"""Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from lightning_3d.pipeline.traced import not_a_view
+
+
+def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Gradients of all leaves below `outputs` that need one."""
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+@dataclass
+class WeightHalf:
+    """What is left of a backward once the inputs have their gradients."""
+
+    groups: list[dict[str, Any]]
+    """Where weights join the paths from inputs to outputs, with the gradients there."""
+    outputs: list[Tensor]
+    """Outputs that no input reaches."""
+    grads: list[Tensor | None]
+
+    def run(self, parameters: list[Tensor]) -> None:
+        """Add the gradients of the weights."""
+        if self.outputs:
+            torch.autograd.backward(self.outputs, self.grads, retain_graph=bool(self.groups))
+        if self.groups:
+            stage_backward_weight(iter(parameters), self.groups)  # type: ignore[arg-type]
+
+
+def input_half(
+    outputs: list[Tensor], grads: list[Tensor | None], inputs: list[Tensor], parameters: list[Tensor]
+) -> WeightHalf:
+    """Gradients of the inputs only; those of the weights are left for later.
+
+    `torch.distributed.pipelining` does the cutting of the graph (read in torch 2.13). It would lose what reaches a
+    weight through an output that depends on no input, so such outputs wait as they are.
+    """
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
+    wanted = {id(tensor) for tensor in inputs if tensor.requires_grad}
+    reached = [(output, grad) for output, grad in pairs if _reaches(output, wanted)]
+    alone = [pair for pair in pairs if not any(pair[0] is output for output, _ in reached)]
+    half = WeightHalf([], [output for output, _ in alone], [grad for _, grad in alone])
+    if reached:
+        given = [torch.ones_like(output) if grad is None else grad for output, grad in reached]
+        edges = [not_a_view(output) for output, _ in reached]  # torch detaches them in place
+        half.groups = stage_backward_input(edges, given, inputs, iter(parameters))[1]  # type: ignore[arg-type]
+    return half
+
+
+def _reaches(output: Tensor, leaves: set[int]) -> bool:
+    """Whether a backward from `output` comes to one of `leaves` (by id)."""
+    if id(output) in leaves:
+        return True
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False

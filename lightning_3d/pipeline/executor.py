@@ -1,0 +1,164 @@
+"""Running one rank's list of actions: forwards, backwards, sends and receives of every microbatch of a step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_3d.pipeline.backward import WeightHalf, input_half, whole_backward
+from lightning_3d.pipeline.rehearsal import Trace
+from lightning_3d.pipeline.schedule import Action
+from lightning_3d.pipeline.wire import Receipt, Spec, Wire
+
+
+@dataclass
+class Flight:
+    """A microbatch on a stage between its forward and its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    grads: list[Tensor | None] | None = None
+    """Gradients of the outputs, given by a later stage on this rank; None where they come over the wire."""
+    half: WeightHalf | None = None
+
+
+Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
+"""(stage, microbatch, received) -> what crosses the cut, or on the last stage the loss to start backward from."""
+
+Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
+"""What the last blocks gave for each microbatch -> the gradients of it."""
+
+
+@dataclass
+class Execution:
+    """One step of one rank."""
+
+    wire: Wire
+    stage_rank: Sequence[int]
+    traces: Sequence[Trace]
+    """One per microbatch."""
+    forward: Forward
+    parameters: Callable[[int], list[Tensor]]
+    """The tensors of a stage that get gradients."""
+    head: Head | None = None
+    """With the loss on the whole batch."""
+    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
+    handed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """Activations for a next stage on this same rank."""
+    leaving: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        return len(self.stage_rank) - 1
+
+    def run(self, actions: Sequence[Action]) -> None:
+        steps = {
+            "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
+            "SEND_F": self._send_forward, "SEND_B": self._send_backward,
+            "RECV_F": self._receive_forward, "RECV_B": self._receive_backward,
+        }  # fmt: skip
+        for action in actions:
+            steps[action.kind](action.stage, action.microbatch)
+        self.wire.finish()
+
+    def _forward(self, stage: int, index: int) -> None:
+        inputs = self._inputs(stage, index)
+        outputs = self.forward(stage, index, inputs)
+        self.flights[stage, index] = Flight(inputs, outputs)
+        if stage < self.last:
+            if self._local(stage + 1):
+                self.handed[stage + 1, index] = [output.detach() for output in outputs]
+            else:
+                self.leaving["F", stage, index] = outputs
+
+    def _inputs(self, stage: int, index: int) -> list[Tensor]:
+        if stage == 0:
+            return []
+        if self._local(stage - 1):
+            received = self.handed.pop((stage, index))
+        else:
+            received = self.arriving.pop(("F", stage, index)).wait()
+        specs = self.traces[index].specs(stage - 1)
+        return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(received, specs, strict=True)]
+
+    def _output_grads(self, flight: Flight, stage: int, index: int) -> list[Tensor | None]:
+        if stage == self.last and self.head is not None:
+            self._run_head()
+        if flight.grads is not None:
+            return flight.grads
+        if stage == self.last:
+            return [None] * len(flight.outputs)
+        received = iter(self.arriving.pop(("B", stage, index)).wait())
+        return [
+            next(received) if carried.spec.requires_grad else None for carried in self.traces[index].parts[stage].after
+        ]
+
+    def _run_head(self) -> None:
+        """Head and loss on what all microbatches gave, once."""
+        assert self.head is not None
+        flights = [self.flights[self.last, index] for index in range(len(self.traces))]
+        for flight, grads in zip(flights, self.head([flight.outputs for flight in flights]), strict=True):
+            flight.grads = grads
+        self.head = None
+
+    def _backward(self, stage: int, index: int) -> None:
+        flight = self.flights[stage, index]
+        whole_backward(flight.outputs, self._output_grads(flight, stage, index))
+        del self.flights[stage, index]
+        self._pass_back(flight, stage, index)
+
+    def _backward_inputs(self, stage: int, index: int) -> None:
+        flight = self.flights[stage, index]
+        grads = self._output_grads(flight, stage, index)
+        flight.half = input_half(flight.outputs, grads, flight.inputs, self.parameters(stage))
+        self._pass_back(flight, stage, index)
+
+    def _backward_weights(self, stage: int, index: int) -> None:
+        half = self.flights.pop((stage, index)).half
+        assert half is not None
+        half.run(self.parameters(stage))
+
+    def _pass_back(self, flight: Flight, stage: int, index: int) -> None:
+        if stage == 0:
+            return
+        grads = [
+            (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad) if tensor.requires_grad else None
+            for tensor in flight.inputs
+        ]
+        flight.inputs = []
+        if self._local(stage - 1):
+            self.flights[stage - 1, index].grads = grads
+        else:
+            self.leaving["B", stage, index] = [grad for grad in grads if grad is not None]
+
+    def _send_forward(self, stage: int, index: int) -> None:
+        what = f"stage {stage}, microbatch {index}: sending activations to stage {stage + 1}"
+        self.wire.send(self.leaving.pop(("F", stage, index)), self.stage_rank[stage + 1], _tag(stage, index, 0), what)
+
+    def _send_backward(self, stage: int, index: int) -> None:
+        what = f"stage {stage}, microbatch {index}: sending gradients to stage {stage - 1}"
+        self.wire.send(
+            self.leaving.pop(("B", stage, index)), self.stage_rank[stage - 1], _tag(stage - 1, index, 1), what
+        )
+
+    def _receive_forward(self, stage: int, index: int) -> None:
+        what = f"stage {stage}, microbatch {index}: receiving activations from stage {stage - 1}"
+        specs = self.traces[index].specs(stage - 1)
+        source = self.stage_rank[stage - 1]
+        self.arriving["F", stage, index] = self.wire.start_receive(specs, source, _tag(stage - 1, index, 0), what)
+
+    def _receive_backward(self, stage: int, index: int) -> None:
+        what = f"stage {stage}, microbatch {index}: receiving gradients from stage {stage + 1}"
+        specs: list[Spec] = [spec for spec in self.traces[index].specs(stage) if spec.requires_grad]
+        source = self.stage_rank[stage + 1]
+        self.arriving["B", stage, index] = self.wire.start_receive(specs, source, _tag(stage, index, 1), what)
+
+    def _local(self, stage: int) -> bool:
+        return self.stage_rank[stage] == self.wire.rank
+
+
+def _tag(cut: int, index: int, backward: int) -> int:
+    """One number per message of a step, so that two stages of one rank cannot take each other's."""
+    return ((cut << 14) + index << 1) + backward

@@ -1,0 +1,92 @@
+"""Gates: hooks on every unit that ask the step now running what its call should do."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_3d.errors import UnsupportedError
+
+
+class Director(Protocol):
+    """Decides what calls of units do while a step runs."""
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with which a unit that is real here runs."""
+
+    def leave(self, unit: str, output: Any) -> Any:
+        """What the caller gets from a unit that ran here."""
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        """What the caller gets from a unit that is absent here."""
+
+
+class Gates:
+    """Hooks on the units of a module, idle while no director is set.
+
+    Made last, after FSDP's and the tensor layers' own hooks: a call is cut before any of them runs, and they see the
+    arguments that the unit really gets.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str]) -> None:
+        self.director: Director | None = None
+        self.depth = 0
+        self.module = module
+        self.handles = []
+        self.muted: list[nn.Module] = []
+        first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
+        for name in first_names.values():
+            unit = module.get_submodule(name)
+            if name in absent:
+                self._mute(unit, name)
+            else:
+                before, after = self._before(name), self._after(name)
+                self.handles.append(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self.handles.append(unit.register_forward_hook(after, with_kwargs=True))
+
+    def _before(self, name: str) -> Any:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            self.depth += 1
+            if self.director is None or self.depth > 1:
+                return None
+            return self.director.enter(name, args, kwargs)
+
+        return before
+
+    def _after(self, name: str) -> Any:
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            self.depth -= 1
+            if self.director is None or self.depth:
+                return None
+            return self.director.leave(name, output)
+
+        return after
+
+    def _mute(self, unit: nn.Module, name: str) -> None:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.director is None:
+                raise UnsupportedError(
+                    f"{name!r} lives on another pipeline stage and was called outside of training_step,"
+                    " validation_step, test_step and predict_step. Call the module inside a step."
+                )
+            return self.director.foreign(name, args, kwargs)
+
+        unit.forward = forward  # type: ignore[method-assign]
+        self.muted.append(unit)
+
+    @contextmanager
+    def directed(self, director: Director) -> Any:
+        self.director, self.depth = director, 0
+        try:
+            yield
+        finally:
+            self.director, self.depth = None, 0
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self.handles:
+            handle.remove()
+        for unit in self.muted:
+            del unit.forward
+        self.handles, self.muted = [], []

@@ -1,0 +1,199 @@
+"""The rehearsal: one microbatch through the whole step on every rank, before any of that shape is trained on.
+
+Every rank runs the user's step; each unit runs where it lives and its output is shared, so all values are real
+everywhere. What was made where and used when says which tensors must cross each cut.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.microbatch import leaves, map_leaves
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.traced import Node, Tape, Traced, untrace
+from lightning_3d.pipeline.wire import Spec, Wire
+
+_END = 1 << 60
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit in a step."""
+
+    unit: str
+    stage: int
+    output: Any
+    """The output with a `Spec` for each tensor."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A tensor that crosses a cut."""
+
+    node: Node
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a step that one stage runs: calls `start` up to `stop`."""
+
+    start: int
+    stop: int
+    before: tuple[Carried, ...]
+    """Tensors made before the part and used in it or later."""
+    after: tuple[Carried, ...]
+    """Tensors made up to its end and used later."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does with one shape of microbatch."""
+
+    calls: tuple[Call, ...]
+    parts: tuple[Part, ...]
+    """One per stage."""
+    head: Part
+    """With the loss on the whole batch: the last call and what follows it."""
+
+    def specs(self, cut: int) -> list[Spec]:
+        """What crosses from stage `cut` to the next one."""
+        return [carried.spec for carried in self.parts[cut].after]
+
+    def with_head(self) -> "Trace":
+        """With a last stage that stops where the head begins."""
+        last = self.parts[-1]
+        return replace(self, parts=(*self.parts[:-1], replace(last, stop=self.head.start, after=self.head.before)))
+
+    def origin(self, node: Node) -> str:
+        return f"made after the call of {self.calls[node[0] - 1].unit!r}" if node[0] else "made before the first block"
+
+
+class Rehearsal(Tape):
+    """Runs units where they live, shares what they give, and notes uses. A `Director` and a `Tape`."""
+
+    def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
+        super().__init__()
+        self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
+        self.calls: list[Call] = []
+        self.specs: dict[Node, Spec] = {}
+        self.last_use: dict[Node, int] = {}
+        self.reads: list[tuple[int, Node, str]] = []
+        self.arguments: dict[int, list[list[float]]] = {}
+        """Fingerprints of what each unit that runs here was called with."""
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._use((args, kwargs), self.call + 1)
+        args, kwargs = untrace(args), untrace(kwargs)
+        if self._begin(unit):
+            self.arguments[self.call - 1] = fingerprint((args, kwargs))
+        return args, kwargs
+
+    def leave(self, unit: str, output: Any) -> Any:
+        return self._share(output)
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self._use((args, kwargs), self.call + 1)
+        self._begin(unit)
+        return self._share(None)
+
+    def _begin(self, unit: str) -> bool:
+        stage = self._place(unit)
+        self.calls.append(Call(unit, stage, None))
+        seeds.restart(self.seed, 2 * self.next_call())
+        return self.stage_rank[stage] == self.wire.rank
+
+    def _share(self, output: Any) -> Any:
+        call = self.calls[-1]
+        output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
+        spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
+        self.calls[-1] = Call(call.unit, call.stage, spec)
+        seeds.restart(self.seed, 2 * self.call - 1)
+        return self.trace(output, absent=False)
+
+    def _place(self, unit: str) -> int:
+        """The stage that runs this call: the first holder that is not before the stage reached."""
+        reached = self.calls[-1].stage if self.calls else 0
+        holders = self.split.holders[unit]
+        later = [stage for stage in holders if stage >= reached]
+        if later:
+            return later[0]
+        if any(call.unit == unit for call in self.calls):
+            raise UnsupportedError(
+                f"The step calls {unit!r} (stage {holders[-1]}) again after blocks of stage {reached} have run: a"
+                " training_step that calls the chain of blocks twice cannot be pipelined. Call it once on a joined"
+                " batch, or use pipeline_parallel_size=1."
+            )
+        raise PipelineSplitError(
+            f"{unit!r} was placed on stage {holders[-1]} but runs after {self.calls[-1].unit!r} of stage {reached}."
+            " Declare modules in the order in which they run, or name the cuts with pipeline_split."
+        )
+
+    def on_made(self, node: Node, value: Tensor) -> None:
+        self.specs[node] = Spec.of(value)
+
+    def on_use(self, node: Node, when: int) -> None:
+        self.last_use[node] = max(when, self.last_use.get(node, -1))
+
+    def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
+        self.reads += [(self.call, leaf.node, name) for leaf in inputs]
+
+    def use_at_end(self, value: Any) -> None:
+        """`value` is returned or logged."""
+        self._use(value, _END)
+
+    def _use(self, value: Any, when: int) -> None:
+        for leaf in leaves(value):
+            if isinstance(leaf, Traced):
+                self.on_use(leaf.node, when)
+
+    def trace_of_step(self) -> Trace:
+        """What was learnt. Raises where the step cannot be cut."""
+        stages = [call.stage for call in self.calls]
+        last = self.split.num_stages - 1
+        if last not in stages:
+            raise PipelineSplitError(
+                f"No block of the last stage ({', '.join(self.split.stages[last])}) runs in the step, so it would have"
+                " nothing to compute the loss from. Name other cuts with pipeline_split."
+            )
+        cuts = [sum(stage <= cut for stage in stages) for cut in range(last)]
+        bounds = [0, *cuts, len(stages)]
+        crossing = [(), *(self._carried(cut) for cut in cuts), ()]
+        parts = [Part(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
+        head = len(stages) - 1
+        trace = Trace(tuple(self.calls), tuple(parts), Part(head, len(stages), self._carried(head), ()))
+        for when, node, name in self.reads:
+            if cuts and when <= cuts[-1]:
+                raise PipelineSplitError(
+                    f"The step reads a tensor's value in Python (`{name}`; {trace.origin(node)}) before the last"
+                    " stage's blocks have run. Later stages do not have it: move the branch behind the last block."
+                )
+        return trace
+
+    def _carried(self, cut: int) -> tuple[Carried, ...]:
+        nodes = sorted(node for node, when in self.last_use.items() if node[0] <= cut < when)
+        return tuple(Carried(node, self.specs[node]) for node in nodes)
+
+
+def fingerprint(value: Any) -> list[list[float]]:
+    """A few sums of each tensor in `value`: enough to see that two runs gave the same."""
+    prints = []
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor) and not leaf.is_complex():
+            flat = leaf.detach().flatten().double()
+            prints.append([float(leaf.numel()), flat.sum().item(), flat.abs().sum().item(), flat[::3].sum().item()])
+    return prints
+
+
+def differ(one: list[list[float]], other: list[list[float]]) -> bool:
+    """Whether two fingerprints are of different tensors (NaN equals NaN)."""
+    if len(one) != len(other):
+        return True
+    for left, right in zip(one, other, strict=True):
+        scale = 1e-4 * (abs(left[2]) + 1e-6)
+        if any(not (abs(a - b) <= scale or (a != a and b != b) or a == b) for a, b in zip(left, right, strict=True)):
+            return True
+    return False

@@ -1,0 +1,220 @@
+"""`Pipeline`: the user's own steps, run over the stages of one pipeline."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.conductor import Conductor
+from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.rehearsal import Trace
+from lightning_3d.pipeline.rehearse import rehearse
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.step import TrainingStep, detached, loss_of
+from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.wire import Wire
+
+_TRACES_KEPT = 32
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Hooks:
+    """What the ZeRO layer does around a pipelined step.
+
+    With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
+    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
+    registered as a forward method, since a cut step would never reach the root's hook after it. Parameters must be
+    sharded again whenever a training step begins, because that is when older gradients are dropped.
+    """
+
+    begin: Callable[[], None] = _nothing
+    """Before the schedule: parameters gathered, no reduction of gradients in backward."""
+    reduce: Callable[[], None] = _nothing
+    """After the schedule, on the last batch of an accumulation window: gradients reduced over data ranks."""
+    locate: Callable[[str], Tensor] | None = None
+    """The tensor whose `.grad` holds the not yet reduced gradient of a parameter, by name; for tied parameters."""
+    evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around an evaluation step: parameters gathered inside, sharded again after it."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around each call of a step on a microbatch (autocast)."""
+
+
+class Pipeline:
+    """Runs steps of a module that `apply_split` has cut.
+
+    Make it last, once tensor layers and FSDP have put their hooks on the module.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        split: PipelineSplit,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int | Literal["auto"] = "auto",
+        loss_scope: Literal["microbatch", "batch"] = "microbatch",
+        hooks: Hooks | None = None,
+    ) -> None:
+        """
+        Args:
+            module: the LightningModule, after `apply_split` and everything else that changes modules.
+            split: the plan it was cut by.
+            group: the ranks of this pipeline, in order.
+            device: where activations live.
+            schedule: order of forwards and backwards.
+            num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
+            loss_scope: "batch" computes head and loss once on the whole batch, for losses that are no mean over
+                samples. All forwards run before all backwards then, whatever `schedule` says.
+            hooks: of the ZeRO and precision layers.
+        """
+        if not getattr(module, "automatic_optimization", True):
+            raise UnsupportedError(
+                "Manual optimization cannot run under a pipeline: backward of a microbatch starts before training_step"
+                " of the next one. Use automatic optimization, or pipeline_parallel_size=1."
+            )
+        self.module, self.split, self.schedule = module, split, schedule
+        self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
+        self.wire = Wire(group, device or torch.device("cpu"))
+        self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
+        self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
+        self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())
+        units = list(split.holders)
+        absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
+        self.gates = Gates(module, units, absent)
+        self.taps = LogTap(module)
+        self.ties = Ties(split, self.wire, self.stage_rank, self.hooks.locate or module.get_parameter)
+        self.traces: dict[Any, Trace] = {}
+        self.stash: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def holds_last(self) -> bool:
+        return self.stage_rank[-1] == self.wire.rank
+
+    def training_step(
+        self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0, step: str = "training_step"
+    ) -> Any:
+        """Run forward and backward of a whole batch; gradients wait for `backward`.
+
+        Args:
+            args: what Lightning gives the step: the batch, its index ...
+            first: whether this is the first batch of an accumulation window: older gradients are dropped.
+            last: whether it is the last one: gradients of ties are summed and `hooks.reduce` is called.
+            scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
+
+        Returns:
+            What the step would have returned for the batch, on every rank. Its loss needs gradients, as Lightning
+            wants, but `backward` of this class is what must be called with it.
+        """
+        if first:
+            self._drop_gradients()
+        self.hooks.begin()
+        seed = seeds.draw()
+        record: Record | None = None
+        with seeds.set_aside():
+            if self.split.solo:
+                output, record = self._solo(args, seed, scale, step)
+            else:
+                output, record = TrainingStep(self, step, args, seed, scale).run()
+        if last:
+            self.ties.sum_gradients()
+            self.hooks.reduce()
+        if first:
+            self._stash_gradients()
+        if record is not None:
+            self.taps.replay(record)
+        return _with_loss(output)
+
+    def backward(self, loss: Tensor | None = None) -> None:
+        """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between)."""
+        for parameter, grad in self.stash.items():
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        self.stash = {}
+
+    def eval_step(self, name: str, *args: Any) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
+
+        Each unit runs where it lives and its output is shared, the user's own code runs everywhere with the real
+        values: what it returns, logs and keeps is the same on every rank.
+        """
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it looks at the parameters of foreign blocks
+        seed = seeds.draw()
+        try:
+            conductor = Conductor(self.split, self.wire, self.stage_rank, seed)
+            with seeds.set_aside(), self.hooks.evaluating(), self.gates.directed(conductor):
+                return self.call(name, args, seed)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        self.gates.remove()
+
+    def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
+        """The module's own method, with random streams at the start of a microbatch."""
+        seeds.restart_python(seed)
+        seeds.restart(seed, -1)
+        with self.hooks.context():
+            return getattr(self.module, name)(*args)
+
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float, step: str) -> tuple[Any, None]:
+        """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
+        with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
+            output = self.call(step, args, seed)
+        loss = loss_of(output)
+        if self.holds_last and loss is not None:
+            (loss * scale).backward()
+        return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
+
+    def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
+        """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
+        key = (step, self.module.training, signature(args[0] if args else None))
+        if key not in self.traces:
+            while len(self.traces) >= _TRACES_KEPT:
+                del self.traces[next(iter(self.traces))]
+            self.traces[key] = rehearse(self, step, args, seed)
+        return self.traces[key]
+
+    def stage_parameters(self, stage: int) -> list[Tensor]:
+        """The tensors that get gradients on a stage."""
+        found: dict[int, Tensor] = {}
+        for unit in self.split.stages[stage]:
+            found |= {id(item): item for item in self.module.get_submodule(unit).parameters() if item.requires_grad}
+        for name in self.split.everywhere:
+            parameter = self.module.get_parameter(name)
+            if parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def _drop_gradients(self) -> None:
+        self.stash = {}
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _stash_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                self.stash[parameter], parameter.grad = parameter.grad, None
+
+
+def _with_loss(output: Any) -> Any:
+    """Lightning backpropagates what a step returns, so the loss must need a gradient."""
+    loss = loss_of(output)
+    if loss is not None:
+        loss.requires_grad_()
+    return output

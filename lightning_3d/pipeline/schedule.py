@@ -1,0 +1,140 @@
+"""Torch's own schedules as lists of actions: the one place that touches their private parts (read in torch 2.13)."""
+
+import warnings
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from lightning_3d.errors import LayoutError
+
+_CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+    "loopedbfs": "ScheduleLoopedBFS",
+}
+_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
+_SINGLE = ("gpipe", "1f1b")
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: what, for which stage and microbatch."""
+
+    kind: str
+    """F forward, B backward, I and W its halves (for inputs, for weights), SEND_F, RECV_F, SEND_B, RECV_B."""
+    stage: int
+    microbatch: int
+
+
+def stages_per_rank(schedule: str, asked: int = 1) -> int:
+    """Stages that a rank holds under `schedule`: two for the V-shaped ones, one for `gpipe` and `1f1b`."""
+    if schedule in _V_SHAPED:
+        if asked not in (1, 2):
+            raise LayoutError(f"schedule={schedule!r} places exactly 2 stages on a rank, not stages_per_rank={asked}.")
+        return 2
+    if schedule in _SINGLE and asked > 1:
+        raise LayoutError(
+            f"schedule={schedule!r} places one stage on a rank, not stages_per_rank={asked}. Use interleaved_1f1b,"
+            " interleaved_zero_bubble or loopedbfs."
+        )
+    return asked
+
+
+def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
+    """The rank that holds each stage: round after round, or down and up again for the V-shaped schedules."""
+    if schedule in _V_SHAPED:
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(ranks * per_rank))
+
+
+@lru_cache(maxsize=64)
+def actions(
+    order_name: str, schedule: str, ranks: int, per_rank: int, microbatches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does in one step, in order, sends and receives included.
+
+    `order_name` is `schedule`, or "fill_and_drain" for all forwards and then all backwards in its placement. Where
+    torch's schedule does not exist for so few or so uneven microbatches, that is run too: the numbers are the same.
+    """
+    try:
+        if order_name == "fill_and_drain":
+            order = _fill_and_drain(schedule, ranks, per_rank, microbatches)
+        else:
+            order = _compute_order(schedule, ranks, per_rank, microbatches)
+    except ValueError as error:
+        if microbatches > 1:
+            warnings.warn(
+                f"schedule={schedule!r} does not take {microbatches} microbatches ({error}) Steps of that many run all"
+                " forwards, then all backwards.",
+                stacklevel=2,
+            )
+        order = _fill_and_drain(schedule, ranks, per_rank, microbatches)
+    return lower(order, stage_ranks(schedule, ranks, per_rank))
+
+
+def lower(order: dict[int, list[Any]], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    """Torch's lowering: sends and receives put where they cannot wait for each other in a circle."""
+    lowered = torch_schedules._add_send_recv(
+        {rank: list(compute) for rank, compute in order.items()}, lambda stage: placement[stage], len(placement)
+    )
+    return tuple(tuple(_flatten(lowered[rank])) for rank in sorted(lowered))
+
+
+def _compute_order(schedule: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
+    if schedule == "1f1b":
+        return {rank: _one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
+    cls: Any = getattr(torch_schedules, _CLASSES[schedule])
+    if schedule in _SINGLE:
+        made = cls(_stage(0, ranks, ranks), microbatches, scale_grads=False)
+    else:
+        stages = [_stage(index, ranks, ranks * per_rank) for index in range(per_rank)]
+        made = cls(stages, microbatches, scale_grads=False)
+    kept = {"F", "B", "I", "W", "OVERLAP_F_B"}
+    return {
+        rank: [action for action in order if action is not None and action.computation_type.value in kept]
+        for rank, order in made.pipeline_order.items()
+    }
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Any]:
+    """1F1B by hand: the order that torch's own class prints leaves out microbatch 0 on the last rank (torch 2.13)."""
+    make, kinds = torch_schedules._Action, torch_schedules._ComputationType
+    ahead = min(microbatches, ranks - 1 - rank)
+    order = [make(rank, kinds.FORWARD, index) for index in range(ahead)]
+    for index in range(microbatches):
+        if ahead + index < microbatches:
+            order.append(make(rank, kinds.FORWARD, ahead + index))
+        order.append(make(rank, kinds.FULL_BACKWARD, index))
+    return order
+
+
+def _stage(index: int, ranks: int, stages: int) -> Any:
+    """As much of a stage as a schedule looks at to make its order."""
+    return SimpleNamespace(
+        num_stages=stages, group_size=ranks, group_rank=0, stage_index=index, is_first=index == 0,
+        is_last=index == stages - 1, has_backward=True, submod=nn.Identity(), stage_index_to_group_rank={},
+    )  # fmt: skip
+
+
+def _fill_and_drain(schedule: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
+    placement = stage_ranks(schedule, ranks, per_rank)
+    make, kinds = torch_schedules._Action, torch_schedules._ComputationType
+    order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
+    for stage, rank in enumerate(placement):
+        order[rank] += [make(stage, kinds.FORWARD, index) for index in range(microbatches)]
+    for stage, rank in reversed(list(enumerate(placement))):
+        order[rank] += [make(stage, kinds.FULL_BACKWARD, index) for index in range(microbatches)]
+    return order
+
+
+def _flatten(lowered: list[Any]) -> list[Action]:
+    found = []
+    for action in lowered:
+        for part in action.sub_actions or (action,):
+            found.append(Action(part.computation_type.value, part.stage_index, part.microbatch_index))
+    return found

@@ -1,0 +1,260 @@
+"""Cutting a module into stages: `plan_split` decides on the whole module, `apply_split` makes foreign units absent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline.units import Unit, find_units, parameters_used_everywhere
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter that several stages hold."""
+
+    name: str
+    """Its first name in `named_parameters`."""
+    names: tuple[str, ...]
+    """All its names."""
+    stages: tuple[int, ...]
+    """Stages that use it, in order. The first one counts it in norms and writes it to checkpoints."""
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """Which units run on which stage. Pure data, equal on every rank."""
+
+    stages: tuple[tuple[str, ...], ...]
+    """Names of units per stage, in running order; a stage may be empty."""
+    units: tuple[Unit, ...]
+    everywhere: tuple[str, ...]
+    """Parameters that code outside units uses: real on every stage."""
+    ties: tuple[Tie, ...]
+    """Parameters that several stages hold."""
+    holders: Mapping[str, tuple[int, ...]]
+    """Stages on which each unit's parameters are real, by every name the unit has."""
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def solo(self) -> bool:
+        """Whether one stage does all the work, because there is nothing to cut."""
+        return sum(bool(stage) for stage in self.stages) <= 1
+
+    def describe(self) -> str:
+        """One line per stage."""
+        cost = {unit.name: unit.cost for unit in self.units}
+        total = sum(cost.values()) or 1.0
+        lines = []
+        for index, names in enumerate(self.stages):
+            share = sum(cost[name] for name in names) / total
+            span = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names) or "nothing"
+            lines.append(f"stage {index}: {span} ({share:.0%} of the work)")
+        return "\n".join(lines)
+
+
+def plan_split(
+    module: nn.Module,
+    anatomy: Anatomy | None = None,
+    num_stages: int = 2,
+    *,
+    cuts: Sequence[str] | None = None,
+    costs: Mapping[str, float] | None = None,
+) -> PipelineSplit:
+    """Cut `module` into `num_stages` stages of about equal cost.
+
+    Args:
+        module: the whole module, before anything is sharded; parameters may be on meta.
+        anatomy: its anatomy, found if not given.
+        num_stages: pipeline ranks x stages per rank.
+        cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
+        costs: measured cost of units by name, instead of the counted one.
+
+    A module with a single unit leaves all stages but the last empty. Raises `PipelineSplitError` where there are
+    several units but fewer than stages.
+    """
+    units = find_units(module, anatomy or Anatomy.of(module), num_stages)
+    if costs:
+        units = tuple(Unit(unit.name, unit.parameters, costs.get(unit.name, unit.cost)) for unit in units)
+    names = tuple(unit.name for unit in units)
+    if cuts is not None:
+        stages = _by_hand(names, cuts, num_stages)
+    elif len(units) <= 1:
+        stages = ((),) * (num_stages - 1) + (names,)
+    elif len(units) < num_stages:
+        raise PipelineSplitError(
+            f"The pipeline has {num_stages} stages but the module only {len(units)} blocks to place"
+            f" ({', '.join(names)}). Use a pipeline_parallel_size x stages per rank of at most {len(units)}."
+        )
+    else:
+        stages = _balance(units, num_stages)
+    everywhere = parameters_used_everywhere(module, units)
+    holders = _holders(module, stages)
+    return PipelineSplit(stages, units, everywhere, _ties(module, holders, everywhere, num_stages), holders)
+
+
+def _by_hand(names: tuple[str, ...], cuts: Sequence[str], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    if len(cuts) != num_stages - 1:
+        raise PipelineSplitError(
+            f"pipeline_split names {len(cuts)} cuts ({', '.join(cuts)}), but {num_stages} stages need {num_stages - 1}:"
+            " the first block of each stage but the first."
+        )
+    starts = [0]
+    for cut in cuts:
+        matches = [index for index, name in enumerate(names) if name == cut or name.startswith(cut + ".")]
+        if not matches:
+            raise PipelineSplitError(
+                f"pipeline_split: {cut!r} is not a block of the module. Blocks: {', '.join(names)}."
+            )
+        if matches[0] <= starts[-1]:
+            raise PipelineSplitError(
+                f"pipeline_split: {cut!r} does not run after {names[starts[-1]]!r}, where the stage before it starts."
+            )
+        starts.append(matches[0])
+    return tuple(names[start:stop] for start, stop in zip(starts, [*starts[1:], len(names)], strict=True))
+
+
+def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """The contiguous partition with the smallest largest stage; among those, the smallest sum of squares."""
+    prefix = [0.0]
+    for unit in units:
+        prefix.append(prefix[-1] + unit.cost)
+    count = len(units)
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
+    best[0] = (0.0, 0.0, ())
+    for stage in range(num_stages):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
+        for stop in range(stage + 1, count - (num_stages - stage - 1) + 1):
+            options = []
+            for start in range(stage, stop):
+                before = best[start]
+                if before is not None:
+                    cost = prefix[stop] - prefix[start]
+                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
+            following[stop] = min(options, default=None)
+        best = following
+    final = best[count]
+    assert final is not None
+    bounds = [*final[2], count]
+    names = [unit.name for unit in units]
+    return tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))
+
+
+def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
+    """A module that stands at several places in the tree is held by the stages of all of them."""
+    by_module: dict[int, list[int]] = {}
+    for index, names in enumerate(stages):
+        for name in names:
+            by_module.setdefault(id(module.get_submodule(name)), []).append(index)
+    return {name: tuple(dict.fromkeys(by_module[id(module.get_submodule(name))])) for names in stages for name in names}
+
+
+def _ties(
+    module: nn.Module, holders: Mapping[str, tuple[int, ...]], everywhere: tuple[str, ...], num_stages: int
+) -> tuple[Tie, ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    used: dict[int, set[int]] = {key: set() for key in names}
+    for unit, stages in holders.items():
+        for parameter in module.get_submodule(unit).parameters():
+            used[id(parameter)] |= set(stages)
+    for name in everywhere:
+        used[id(module.get_parameter(name))] |= set(range(num_stages))
+    return tuple(
+        Tie(group[0], tuple(group), tuple(sorted(used[key]))) for key, group in names.items() if len(used[key]) > 1
+    )
+
+
+@dataclass
+class AppliedSplit:
+    """A module whose foreign units are absent on this rank."""
+
+    module: nn.Module
+    split: PipelineSplit
+    my_stages: tuple[int, ...]
+    absent: dict[str, int]
+    """Stage that holds each absent parameter or buffer, by name (every name of a tied one)."""
+
+    def undo(self, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
+        """Make the module whole again on every rank of `group`: each absent tensor is received from its stage.
+
+        Args:
+            group: the pipeline group; every rank of it calls this, with real plain tensors for what it holds.
+            stage_rank: rank in `group` of each stage.
+        """
+        everywhere: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(everywhere, self.absent, group=group)
+        stage_of = {name: stage for absent in everywhere for name, stage in absent.items()}
+        fresh: dict[int, nn.Parameter] = {}
+        sent: set[int] = set()
+        for name in sorted(stage_of):
+            self._receive(name, stage_rank[stage_of[name]], group, fresh, sent)
+        self.absent = {}
+
+    def _receive(
+        self, name: str, source: int, group: dist.ProcessGroup, fresh: dict[int, nn.Parameter], sent: set[int]
+    ) -> None:
+        owner_name, _, leaf = name.rpartition(".")
+        owner = self.module.get_submodule(owner_name)
+        held = getattr(owner, leaf)
+        if name not in self.absent:
+            dist.broadcast(held.detach().contiguous(), group=group, group_src=source)
+            return
+        data = torch.empty(held.shape, dtype=held.dtype, device=self.device)
+        dist.broadcast(data, group=group, group_src=source)
+        if not isinstance(held, nn.Parameter):
+            owner._buffers[leaf] = data
+            return
+        if id(held) not in fresh:
+            fresh[id(held)] = nn.Parameter(data, requires_grad=held.requires_grad)
+        owner._parameters[leaf] = fresh[id(held)]
+
+    @property
+    def device(self) -> torch.device:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> AppliedSplit:
+    """Move parameters and buffers of units that none of `my_stages` holds to meta, in place.
+
+    Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank;
+    an absent parameter never gets a gradient, so optimizers pass over it.
+    """
+    mine = set(my_stages)
+    kept = {id(module.get_parameter(name)) for name in split.everywhere}
+    for unit, stages in split.holders.items():
+        if mine & set(stages):
+            inner = module.get_submodule(unit)
+            kept |= {id(tensor) for tensor in (*inner.parameters(), *inner.buffers())}
+    replaced: dict[int, torch.Tensor] = {}
+    absent: dict[str, int] = {}
+    for unit, stages in split.holders.items():
+        if mine & set(stages):
+            continue
+        for prefix, inner in module.get_submodule(unit).named_modules(prefix=unit):
+            for tensors in (inner._parameters, inner._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or id(tensor) in kept:
+                        continue
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = _absent_like(tensor)
+                        kept.add(id(replaced[id(tensor)]))
+                    tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
+                    absent[f"{prefix}.{name}"] = stages[0]
+    return AppliedSplit(module, split, tuple(my_stages), absent)
+
+
+def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty

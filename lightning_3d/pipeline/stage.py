@@ -1,0 +1,107 @@
+"""One stage's part of the user's step on one microbatch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.microbatch import leaves, map_leaves
+from lightning_3d.pipeline.rehearsal import Part, Trace, differ, fingerprint
+from lightning_3d.pipeline.traced import Tape, Traced, not_a_view
+from lightning_3d.pipeline.wire import Spec
+
+
+class Cut(BaseException):
+    """Ends a step at the first call that belongs to a later stage. Not an Exception: users' handlers let it pass."""
+
+
+class StagePlay(Tape):
+    """Plays one part of a step: earlier units give stand-ins, its own run, the first later one ends the step."""
+
+    def __init__(
+        self, trace: Trace, part: Part, name: str, received: list[Tensor], seed: int, device: torch.device
+    ) -> None:
+        super().__init__(
+            {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
+            frozenset(carried.node for carried in part.after),
+        )
+        self.whole, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
+        self.final = part.stop == len(trace.calls)
+        self.expected: dict[int, list[list[float]]] | None = None
+        """In the rehearsal's check: fingerprints of what own units must be called with."""
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        own = self._begin(unit)
+        if own:
+            self._refuse_absent(unit, args, kwargs)
+        args, kwargs = self.plain(args), self.plain(kwargs)
+        if own and self.expected is not None:
+            self._check(unit, args, kwargs)
+        return args, kwargs
+
+    def leave(self, unit: str, output: Any) -> Any:
+        seeds.restart(self.seed, 2 * self.call - 1)
+        if self.call - 1 < self.part.start:
+            return self.trace(output, absent=True)
+        self.tracing = not self.final
+        return self.trace(output, absent=False) if self.tracing else output
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self._begin(unit)
+        seeds.restart(self.seed, 2 * self.call - 1)
+        output = self.whole.calls[self.call - 1].output
+        zeros = map_leaves(lambda leaf: self._zeros(leaf) if isinstance(leaf, Spec) else leaf, output)
+        return self.trace(zeros, absent=True)
+
+    def outputs(self) -> list[Tensor]:
+        """What crosses the cut behind this part."""
+        wanted = [carried.node for carried in self.part.after]
+        missing = [node for node in wanted if node not in self.made]
+        if missing:
+            origin = self.whole.origin(missing[0])
+            raise PipelineSplitError(
+                f"{self.name}: a tensor that a later stage needs was not made ({origin}). {_DIFFERENT}"
+            )
+        return [self.made[node] for node in wanted]
+
+    def _begin(self, unit: str) -> bool:
+        """Count a call. Whether it is one of this part's own."""
+        call = self.next_call()
+        calls = self.whole.calls
+        if call >= len(calls) or calls[call].unit != unit:
+            expected = calls[call].unit if call < len(calls) else "no further block"
+            raise PipelineSplitError(
+                f"{self.name}: the step calls {unit!r} where {expected!r} was expected. {_DIFFERENT}"
+            )
+        if call >= self.part.stop:
+            raise Cut
+        seeds.restart(self.seed, 2 * call)
+        return call >= self.part.start
+
+    def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Traced) and leaf.absent and leaf.node not in self.values:
+                origin = self.whole.origin(leaf.node)
+                raise PipelineSplitError(
+                    f"{self.name}: {unit!r} needs a tensor that was not carried to it ({origin}). {_DIFFERENT}"
+                )
+
+    def _check(self, unit: str, args: Any, kwargs: Any) -> None:
+        assert self.expected is not None
+        if differ(fingerprint((args, kwargs)), self.expected.get(self.call - 1, [])):
+            raise PipelineSplitError(
+                f"{self.name}: cut into stages, {unit!r} gets other inputs than in the whole step. Something"
+                " that it needs comes from an earlier stage in a way that was not seen (a tensor changed in place"
+                " through a view, or kept on a module between calls). Pass it from block to block."
+            )
+
+    def _zeros(self, spec: Spec) -> Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+
+_DIFFERENT = (
+    "The step ran differently than in its rehearsal on the same shapes: which blocks run, and in which order, must"
+    " depend on the shapes of the batch only."
+)

@@ -1,0 +1,175 @@
+"""One pipelined training step: microbatches, the schedule, what the last stage returns and logs."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline.executor import Execution
+from lightning_3d.pipeline.logs import Record, combine
+from lightning_3d.pipeline.microbatch import (
+    auto_microbatches,
+    batch_size,
+    join_outputs,
+    map_leaves,
+    split_batch,
+    split_sizes,
+)
+from lightning_3d.pipeline.rehearsal import Carried, Part, Trace
+from lightning_3d.pipeline.schedule import actions
+from lightning_3d.pipeline.stage import Cut, StagePlay
+from lightning_3d.pipeline.traced import untrace
+
+if TYPE_CHECKING:
+    from lightning_3d.pipeline.runner import Pipeline
+
+
+@dataclass
+class TrainingStep:
+    """A batch on its way through the stages of this rank."""
+
+    pipeline: "Pipeline"
+    name: str
+    args: tuple[Any, ...]
+    seed: int
+    scale: float
+    sizes: list[int] = field(default_factory=list)
+    microbatches: list[tuple[Any, ...]] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    whole: Trace | None = None
+    """With the loss on the whole batch: the trace of the step on it."""
+    outputs: list[Any] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+
+    def run(self) -> tuple[Any, Record]:
+        """What the whole batch's step would have returned and logged, on every rank."""
+        self._cut_batch()
+        pipeline = self.pipeline
+        execution = Execution(
+            pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
+            self._head if self.whole else None,
+        )  # fmt: skip
+        schedule = "fill_and_drain" if self.whole else pipeline.schedule
+        placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
+        execution.run(actions(schedule, *placement, len(self.sizes))[pipeline.wire.rank])
+        return self._results()
+
+    def _cut_batch(self) -> None:
+        batch, rest = (self.args[0], self.args[1:]) if self.args else (None, ())
+        rows = batch_size(batch)
+        count = self.pipeline.num_microbatches
+        self.sizes = (
+            split_sizes(rows, auto_microbatches(rows, self.pipeline.wire.size) if count == "auto" else count)
+            if rows
+            else [1]
+        )
+        self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes)] if self.args else [()]
+        self.traces = [
+            self.pipeline.trace(self.name, args, self._mark(index)) for index, args in enumerate(self.microbatches)
+        ]
+        if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
+            self.whole = self.pipeline.trace(self.name, self.args, self.seed)
+            self.traces = [trace.with_head() for trace in self.traces]
+
+    def _mark(self, index: int) -> int:
+        """The random seed of a microbatch."""
+        return self.seed ^ (index * 0x9E3779B1)
+
+    def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
+        trace = self.traces[index]
+        record = Record()
+        result = play(
+            self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
+            self.microbatches[index], self._mark(index), received, record,
+        )  # fmt: skip
+        if trace.parts[stage].stop < len(trace.calls):
+            return result
+        return self._finish(result, record, self.sizes[index] / sum(self.sizes))
+
+    def _finish(self, output: Any, record: Record, weight: float) -> list[Tensor]:
+        """Keep what a step returned; what backward starts from."""
+        self.outputs.append(detached(output))
+        self.records.append(record)
+        loss = loss_of(output)
+        return [] if loss is None else [loss * (self.scale * weight)]
+
+    def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
+        """Head and loss on the whole batch: the gradients of each microbatch's activations."""
+        assert self.whole is not None
+        part, record = self.whole.head, Record()
+        columns = list(zip(*activations, strict=True))
+        dims = [self._joined_dim(carried, at) for at, carried in enumerate(part.before)]
+        joined = [torch.cat([item.detach() for item in column], dim) if dim is not None else column[0].detach()
+                  for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
+        for tensor, carried in zip(joined, part.before, strict=True):
+            tensor.requires_grad_(carried.spec.requires_grad)
+        output = play(self.pipeline, self.whole, part, "head", self.name, self.args, self.seed, joined, record)
+        for loss in self._finish(output, record, 1.0):
+            loss.backward()
+        self.sizes = [sum(self.sizes)]
+        return self._chunks(columns, dims, joined)
+
+    def _chunks(self, columns: list[Any], dims: list[int | None], joined: list[Tensor]) -> list[list[Tensor | None]]:
+        grads: list[list[Tensor | None]] = [[] for _ in self.traces]
+        for column, dim, tensor in zip(columns, dims, joined, strict=True):
+            grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            pieces = grad.split([item.shape[dim] for item in column], dim) if dim is not None else None
+            for index in range(len(grads)):
+                first_only = grad if index == 0 else None
+                grads[index].append(pieces[index] if pieces else first_only)
+        return grads
+
+    def _joined_dim(self, carried: Carried, at: int) -> int | None:
+        """The dimension along which the microbatches' tensors make up the batch's; None where all have the same."""
+        whole = carried.spec.shape
+        parts = [trace.parts[-1].after[at].spec.shape for trace in self.traces]
+        if all(part == whole for part in parts):
+            return None
+        for dim in range(len(whole)):
+            if sum(part[dim] for part in parts) == whole[dim]:
+                return dim
+        raise PipelineSplitError(
+            f"loss_scope='batch': shapes {parts} of the microbatches do not join to {whole} of the whole batch."
+        )
+
+    def _results(self) -> tuple[Any, Record]:
+        mine = None
+        if self.pipeline.holds_last:
+            record = combine(self.records, self.sizes)
+            mine = (join_outputs(self.outputs, self.sizes), record.logged, record.updates)
+        output, logged, updates = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
+        return output, Record(logged, updates)
+
+
+def play(
+    pipeline: "Pipeline", trace: Trace, part: Part, title: str, name: str, args: tuple[Any, ...], seed: int,
+    received: list[Tensor], record: Record, expected: Any = None,
+) -> Any:  # fmt: skip
+    """One part of a step on a microbatch: what crosses the cut behind it, or the step's own output at the end."""
+    player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
+    player.expected = expected
+    with player, pipeline.gates.directed(player), pipeline.taps.recording(record):
+        try:
+            output = pipeline.call(name, args, seed)
+        except Cut:
+            return player.outputs()
+    if not player.final:
+        raise PipelineSplitError(f"{title}: the step ended before it reached a block of a later stage.")
+    return untrace(output)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a training step returned."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is not None and not isinstance(loss, Tensor):
+        raise UnsupportedError(
+            f"training_step returned {type(output).__name__}: a tensor, a dict with 'loss', or None is needed."
+        )
+    return loss
+
+
+def detached(output: Any) -> Any:
+    """`output` without its graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -1,0 +1,100 @@
+"""Parameters that several stages hold: gradients summed over the stages, so that the copies stay equal bit for bit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.pipeline.split import PipelineSplit, Tie
+from lightning_3d.pipeline.wire import Wire
+
+_TAG = 1 << 29
+
+
+class Ties:
+    """The ties of this rank, grouped by the ranks that hold them."""
+
+    def __init__(
+        self, split: PipelineSplit, wire: Wire, stage_rank: Sequence[int], locate: Callable[[str], Tensor]
+    ) -> None:
+        """
+        Args:
+            locate: the tensor whose `.grad` holds this rank's gradient of a parameter, by the parameter's name. With
+                FSDP2 that is the unsharded parameter, as long as its gradient has not been reduced.
+        """
+        self.wire, self.locate = wire, locate
+        self.groups: dict[tuple[int, ...], list[Tie]] = {}
+        for tie in split.ties:
+            ranks = tuple(sorted({stage_rank[stage] for stage in tie.stages}))
+            if len(ranks) > 1 and wire.rank in ranks:
+                self.groups.setdefault(ranks, []).append(tie)
+
+    def sum_gradients(self) -> None:
+        """Give every holder the sum of all holders' gradients, added in the order of ranks."""
+        for ranks, ties in self.groups.items():
+            tensors = [self.locate(tie.name) for tie in ties]
+            trained = [tensor for tensor in tensors if tensor.requires_grad]
+            for dtype in dict.fromkeys(tensor.dtype for tensor in trained):
+                self._sum(ranks, [tensor for tensor in trained if tensor.dtype == dtype])
+
+    def _sum(self, ranks: tuple[int, ...], tensors: list[Tensor]) -> None:
+        present = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
+        flags = present.to(tensors[0].device, tensors[0].dtype)
+        parts = [
+            _local(tensor.grad) if tensor.grad is not None else torch.zeros_like(_local(tensor)) for tensor in tensors
+        ]
+        mine = torch.cat([flags, *(part.detach().reshape(-1) for part in parts)])
+        total = self._exchange(ranks, mine)
+        offset = len(tensors)
+        for index, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
+            piece = total[offset : offset + part.numel()].view(part.shape)
+            offset += part.numel()
+            if total[index] == 0:
+                continue
+            if tensor.grad is None:
+                tensor.grad = _like(tensor, piece)
+            else:
+                _local(tensor.grad).copy_(piece)
+
+    def _exchange(self, ranks: tuple[int, ...], mine: Tensor) -> Tensor:
+        others = [rank for rank in ranks if rank != self.wire.rank]
+        buffers = {rank: torch.empty_like(mine) for rank in others}
+        operations = []
+        for rank in others:
+            operations.append(dist.P2POp(dist.isend, mine, group=self.wire.group, group_peer=rank, tag=_TAG))
+            operations.append(dist.P2POp(dist.irecv, buffers[rank], group=self.wire.group, group_peer=rank, tag=_TAG))
+        with self.wire.naming("exchanging gradients of tied parameters"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        buffers[self.wire.rank] = mine
+        total = buffers[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += buffers[rank]
+        return total
+
+
+def _local(tensor: Any) -> Tensor:
+    """The local part of a tensor-parallel parameter: stages hold it split in the same way."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _like(tensor: Any, local: Tensor) -> Tensor:
+    if not hasattr(tensor, "to_local"):
+        return local.clone()
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.clone(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def plain_parameters(module: nn.Module) -> Callable[[str], Tensor]:
+    """`locate` for parameters that are not sharded over data ranks."""
+    return module.get_parameter

@@ -1,0 +1,171 @@
+"""`Traced`: a tensor that knows where in a step it was made.
+
+A stage runs the user's step from the start, but has no values for what earlier stages compute. Those tensors are
+*absent*: zeros of the right shape that carry their origin. An operation whose absent inputs were received gets the
+received values; one with inputs that were not gives another absent tensor; nothing is ever computed from a stand-in
+and used. Operations are numbered as (calls of units so far, index since then), which is the same on every stage.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline.microbatch import leaves, map_leaves
+
+Node = tuple[int, int]
+"""Where a tensor was made: calls of units before it, and its index among traced tensors made since."""
+
+_READS = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
+    "equal", "allclose", "is_nonzero", "__contains__", "cpu_numpy",
+}  # fmt: skip
+
+
+class Traced(Tensor):
+    """A tensor under a `Tape`; an ordinary one once no tape is active."""
+
+    node: Node
+    absent: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _active:
+            return _active[-1].run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Tape:
+    """Numbers what a step makes, supplies what was received, keeps what must be sent on."""
+
+    def __init__(self, received: dict[Node, Tensor] | None = None, wanted: frozenset[Node] = frozenset()) -> None:
+        self.call = 0
+        self.index = 0
+        self.values = received or {}
+        self.wanted = wanted
+        self.made: dict[Node, Tensor] = {node: value for node, value in self.values.items() if node in wanted}
+        self.tracing = True
+        """Whether what is made is still traced: not on the last stage once its own units run."""
+
+    def __enter__(self) -> "Tape":
+        _active.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.remove(self)
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            self.on_read(inputs, missing, name)
+        if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
+            return self._in_place(func, args, kwargs, bool(missing))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*self.plain(args), **self.plain(kwargs))
+        if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
+            return result
+        for leaf in inputs:
+            self.on_use(leaf.node, self.call)
+        return self.trace(result, bool(missing)) if self.tracing or missing else result
+
+    def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
+        """The handle that the user holds now stands for the changed tensor; what was received must not change."""
+        handle: Traced = args[0]
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Traced):
+                self.on_use(leaf.node, self.call)
+        target = self.plain(handle)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(target, *self.plain(args[1:]), **self.plain(kwargs))
+        handle.node = self._number()
+        if not missing:
+            self.values[handle.node] = target
+            self.on_made(handle.node, target)
+        return handle if isinstance(result, Tensor) else result
+
+    def plain(self, value: Any) -> Any:
+        """`value` with received tensors in place of absent ones."""
+        return map_leaves(self._plain, value)
+
+    def _plain(self, leaf: Any) -> Any:
+        if isinstance(leaf, Traced):
+            if leaf.node in self.values:
+                return self.values[leaf.node]
+            with torch._C.DisableTorchFunctionSubclass():
+                return leaf.as_subclass(Tensor)  # type: ignore[arg-type]
+        return leaf
+
+    def trace(self, value: Any, absent: bool) -> Any:
+        """`value` with its tensors numbered."""
+        return map_leaves(lambda leaf: self._trace(leaf, absent), value)
+
+    def _trace(self, leaf: Any, absent: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        node = self._number()
+        if not absent:
+            self.on_made(node, leaf)
+        traced = leaf.as_subclass(Traced)  # type: ignore[arg-type]
+        traced.node, traced.absent = node, absent
+        return traced
+
+    def _number(self) -> Node:
+        node = (self.call, self.index)
+        self.index += 1
+        return node
+
+    def next_call(self) -> int:
+        """Number of the call of a unit that begins now."""
+        call, self.call, self.index = self.call, self.call + 1, 0
+        return call
+
+    def on_made(self, node: Node, value: Tensor) -> None:
+        """A traced tensor was made."""
+        if node in self.wanted:
+            self.made[node] = value
+
+    def on_use(self, node: Node, when: int) -> None:
+        """A traced tensor is used after `when` calls of units."""
+
+    def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
+        if missing:
+            raise PipelineSplitError(
+                f"The step reads the value of a tensor in Python (`{name}`) that another stage computes, before its own"
+                " blocks have run. A branch on such a value cannot be cut into stages; move it behind the last block."
+            )
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """The same data with a place of its own in the graph: neither a leaf nor a view, so it may be changed in place."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor
+
+
+def untrace(value: Any) -> Any:
+    """`value` with ordinary tensors."""
+    return map_leaves(lambda leaf: leaf.as_subclass(Tensor) if isinstance(leaf, Traced) else leaf, value)
+
+
+def _changes_input(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
+    return name.endswith("_") and name not in ("requires_grad_",)
+
+
+_active: list[Tape] = []

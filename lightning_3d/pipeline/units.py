@@ -1,0 +1,83 @@
+"""Units: the modules that a pipeline places, in the order in which they run.
+
+A unit is called as a whole and has parameters: a block of a chain, an embedding, a norm, a head. Modules around units
+(the LightningModule, the containers of blocks and what lies between) are *open*: their code runs on every stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.pipeline.reading import direct_parameters, ordered_children
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One module that is placed whole."""
+
+    name: str
+    parameters: int
+    """Elements, whatever else shares them."""
+    cost: float
+    """Work per sample in units of one multiply-add per parameter; tables that are only looked up count little."""
+
+
+def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit, ...]:
+    """Units of `module`; large ones are opened until there are `at_least` that many, where that is possible."""
+    opened = {name for chain in anatomy.chains for name in _with_parents(chain.name)}
+    while True:
+        units = tuple(_walk(module, "", opened))
+        if len(units) >= at_least:
+            return units
+        closed = [unit for unit in units if _can_open(module.get_submodule(unit.name))]
+        if not closed:
+            return units
+        opened.add(max(closed, key=lambda unit: unit.cost).name)
+
+
+def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tuple[str, ...]:
+    """Names of parameters that code outside units reads: their own direct ones, and `self.table.weight` of a unit."""
+    names = [unit.name for unit in units]
+    found: list[str] = []
+    for prefix, inner in module.named_modules():
+        if any(prefix == name or prefix.startswith(name + ".") for name in names):
+            continue
+        dotted = f"{prefix}." if prefix else ""
+        found += [dotted + name for name, _ in inner.named_parameters(recurse=False)]
+        found += [dotted + name for name in sorted(direct_parameters(inner))]
+    return tuple(dict.fromkeys(found))
+
+
+def _walk(module: nn.Module, prefix: str, opened: set[str]) -> Iterator[Unit]:
+    for name, child in ordered_children(module):
+        full = f"{prefix}.{name}" if prefix else name
+        count = sum(parameter.numel() for parameter in child.parameters())
+        if count == 0:
+            continue
+        if full in opened or type(child) in (nn.ModuleList, nn.ModuleDict):
+            yield from _walk(child, full, opened)
+        else:
+            yield Unit(full, count, _cost(child))
+
+
+def _cost(module: nn.Module) -> float:
+    tables = sum(
+        inner.weight.numel() for inner in module.modules() if isinstance(inner, nn.Embedding | nn.EmbeddingBag)
+    )
+    return sum(parameter.numel() for parameter in module.parameters()) - 0.99 * tables
+
+
+def _can_open(module: nn.Module) -> bool:
+    """Torch's own modules use their children's parameters directly, so only containers among them are opened."""
+    if "parametrizations" in module._modules or not any(True for _ in module.children()):
+        return False
+    return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]

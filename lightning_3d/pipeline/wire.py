@@ -1,0 +1,221 @@
+"""Tensors between the ranks of one pipeline, with errors that say what was being waited for."""
+
+import pickle
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.errors import PeerError
+from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
+from lightning_3d.pipeline.traced import not_a_view
+
+
+class Spec:
+    """What one needs to know to receive a tensor. No dataclass: those count as containers of a batch."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> None:
+        self.shape, self.dtype, self.requires_grad = shape, dtype, requires_grad
+
+    def __repr__(self) -> str:
+        return f"Spec({self.shape}, {self.dtype}, {self.requires_grad})"
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Spec":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass
+class Wire:
+    """The ranks of one pipeline: sends to a neighbour, shares with all."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
+    shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
+    """The last header shared at each site, and how many numbers go with it."""
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
+        """Start sending; the tensors are kept until `finish`, or until a later send finds them gone."""
+        self.sending = [entry for entry in self.sending if not entry[0].is_completed()]
+        for tensor in tensors:
+            data = tensor.detach().contiguous()
+            with _naming(what, to):
+                work = dist.isend(data, group=self.group, group_dst=to, tag=tag)
+            assert work is not None
+            self.sending.append((work, data, what))
+
+    def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
+        """Start receiving tensors of `specs`; their memory is taken now."""
+        buffers = [spec.empty(self.device) for spec in specs]
+        works = []
+        for buffer in buffers:
+            with _naming(what, source):
+                works.append(dist.irecv(buffer, group=self.group, group_src=source, tag=tag))
+        return Receipt(buffers, works, what, source)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        for work, _, what in self.sending:
+            with _naming(what, None):
+                work.wait()
+        self.sending = []
+
+    def share(self, value: Any, source: int, site: Hashable) -> Any:
+        """`value` of rank `source` on every rank: any nesting of tensors and plain values.
+
+        Leaves that are neither (caches, modules) arrive as None. What stays the same from one value to the next of
+        the same `site` (nesting, shapes, strings) is sent once; after that a value costs one message for all its
+        numbers and one per larger tensor.
+        """
+        if self.size == 1:
+            return value
+        with self.naming("sharing a result", source):
+            if self.rank == source:
+                return self._share_mine(value, site)
+            return self._share_received(source, site)
+
+    def _share_mine(self, value: Any, site: Hashable) -> Any:
+        header = pickle.dumps(map_leaves(_header, value))
+        known, count = self.shared.get(site, (b"", 0))
+        numbers = _numbers(value, self.device)
+        changed = header != known
+        first = torch.tensor([len(header) if changed else 0.0], dtype=torch.float64, device=self.device)
+        body = torch.zeros(count, dtype=torch.float64, device=self.device) if changed else numbers
+        self._broadcast(torch.cat([first, body]), self.rank)
+        if changed:
+            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device), self.rank)
+            self._broadcast(numbers, self.rank)
+            self.shared[site] = (header, len(numbers))
+        for leaf in leaves(value):
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                self._broadcast(leaf.detach().contiguous(), self.rank)
+        return value
+
+    def _share_received(self, source: int, site: Hashable) -> Any:
+        header, count = self.shared.get(site, (b"", 0))
+        message = self._broadcast(torch.empty(1 + count, dtype=torch.float64, device=self.device), source)
+        numbers, length = message[1:], int(message[0].item())
+        if length:
+            raw = self._broadcast(torch.empty(length, dtype=torch.uint8, device=self.device), source)
+            header = bytes(raw.cpu().tolist())
+            count = sum(isinstance(leaf, Number | Spec) and not leaf.shape for leaf in leaves(pickle.loads(header)))
+            self.shared[site] = (header, count)
+            numbers = self._broadcast(torch.empty(count, dtype=torch.float64, device=self.device), source)
+        waiting = iter(numbers)
+        return map_leaves(lambda leaf: self._arrived(leaf, waiting, source), pickle.loads(header))
+
+    def _arrived(self, leaf: Any, numbers: Iterator[Tensor], source: int) -> Any:
+        if isinstance(leaf, Number):
+            return leaf.kind(next(numbers).item())
+        if not isinstance(leaf, Spec):
+            return leaf
+        data = self._broadcast(leaf.empty(self.device), source) if leaf.shape else next(numbers).to(leaf.dtype)
+        return not_a_view(data.requires_grad_()) if leaf.requires_grad and torch.is_grad_enabled() else data
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        if tensor.numel():
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def naming(self, what: str, peer: int | None = None) -> "_naming":
+        """Errors of the process group inside say `what` was being done."""
+        return _naming(what, peer)
+
+    def agree(self, value: Any) -> list[Any]:
+        """`value` of every rank."""
+        gathered: list[Any] = [None] * self.size
+        with _naming("comparing notes", None):
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+
+@dataclass
+class Receipt:
+    """Tensors on their way."""
+
+    buffers: list[Tensor]
+    works: list[Any]
+    what: str
+    source: int
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            with _naming(self.what, self.source):
+                work.wait()
+        return self.buffers
+
+
+class _naming:
+    """Turn an error of the process group into one that says what was being done."""
+
+    def __init__(self, what: str, peer: int | None) -> None:
+        self.what, self.peer = what, peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
+            peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
+            raise PeerError(
+                f"Pipeline: {self.what}{peer} did not end: {str(error).splitlines()[0]}. That rank failed, was stopped,"
+                " or took longer than the timeout of the process group; its own log says more."
+            ) from error
+
+
+class Number:
+    """A Python number in a header."""
+
+    shape = ()
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+def _header(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Spec.of(leaf)
+    if type(leaf) in (int, float) and abs(leaf) < 1 << 53:
+        return Number(type(leaf))
+    if isinstance(leaf, _SIMPLE):
+        return leaf
+    return leaf if callable(leaf) and _picklable(leaf) else None
+
+
+def _picklable(leaf: Any) -> bool:
+    try:
+        pickle.dumps(leaf)
+    except Exception:  # any failure to pickle means the same: it stays behind
+        return False
+    return not isinstance(leaf, nn.Module)
+
+
+def _numbers(value: Any, device: torch.device) -> Tensor:
+    """All numbers and scalar tensors, in order; double holds every float, and integers up to 2**53."""
+    found = [leaf for leaf in leaves(value) if _is_number(leaf)]
+    if not found:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    if not any(isinstance(leaf, Tensor) for leaf in found):
+        return torch.tensor(found, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(leaf).detach().to(device, torch.float64) for leaf in found])
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.ndim == 0
+    return type(leaf) in (int, float) and abs(leaf) < 1 << 53

@@ -1,0 +1,23 @@
+"""A hand-written GPT, unchanged, over a pipeline: the numbers of one process."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.pipeline.models import GPT, gpt_batch
+from tests.pipeline.parity import assert_same, pipelined, whole
+from tests.workers import run
+
+
+def build(tied, steps=6, dropout=0.0, rows=8):
+    torch.manual_seed(1)
+    return GPT(tied=tied, dropout=dropout), [gpt_batch(rows=rows, seed=index) for index in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parity(schedule, tied):
+    reference = whole(partial(build, tied))
+    for result in run(pipelined, partial(build, tied), schedule, 4, 1, 1, True, world=2, group=True):
+        assert_same(result, reference)

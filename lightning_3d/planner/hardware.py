@@ -49,6 +49,8 @@ class Accelerator:
     """Host memory there is for each device, for offload."""
     reserved_gb: float = 1.5
     """Memory that the driver, the communication library and fragmentation take."""
+    block_launch_us: float = 400
+    """Microseconds that the host needs to start the kernels of one block, forward and backward."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""

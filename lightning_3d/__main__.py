@@ -4,4 +4,5 @@ import sys
 
 from lightning_3d.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 from lightning_3d.errors import Lightning3DError
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _top_level(arguments: list[str]) -> int:
     lines = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lightning-3d",
         description="Plan and run 3D-parallel training of an unchanged LightningModule.",
         epilog=f"commands:\n{lines}\n\n`lightning-3d COMMAND --help` shows a worked example of each.",
@@ -50,8 +51,15 @@ def _top_level(arguments: list[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line on stderr and exit code 2, without the usage of every flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows examples)\n")
+
+
 def _parser_of(name: str, command: ModuleType) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"lightning-3d {name}",
         description=(command.__doc__ or "").partition("\n\n")[0],
         epilog=command.EXAMPLE,

@@ -22,12 +22,12 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
         )
     peak = lean.peak
     if peak.total > device.memory_gb * 1e9:
-        need = f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device"
+        need = f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(lean)}"
     else:
         need = f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
     how = f"{lean.layout}, {lean.layout.recompute} recompute, offload {lean.layout.offload}"
     return (
-        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}, mostly {_most(lean)}."
+        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}."
         f" {remedy(job, cluster, pins, catalogue)}"
     )
 

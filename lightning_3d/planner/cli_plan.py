@@ -18,7 +18,7 @@ examples:
   lightning-3d plan 13b --tokens 260B --accelerator a100-80g --max-cost 500000
   lightning-3d plan 7b --tokens 140B --cluster 8x8xa100-80g --compare a100-80g,h100,tpu-v4
   lightning-3d plan path/to/config.json --tokens 50B --cluster 8xa100-80g --sequence 4096 --batch 256
-  lightning-3d plan my_package.model.LitGPT --arg n_layer=24 --samples 10M --cluster 4x8xh100
+  lightning-3d plan my_package.model.LitGPT --arg n_layer=24 --inputs 8x1024:int64 --tokens 10B --cluster 8xh100
   lightning-3d plan gpt3-175b --tokens 300B --cluster 1024xa100-80g --sustained 140 --recompute full
 """
 
@@ -62,17 +62,21 @@ def _model_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the model")
     group.add_argument("model", nargs="?", help="a name, a size (7b), a Hugging Face config.json, or module.Class")
     group.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of module.Class")
-    for name, what in (
-        ("layers", "blocks"),
-        ("hidden", "width"),
-        ("heads", "attention heads"),
-        ("vocabulary", "tokens known"),
-    ):
-        group.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of a GPT of your own")
-    group.add_argument("--sequence", type=int, metavar="N", help="tokens in a sample")
+    group.add_argument("--inputs", metavar="SHAPE:DTYPE", help="one batch of module.Class, as in 8x128:int64")
+    for flags, what in _SIZES.items():
+        group.add_argument(*flags.split(), type=int, metavar="N", help=what)
     group.add_argument(
         "--attention", choices=get_args(Attention), default="flash", help="what keeps the scores (eager)"
     )
+
+
+_SIZES = {
+    "--layers": "blocks of a GPT of your own",
+    "--hidden": "its width",
+    "--heads": "its attention heads",
+    "--vocabulary --vocab": "tokens that it knows",
+    "--sequence --seq": "tokens in a sample",
+}
 
 
 def _data_flags(parser: ArgumentParser) -> None:

@@ -47,6 +47,8 @@ class Accelerator:
     host_link_gb_per_s: float = 12
     host_memory_gb: float = 64
     """Host memory there is for each device, for offload."""
+    disk_gb_per_s: float = 1.0
+    """At which a node writes checkpoints."""
     reserved_gb: float = 1.5
     """Memory that the driver, the communication library and fragmentation take."""
     block_launch_us: float = 400

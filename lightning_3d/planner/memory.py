@@ -85,7 +85,7 @@ def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
     whole for its step, so that only the optimizer can leave it."""
     if layout.offload == "none":
         return states, 0.0
-    if layout.offload == "optimizer" or layout.pipeline_parallel_size > 1:
+    if layout.pipeline_parallel_size > 1:
         return StateBytes(weights=states.weights, gradients=states.gradients, optimizer=0), states.optimizer
     return StateBytes(weights=0, gradients=0, optimizer=0), states.total
 

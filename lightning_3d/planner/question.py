@@ -25,9 +25,9 @@ def profile_of(args: Namespace) -> Profile:
     if shape is None:
         from lightning_3d.planner.inspection import profile_module
 
-        return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence)
-    if args.arg:
-        raise PlannerError(f"--arg {args.arg[0]} is for a module.Class, and {args.model!r} is a name.")
+        return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
+    if args.arg or args.inputs:
+        raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is none.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
     return shape.profile(precision=args.precision, attention=args.attention)

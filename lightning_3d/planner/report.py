@@ -11,7 +11,7 @@ from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.units import show_bytes, show_count, show_dollars, show_seconds
 
 HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
-RESULTS = ("GB/rank", "step", "MFU", "time", "cost", "limited by")
+RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -43,7 +43,7 @@ def layout_cells(plan: Plan) -> tuple[str, ...]:
 
 def result_cells(plan: Plan) -> tuple[str, ...]:
     return (
-        f"{plan.peak.total / 1e9:.1f}",
+        show_bytes(plan.peak.total),
         show_seconds(plan.time.total),
         f"{100 * plan.mfu:.1f}%",
         show_seconds(plan.seconds),

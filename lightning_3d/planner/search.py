@@ -10,7 +10,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.plan import Plan, ends_memory, price_layout
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-OFFLOAD: tuple[Offload, ...] = ("none", "optimizer", "all")
+OFFLOAD: tuple[Offload, ...] = ("none", "all")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.hardware import Accelerator, Cluster, Price, split_cluster
 from lightning_3d.resources import conf_folder
 
 _FIELDS = {field.name for field in fields(Accelerator)} - {"name"}
+_NUMBERS = _FIELDS - {"title", "runs_here"}
 
 
 class Catalogue:
@@ -75,8 +77,8 @@ def user_folder() -> Path:
 def override(text: str) -> tuple[str, Any]:
     """`"memory_gb=96"` or `"peak_tflops.bf16=800"` as a field and its value."""
     name, separator, value = text.partition("=")
-    if not separator or name.split(".")[0] not in _FIELDS:
-        raise PlannerError(f"{text!r} is not FIELD=VALUE{_near(name, sorted(_FIELDS))}")
+    if not separator or name.split(".")[0] not in _NUMBERS:
+        raise PlannerError(f"{text!r} is not FIELD=VALUE{_near(name, sorted(_NUMBERS))}")
     try:
         number = float(value)
     except ValueError:
@@ -108,7 +110,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError:
         raise PlannerError(f"hardware file {path} does not exist.") from None
-    except (OmegaConfBaseException, OSError, ValueError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
         raise PlannerError(f"hardware file {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
         raise PlannerError(f"hardware file {path} must map accelerator names to their numbers.")

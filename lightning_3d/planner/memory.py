@@ -63,8 +63,7 @@ def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatche
         optimizer=kept.optimizer,
         activations=stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches),
         head=profile.last_bytes * micro / layout.tensor_parallel_size if last else 0,
-        buffers=receive_buffers(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
-        + gathered_weights(job, layout),
+        buffers=receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout),
         reserved=reserved,
         host=host,
     )
@@ -108,13 +107,14 @@ def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: in
     return block * layers_on_rank(profile.layers, layout) * held + (again if layout.recompute == "full" else 0)
 
 
-def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """torch's pipeline stages allocate one buffer per microbatch for what they receive, in each direction."""
+def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
+    """One microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts.
+    (torch's own `PipelineStage` takes one per microbatch for the whole step.)"""
     pipeline, chunks = layout.pipeline_parallel_size, layout.stages_per_rank
     if pipeline == 1:
         return 0.0
     directions = 2 * chunks - (stage == 0) - (stage == pipeline - 1)
-    return directions * microbatches * micro * profile.boundary_elements * profile.element_bytes
+    return directions * micro * profile.boundary_elements * profile.element_bytes
 
 
 def gathered_weights(job: Job, layout: Layout) -> float:

@@ -1,5 +1,6 @@
 """The layout for the devices that are there: what `strategy="3d"` and `layout="auto"` use. Pure, no process group."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_3d.errors import PlannerError
@@ -15,6 +16,8 @@ from lightning_3d.planner.units import show_bytes, show_count
 
 UNKNOWN_SHARE = 0.6
 """Share of a device that states may fill where activations are not known."""
+FULL_SHARE = 0.9
+"""Share of a device that states and activations may fill."""
 GOOD_ENOUGH = 1.10
 """A simpler layout is taken if it costs at most this much more time."""
 
@@ -42,20 +45,22 @@ def choose_layout(
         optimizer=optimizer,
     )
     plain = Layout(data_parallel_size=cluster.devices, zero_stage=1)
-    room = cluster.accelerator.memory_gb * 1e9 * (0.9 if measured else UNKNOWN_SHARE)
-    if _need(job, cluster, plain) <= room:
-        return plain, _because(job, cluster, plain, room, measured, "fits, and sends least over the links")
-    layout = _searched(job, cluster) if measured else _counted(job, cluster, room)
-    why = f"plain data parallelism with ZeRO 1 would need {show_bytes(_need(job, cluster, plain))}"
-    return layout, _because(job, cluster, layout, room, measured, why)
+    memory, need = cluster.accelerator.memory_gb * 1e9, _need(job, cluster, plain)
+    if need <= memory * (FULL_SHARE if measured else UNKNOWN_SHARE):
+        return plain, _because(job, cluster, plain, need, measured, "fits, and sends least over the links")
+    why = f"plain data parallelism with ZeRO 1 would need {show_bytes(need)}"
+    if measured:
+        plan = _searched(job, cluster)
+        return plan.layout, _because(job, cluster, plan.layout, plan.peak.total, measured, why)
+    layout = _counted(job, cluster)
+    return layout, _because(job, cluster, layout, _need(job, cluster, layout), measured, why)
 
 
-def _searched(job: Job, cluster: Cluster) -> Layout:
+def _searched(job: Job, cluster: Cluster) -> Plan:
     plans = search(job, cluster)
     if not plans:
         raise PlannerError(f"{_what(job)} does not fit on {cluster} in any layout: use more or larger devices.")
-    near = [plan for plan in plans if plan.time.total <= GOOD_ENOUGH * plans[0].time.total]
-    return min(near, key=_complexity).layout
+    return min((plan for plan in plans if plan.time.total <= GOOD_ENOUGH * plans[0].time.total), key=_complexity)
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:
@@ -65,24 +70,33 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     return (parts, split, layout.recompute != "none", layout.zero_stage, layout.stages_per_rank)
 
 
-def _counted(job: Job, cluster: Cluster, room: float) -> Layout:
+def _counted(job: Job, cluster: Cluster) -> Layout:
+    memory = cluster.accelerator.memory_gb * 1e9
+    for room, recompute in ((UNKNOWN_SHARE * memory, "none"), (FULL_SHARE * memory, "full")):
+        for layout in _simplest_first(job, cluster):
+            if _need(job, cluster, layout) <= room:
+                return replace(layout, recompute=recompute)  # type: ignore[arg-type]
+    raise PlannerError(
+        f"{_what(job)} does not fit on {cluster}: in every layout its states leave no room in the {show_bytes(memory)} of"
+        " a device. Use more or larger devices."
+    )
+
+
+def _simplest_first(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Tensor sizes within a node with ever higher ZeRO stages, then the largest of them with a pipeline."""
+    stages: tuple[ZeroStage, ...] = (1, 2, 3)
     tensors = [size for size in divisors(cluster.devices_per_node) if job.profile.can_split(size)]
     for tensor in tensors:
-        layout = Layout(tensor_parallel_size=tensor, sequence_parallel=tensor > 1).fit(cluster.devices)
-        stages: tuple[ZeroStage, ...] = (1, 2, 3)
         for stage in stages:
-            if _need(job, cluster, replace(layout, zero_stage=stage)) <= room:
-                return replace(layout, zero_stage=stage)
+            sizes = Layout(tensor_parallel_size=tensor, zero_stage=stage, sequence_parallel=tensor > 1)
+            yield sizes.fit(cluster.devices)
     for pipeline in divisors(cluster.devices // tensors[-1]):
-        layout = Layout(
-            tensor_parallel_size=tensors[-1], pipeline_parallel_size=pipeline, sequence_parallel=tensors[-1] > 1
-        ).fit(cluster.devices)
-        if pipeline <= job.profile.layers and _need(job, cluster, layout) <= room:
-            return layout
-    raise PlannerError(
-        f"{_what(job)} does not fit on {cluster}: its states leave no room in {show_bytes(room)} per device in any"
-        " layout. Use more or larger devices."
-    )
+        if 1 < pipeline <= job.profile.layers:
+            yield Layout(
+                tensor_parallel_size=tensors[-1],
+                pipeline_parallel_size=pipeline,
+                sequence_parallel=tensors[-1] > 1,
+            ).fit(cluster.devices)
 
 
 def _need(job: Job, cluster: Cluster, layout: Layout) -> float:
@@ -91,13 +105,12 @@ def _need(job: Job, cluster: Cluster, layout: Layout) -> float:
     return rank_memory(job, layout, stage=0, micro=micro, microbatches=1, reserved=reserved).total
 
 
-def _because(job: Job, cluster: Cluster, layout: Layout, room: float, measured: bool, why: str) -> str:
+def _because(job: Job, cluster: Cluster, layout: Layout, need: float, measured: bool, why: str) -> str:
     what = "states and activations" if measured else "states, before activations,"
-    need = show_bytes(_need(job, cluster, layout))
     return "\n".join(
         [
             f"layout: {layout} for {_what(job)} on {cluster}.",
-            f"memory: {what} need {need} per device, of {show_bytes(room)} set aside.",
+            f"memory: {what} need {show_bytes(need)} of the {cluster.accelerator.memory_gb:g} GB of a device.",
             f"why: {why}.",
         ]
     )

@@ -77,8 +77,8 @@ def _counted(job: Job, cluster: Cluster) -> Layout:
             if _need(job, cluster, layout) <= room:
                 return replace(layout, recompute=recompute)  # type: ignore[arg-type]
     raise PlannerError(
-        f"{_what(job)} does not fit on {cluster}: in every layout its states leave no room in the {show_bytes(memory)} of"
-        " a device. Use more or larger devices."
+        f"{_what(job)} does not fit on {cluster}: in every layout its states leave no room in"
+        f" the {show_bytes(memory)} of a device. Use more or larger devices."
     )
 
 

@@ -147,8 +147,8 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
     per = job.per_parameter
     parameters = rank_parameters(job.profile, layout, 0)
     streamed = layout.pipeline_parallel_size == 1
-    gathers = 2 * microbatches if layout.zero_stage == 3 and streamed else 1
     reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
+    gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
     sent = ring_reduce_scatter(parameters, ranks) * (gathers * per.weights + reduces * per.gradients)
     seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
     return max(0.0, seconds - hidden_by * max(1, reduces))

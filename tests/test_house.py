@@ -19,6 +19,7 @@ ORDER = [
     {"precision", "checkpoint", "processes"},
     {"strategy"},
     {"cli"},
+    {"__main__"},
 ]
 PLACE = {part: index for index, parts in enumerate(ORDER) for part in parts}
 

@@ -1,0 +1,70 @@
+"""`lightning-3d`: the command line. Each subcommand's module is imported when it is used, so that `--help` is quick."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import NoReturn
+
+from lightning_3d.errors import Lightning3DError
+
+COMMANDS = {
+    "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
+    "calibrate": ("lightning_3d.planner.cli_calibrate", "measure this machine, so that plans for it are right"),
+}
+"""Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Returns 0, or 2 with one line on stderr where the input cannot be used."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else None
+    if name not in COMMANDS:
+        return _top_level(arguments)
+    command = import_module(COMMANDS[name][0])
+    args = _parser_of(name, command).parse_args(arguments[1:])
+    try:
+        return command.run(args)
+    except Lightning3DError as error:
+        print(f"lightning-3d {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; stdout is closed so that the interpreter does not flush it again.
+        sys.stderr.close()
+        return 0
+
+
+def _top_level(arguments: list[str]) -> int:
+    lines = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
+    parser = _Parser(
+        prog="lightning-3d",
+        description="Plan and run 3D-parallel training of an unchanged LightningModule.",
+        epilog=f"commands:\n{lines}\n\n`lightning-3d COMMAND --help` shows a worked example of each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    if not arguments:
+        parser.print_help()
+        return 2
+    parser.parse_args(arguments)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line on stderr and exit code 2, without the usage of every flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows examples)\n")
+
+
+def _parser_of(name: str, command: ModuleType) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"lightning-3d {name}",
+        description=(command.__doc__ or "").partition("\n\n")[0],
+        epilog=command.EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.configure(parser)
+    return parser

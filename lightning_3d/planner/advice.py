@@ -1,0 +1,72 @@
+"""What to change where nothing fits."""
+
+from dataclasses import replace
+
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.hardware import Accelerator, Cluster
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.plan import Plan
+from lightning_3d.planner.search import ANYTHING, Pins, leanest, search
+from lightning_3d.planner.units import show_bytes
+
+
+def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
+    """One line: how far off the leanest layout is, and what would fit."""
+    name, device = job.profile.name, cluster.accelerator
+    lean = leanest(job, cluster, pins)
+    if lean is None:
+        return (
+            f"{name}: no layout of {cluster.devices} devices divides a batch of {job.batch} samples and"
+            f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
+            f" multiple of the devices, or other sizes."
+        )
+    peak = lean.peak
+    if peak.total > device.memory_gb * 1e9:
+        need = f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(lean)}"
+    else:
+        need = f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
+    how = f"{lean.layout}, {lean.layout.recompute} recompute, offload {lean.layout.offload}"
+    return (
+        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}."
+        f" {remedy(job, cluster, pins, catalogue)}"
+    )
+
+
+def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
+    """What would make it fit: fewer fixed choices, more devices, or larger ones."""
+    if pins != ANYTHING and search(job, cluster):
+        return "It fits when the search is free: leave out the flags that fix the layout."
+    more = _more_devices(job, cluster, pins)
+    larger = _larger_device(job, cluster, pins, catalogue)
+    options = [
+        f"at least {more} devices (a batch that they divide)" if more else "",
+        f"{larger.name} ({larger.memory_gb:g} GB)" if larger else "",
+        "a shorter --sequence" if job.profile.tokens > 1 else "",
+    ]
+    return f"What would help: {', or '.join(option for option in options if option)}."
+
+
+def _most(plan: Plan) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "buffers", "reserved")
+    name = max(parts, key=lambda part: getattr(plan.peak, part))
+    return f"{name} ({show_bytes(getattr(plan.peak, name))})"
+
+
+def _more_devices(job: Job, cluster: Cluster, pins: Pins) -> int | None:
+    devices = cluster.devices
+    while devices < 16384:
+        devices *= 2
+        batch = -(-job.batch // devices) * devices
+        if search(replace(job, batch=batch), Cluster.of(cluster.accelerator, devices), pins):
+            return devices
+    return None
+
+
+def _larger_device(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> Accelerator | None:
+    """The smallest accelerator that fits the job on as many devices."""
+    devices = sorted((catalogue.find(name) for name in catalogue.names), key=lambda device: device.memory_gb)
+    for device in devices:
+        larger = device.runs_here and device.memory_gb > cluster.accelerator.memory_gb
+        if larger and search(job, Cluster.of(device, cluster.devices), pins):
+            return device
+    return None

@@ -1,0 +1,102 @@
+"""`Accelerator` and `Cluster`: what a device can do, what it costs, and how many there are."""
+
+import re
+from dataclasses import dataclass, field
+from math import ceil, gcd
+from types import MappingProxyType
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.states import Precision
+
+_DTYPES = {"32": ("fp32",), "16-mixed": ("fp16", "bf16", "fp32"), "16-true": ("fp16", "bf16", "fp32")}
+_BF16 = ("bf16", "fp16", "fp32")
+_SHAPE = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*|\d{4}[a-z]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Dollars per device and hour: a list price, when it was read, and where."""
+
+    dollars_per_hour: float
+    date: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.dollars_per_hour:g} $/h" + (f" ({self.source}, {self.date})" if self.source else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One device. GB are 1e9 bytes, links are one direction per device; see `conf/hardware/README.md`."""
+
+    name: str
+    title: str = ""
+    memory_gb: float
+    peak_tflops: MappingProxyType[str, float] = field(hash=False)
+    """Dense peak by dtype."""
+    sustained_tflops: float | None = None
+    """What whole training runs are known to reach, where published."""
+    matrix_share: float = 0.55
+    """Share of the peak that the model's matrix products reach."""
+    memory_gb_per_s: float
+    devices_per_node: int = 1
+    node_link_gb_per_s: float
+    cluster_link_gb_per_s: float
+    link_share: float = 0.8
+    """Share of a link's rate that collectives reach."""
+    host_link_gb_per_s: float = 12
+    host_memory_gb: float = 64
+    """Host memory there is for each device, for offload."""
+    disk_gb_per_s: float = 1.0
+    """At which a node writes checkpoints."""
+    reserved_gb: float = 1.5
+    """Memory that the driver, the communication library and fragmentation take."""
+    block_launch_us: float = 400
+    """Microseconds that the host needs to start the kernels of one block, forward and backward."""
+    watts: float = 0
+    runs_here: bool = True
+    """False where lightning_3d can price the device and not run on it."""
+    price: Price | None = None
+
+    def peak(self, precision: Precision) -> float:
+        """FLOP/s of matrix products under `precision` (the nearest dtype that the device has)."""
+        for dtype in _DTYPES.get(precision, _BF16):
+            if dtype in self.peak_tflops:
+                return self.peak_tflops[dtype] * 1e12
+        return max(self.peak_tflops.values()) * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`nodes` machines of `devices_per_node` devices."""
+
+    accelerator: Accelerator
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, devices: int) -> "Cluster":
+        """`devices` devices in nodes as large as the accelerator's own, all of the same size."""
+        if devices < 1:
+            raise PlannerError(f"a cluster of {devices} devices cannot train anything: give at least 1.")
+        nodes = ceil(devices / accelerator.devices_per_node)
+        per_node = devices // nodes if devices % nodes == 0 else gcd(devices, accelerator.devices_per_node)
+        return cls(accelerator=accelerator, nodes=devices // per_node, devices_per_node=per_node)
+
+
+def split_cluster(text: str) -> tuple[int | None, int | None, str]:
+    """`"128x8xh100"` as `(128, 8, "h100")`, `"8xh100"` as `(None, 8, "h100")`, `"h100"` as `(None, None, "h100")`."""
+    match = _SHAPE.fullmatch(text.strip())
+    if match is None:
+        raise PlannerError(f"cluster {text!r} is not NODESxDEVICESxNAME, as in 128x8xh100, 8xa100-80g or h100.")
+    first, second, name = match.groups()
+    if second is None:
+        return None, int(first) if first else None, name
+    return int(first), int(second), name

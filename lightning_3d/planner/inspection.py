@@ -1,0 +1,231 @@
+"""The `Profile` of a user's own module: counted from its parts, and measured by running it on fake tensors."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_3d.anatomy import Anatomy, Chain
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.module_source import build_inputs, build_module
+from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.states import Precision
+
+_HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
+
+
+@dataclass
+class Trace:
+    """What one forward of a module did, in its chain of blocks and outside it. Elements are floating-point ones."""
+
+    samples: int = 1
+    tokens: int = 1
+    block_flops: float = 0
+    last_flops: float = 0
+    attention_flops: float = 0
+    whole_elements: float = 0
+    split_elements: float = 0
+    outside_elements: float = 0
+    boundary_elements: float = 0
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    """Storages already counted, kept alive so that none is reused."""
+
+
+def profile_module(
+    dotted: str, arguments: Sequence[str], *, precision: Precision, tokens: int | None, inputs: str | None
+) -> Profile:
+    """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
+    with FakeTensorMode(), _quiet():
+        module = build_module(dotted, arguments)
+        counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
+        trace = Trace()
+        _run(module, trace, dotted, tokens=tokens, inputs=inputs)
+    return measured_profile(counted, trace)
+
+
+def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -> Profile:
+    """What can be known of `module` without running it: parameters, where they sit, and what could be split."""
+    anatomy = Anatomy.of(module)
+    chain = main_chain(anatomy)
+    if chain is None:
+        return Profile(name=name, layers=1, block_parameters=anatomy.parameters, tensor_splits=False)
+    first, last = _outside(module, chain)
+    inside = anatomy.parameters - first - last
+    heads = _heads(module.get_submodule(chain.blocks[0]))
+    return Profile(
+        name=name,
+        layers=len(chain.blocks),
+        block_parameters=inside / len(chain.blocks),
+        whole_parameters=_whole(module, chain) / len(chain.blocks),
+        first_parameters=first,
+        last_parameters=last,
+        tied_parameters=_tied(module, anatomy),
+        element_bytes=4 if precision == "32" else 2,
+        tensor_divides=heads,
+        tensor_splits=bool(heads),
+    )
+
+
+def measured_profile(counted: Profile, trace: Trace) -> Profile:
+    """`counted` with what `trace` measured, per sample."""
+    size, blocks = counted.element_bytes, counted.layers * trace.samples
+    return Profile(
+        **{
+            **vars(counted),
+            "block_flops": trace.block_flops / blocks,
+            "attention_flops": trace.attention_flops / blocks,
+            "last_flops": trace.last_flops / trace.samples,
+            "whole_bytes": trace.whole_elements * size / blocks,
+            "split_bytes": trace.split_elements * size / blocks,
+            "last_bytes": trace.outside_elements * size / trace.samples,
+            "boundary_elements": trace.boundary_elements / trace.samples,
+            "tokens": trace.tokens,
+        }
+    )
+
+
+def main_chain(anatomy: Anatomy) -> Chain | None:
+    """The chain that a pipeline would cut: the one with most parameters, if it has more than one block."""
+    chain = next(iter(anatomy.chains), None)
+    return chain if chain is not None and len(chain.blocks) > 1 else None
+
+
+@contextmanager
+def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
+    """Record what forwards of `module` do into `trace`."""
+    chain = main_chain(Anatomy.of(module))
+    blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
+    owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    state: dict[str, Any] = {"inside": False, "before": 0}
+    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops(trace)})
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state.update(inside=True, before=counter.get_total_flops())
+        hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
+        if hidden is not None:
+            trace.boundary_elements = hidden.numel()
+            state["width"] = hidden.shape[-1]
+
+    def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        state["inside"] = False
+        trace.block_flops += counter.get_total_flops() - state["before"]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in owned and storage not in trace.seen:
+            trace.seen[storage] = tensor
+            _count_kept(tensor, trace, state)
+        return tensor
+
+    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    trace.last_flops = counter.get_total_flops() - trace.block_flops
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _attention_flops(trace: Trace) -> Any:
+    """torch's counter has no rule for attention on CPU: two products of (queries x keys x head size) each."""
+
+    def rule(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        batch, heads, queries, size = query
+        flops = int(2 * batch * heads * queries * key[2] * (size + value[3]))
+        trace.attention_flops += flops
+        return flops
+
+    return rule
+
+
+def _count_kept(tensor: Tensor, trace: Trace, state: dict[str, Any]) -> None:
+    """A tensor as wide as what passes between blocks is whole on each tensor rank; others are split."""
+    elements = tensor.untyped_storage().nbytes() / tensor.element_size()
+    weight = 1.0 if tensor.is_floating_point() else tensor.element_size() / 4
+    if not state["inside"]:
+        trace.outside_elements += elements * weight
+    elif tensor.ndim >= 2 and tensor.shape[-1] == state.get("width"):
+        trace.whole_elements += elements * weight
+    else:
+        trace.split_elements += elements * weight
+
+
+def _run(module: nn.Module, trace: Trace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
+    step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
+    first = batch[0] if isinstance(batch, tuple) else batch
+    trace.samples = first.shape[0]
+    trace.tokens = first.shape[1] if first.ndim == 2 and not first.is_floating_point() else 1
+    try:
+        with traced(module, trace):
+            step()
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise PlannerError(f"{dotted} cannot be run on its inputs ({said}): describe a batch with --inputs.") from error
+
+
+def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
+    if inputs is not None:
+        batch = build_inputs(inputs)
+        train = getattr(module, "training_step", None)
+        if train is not None:
+            return lambda: train(batch, 0), batch
+        return lambda: module(*batch) if isinstance(batch, tuple) else module(batch), batch
+    example = getattr(module, "example_input_array", None)
+    if isinstance(example, Tensor):
+        return lambda: module(example), example
+    if tokens is not None:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        return lambda: module(ids), ids
+    raise PlannerError(
+        f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
+        " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
+    )
+
+
+def _outside(module: nn.Module, chain: Chain) -> tuple[int, int]:
+    """Elements of the parameters before and after the chain, in the order they were registered."""
+    before, after, passed = 0, 0, False
+    for name, parameter in module.named_parameters():
+        if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
+            passed = True
+        elif passed:
+            after += parameter.numel()
+        else:
+            before += parameter.numel()
+    return before, after
+
+
+def _whole(module: nn.Module, chain: Chain) -> int:
+    """Elements in the blocks that are not matrices, which a tensor axis leaves whole."""
+    blocks = (module.get_submodule(name) for name in chain.blocks)
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters() if parameter.ndim < 2)
+
+
+def _tied(module: nn.Module, anatomy: Anatomy) -> int:
+    return sum(module.get_parameter(group[0]).numel() for group in anatomy.tied)
+
+
+def _heads(block: nn.Module) -> tuple[int, ...]:
+    """Head counts that modules of the block say they have."""
+    found = {getattr(part, name, None) for part in block.modules() for name in _HEADS}
+    return tuple(sorted(size for size in found if isinstance(size, int) and size > 0))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """`self.log` outside a Trainer warns; here that is how it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,76 @@
+"""`Profile`: what one sample costs in one block of a model, whatever the model came from."""
+
+from dataclasses import dataclass
+
+from lightning_3d.layout import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What the planner needs to know of a model. Amounts are for one sample; bytes are at the planned precision."""
+
+    name: str
+    layers: int
+    """Blocks between which a pipeline may cut."""
+    block_parameters: float
+    """In one block (the mean where blocks differ)."""
+    whole_parameters: float = 0
+    """Of those, the ones that every tensor rank holds whole: norms, biases after a row-split matrix."""
+    first_parameters: float = 0
+    """Before the blocks: embeddings."""
+    last_parameters: float = 0
+    """After the blocks: last norm and head."""
+    tied_parameters: float = 0
+    """Of `first_parameters`, those that the last stage needs a copy of."""
+    block_flops: float = 0
+    """Forward FLOPs of one block."""
+    attention_flops: float = 0
+    """Of those, the ones that selective recompute does again."""
+    last_flops: float = 0
+    """Forward FLOPs after the blocks."""
+    whole_bytes: float = 0
+    """Kept for backward by one block, on every tensor rank unless the sequence is split too."""
+    split_bytes: float = 0
+    """Kept by one block, split over tensor ranks."""
+    attention_bytes: float = 0
+    """Kept by one block, split over tensor ranks, and not kept under selective recompute."""
+    boundary_elements: float = 0
+    """Elements that cross from one block to the next."""
+    last_bytes: float = 0
+    """Kept after the blocks: logits."""
+    element_bytes: int = 2
+    """Of a boundary element."""
+    tokens: int = 1
+    """Tokens in a sample."""
+    tensor_divides: tuple[int, ...] = ()
+    """The tensor size must divide each of these: heads, key-value heads, feed-forward width."""
+    tensor_splits: bool = True
+    """False where nothing is known that a tensor axis could split."""
+
+    @property
+    def parameters(self) -> float:
+        return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
+
+    @property
+    def forward_flops(self) -> float:
+        return self.layers * self.block_flops + self.last_flops
+
+    def model_flops(self, samples: float) -> float:
+        """Forward and backward, nothing recomputed: what MFU counts."""
+        return 3 * self.forward_flops * samples
+
+    def hardware_flops(self, samples: float, recompute: Recompute) -> float:
+        """What the devices do. Selective recompute counts as in Korthikanti et al. (2022), equation 9."""
+        again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": self.block_flops}[recompute]
+        return (3 * self.forward_flops + self.layers * again) * samples
+
+    def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: Recompute) -> float:
+        """Bytes that one block keeps for backward, per sample, on one tensor rank."""
+        if recompute == "full":
+            return self.boundary_elements * self.element_bytes
+        kept = self.split_bytes + (0 if recompute == "selective" else self.attention_bytes)
+        return (self.whole_bytes / tensor if sequence_parallel else self.whole_bytes) + kept / tensor
+
+    def can_split(self, tensor: int) -> bool:
+        """Whether a tensor axis of this size divides the model."""
+        return tensor == 1 or (self.tensor_splits and all(size % tensor == 0 for size in self.tensor_divides))

@@ -1,0 +1,194 @@
+"""`StepTime`: how long one optimizer step takes, and on what."""
+
+from dataclasses import dataclass, fields
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.bubble import PassTimes, bubble_time
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.memory import layers_on_rank, rank_parameters
+from lightning_3d.planner.wire import ring_all_reduce, ring_reduce_scatter
+
+DATA_OVERLAP = 0.8
+"""Share of one microbatch's compute behind which gradients and weights travel."""
+PIPELINE_OVERLAP = 0.5
+"""Share of pipeline transfers that other microbatches' compute hides."""
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+SPLIT_COST = 0.03
+"""What it costs to compute the gradients of inputs and of weights apart, as a share of the compute."""
+KEPT_PASSES = 6
+"""Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
+WEIGHT_PASSES = 5
+"""Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
+HOST_ADAM_BYTES = 20e9
+"""Bytes per second at which the host updates offloaded optimizer states, per device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step that are spent on each thing, as far as nothing else hides it."""
+
+    compute: float
+    traffic: float = 0
+    recompute: float = 0
+    bubble: float = 0
+    tensor: float = 0
+    pipeline: float = 0
+    data: float = 0
+    optimizer: float = 0
+    offload: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time, in words."""
+        name = max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
+        return _WORDS[name]
+
+
+_WORDS = {
+    "compute": "matrix products",
+    "traffic": "memory bandwidth",
+    "recompute": "memory (recompute)",
+    "bubble": "pipeline bubble",
+    "tensor": "links (tensor)",
+    "pipeline": "links (pipeline)",
+    "data": "links (data)",
+    "optimizer": "memory bandwidth (optimizer)",
+    "offload": "host link (offload)",
+}
+
+
+def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microbatches: int) -> StepTime:
+    """Seconds of one step of `microbatches` of `micro` samples per data rank."""
+    if job.sustained is not None:
+        return sustained_step(job, layout, cluster.devices)
+    useful, again = compute_seconds(job, layout, cluster, micro)
+    traffic = traffic_seconds(job, layout, cluster, micro)
+    if layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1:
+        traffic += SPLIT_COST * useful
+    third = (useful + traffic) / 3
+    parts = PassTimes(forward=third, backward_input=third + again, backward_weight=third)
+    bubble = bubble_time(
+        layout.schedule, stages=layout.pipeline_parallel_size, chunks=layout.stages_per_rank, times=parts
+    )
+    return StepTime(
+        compute=useful * microbatches,
+        traffic=traffic * microbatches,
+        recompute=again * microbatches,
+        bubble=bubble,
+        tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
+        pipeline=pipeline_seconds(job, layout, cluster, micro) * microbatches,
+        data=data_seconds(job, layout, cluster, hidden_by=DATA_OVERLAP * useful, microbatches=microbatches),
+        optimizer=optimizer_seconds(job, layout, cluster),
+        offload=offload_seconds(job, layout, cluster, microbatches),
+    )
+
+
+def sustained_step(job: Job, layout: Layout, devices: int) -> StepTime:
+    """A step at a known rate per device: every loss is in that rate already."""
+    rate = devices * (job.sustained or 1.0)
+    useful = job.profile.model_flops(job.batch) / rate
+    return StepTime(compute=useful, recompute=job.profile.hardware_flops(job.batch, layout.recompute) / rate - useful)
+
+
+def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
+    """Seconds of one microbatch on the busiest rank: useful, and done again."""
+    profile, device = job.profile, cluster.accelerator
+    rate = device.peak(job.precision) * device.matrix_share * layout.tensor_parallel_size
+    pipeline = layout.pipeline_parallel_size
+    layers = layers_on_rank(profile.layers, layout)
+    forward = max(layers * profile.block_flops, (profile.layers * profile.block_flops + profile.last_flops) / pipeline)
+    again = {"none": 0.0, "selective": 3 * profile.attention_flops, "full": profile.block_flops}[layout.recompute]
+    return 3 * forward * micro / rate, layers * again * micro / rate
+
+
+def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+    """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
+    products; at least the time that the host takes to launch it all."""
+    profile, device = job.profile, cluster.accelerator
+    tensor = layout.tensor_parallel_size
+    kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
+    weights = WEIGHT_PASSES * job.per_parameter.weights * profile.block_parameters / tensor
+    layers = layers_on_rank(profile.layers, layout)
+    bus = (KEPT_PASSES * kept * micro + weights) / (device.memory_gb_per_s * 1e9)
+    useful, _ = compute_seconds(job, layout, cluster, micro)
+    return max(layers * bus, layers * device.block_launch_us * 1e-6 - useful)
+
+
+def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+    """Seconds of tensor collectives for one microbatch; nothing hides them. Full recompute repeats the forward's."""
+    tensor = layout.tensor_parallel_size
+    if tensor == 1:
+        return 0.0
+    passes = 6 if layout.recompute == "full" else 4
+    sent = passes * ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
+    rate = link_rate(cluster, span=tensor, stride=1)
+    return layers_on_rank(job.profile.layers, layout) * sent / rate
+
+
+def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+    """Seconds of stage-to-stage transfers for one microbatch that nothing hides."""
+    if layout.pipeline_parallel_size == 1:
+        return 0.0
+    sent = 2 * layout.stages_per_rank * micro * job.profile.boundary_elements * job.profile.element_bytes
+    neighbour = layout.data_parallel_size * layout.tensor_parallel_size
+    return (1 - PIPELINE_OVERLAP) * sent / link_rate(cluster, span=2, stride=neighbour)
+
+
+def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float, microbatches: int) -> float:
+    """Seconds of gradient and weight collectives that compute does not hide."""
+    ranks = layout.data_parallel_size
+    if ranks == 1:
+        return 0.0
+    per = job.per_parameter
+    parameters = rank_parameters(job.profile, layout, 0)
+    streamed = layout.pipeline_parallel_size == 1
+    reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
+    gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
+    sent = ring_reduce_scatter(parameters, ranks) * (gathers * per.weights + reduces * per.gradients)
+    seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
+    return max(0.0, seconds - hidden_by * max(1, reduces))
+
+
+def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Seconds to read and write every state that this rank updates."""
+    if layout.offload != "none":
+        return 0.0
+    per = job.per_parameter
+    touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
+    return touched / (cluster.accelerator.memory_gb_per_s * 1e9)
+
+
+def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
+    """Seconds to move gradients and weights over the host link, and to update on the host."""
+    if layout.offload == "none":
+        return 0.0
+    per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
+    updated = updated_parameters(job, layout)
+    passes = 2 * microbatches if layout.offload == "all" else 1
+    moved = updated * (per.gradients + passes * per.weights)
+    return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
+
+
+def updated_parameters(job: Job, layout: Layout) -> float:
+    """Parameters whose optimizer states this rank owns."""
+    ranks = (layout.zero_shard_size or layout.data_parallel_size) if layout.zero_stage else 1
+    return rank_parameters(job.profile, layout, 0) / ranks
+
+
+def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:
+    """Bytes per second that one rank sends on a ring of `span` ranks `stride` apart.
+
+    A ring that stays in a node uses the node's links. One that crosses nodes leaves a node once per group of its
+    members there, so its members share their network cards.
+    """
+    device, per_node = cluster.accelerator, cluster.devices_per_node
+    node = device.node_link_gb_per_s * 1e9 * device.link_share
+    if span * stride <= per_node:
+        return node
+    members = max(1, per_node // stride)
+    return min(node, device.cluster_link_gb_per_s * 1e9 * device.link_share * members)

@@ -1,0 +1,162 @@
+"""A pipeline's timetable: who does what when, played out from the order of passes and what each waits for.
+
+`bubble` has the closed forms; this is what they say, pass by pass, for drawing and for times that are not equal.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.layout import Schedule
+from lightning_3d.planner.bubble import EQUAL, PassTimes
+from lightning_3d.planner.order import V_SCHEDULES, Cell, Kind, orders
+
+SPLIT = ("interleaved_zero_bubble", *V_SCHEDULES)
+"""Schedules that put off the weights' part of the backward."""
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, order=True)
+class Pass:
+    """One pass of one microbatch through one virtual stage: `F`, `B` (the whole backward, or only that for the inputs
+    where the schedule puts off the weights' part) or `W`."""
+
+    start: float
+    end: float
+    rank: int
+    stage: int
+    microbatch: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Every pass of one step."""
+
+    passes: tuple[Pass, ...]
+    ranks: int
+
+    @property
+    def busy(self) -> float:
+        """Time that each rank works (all work the same)."""
+        return sum(done.end - done.start for done in self.passes) / self.ranks
+
+    @property
+    def span(self) -> float:
+        """From a rank's first pass to its last, of the rank for which it is longest: a step's share of a long run, as
+        ranks that start late in one step start late in the next."""
+        return max(self._span(rank) for rank in range(self.ranks))
+
+    @property
+    def bubble_share(self) -> float:
+        """Idle time as a share of the step."""
+        return 1 - self.busy / self.span
+
+    def held(self, rank: int) -> int:
+        """Most virtual stages' activations that `rank` keeps at once."""
+        own = [done for done in self.passes if done.rank == rank]
+        release = "W" if any(done.kind == "W" for done in own) else "B"
+        changes = [(done.start, 1) for done in own if done.kind == "F"]
+        changes += [(done.end, -1) for done in own if done.kind == release]
+        held = most = 0
+        for _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+        return most
+
+    def _span(self, rank: int) -> float:
+        own = [done for done in self.passes if done.rank == rank]
+        return max(done.end for done in own) - min(done.start for done in own)
+
+
+def timetable(
+    schedule: Schedule, *, stages: int, microbatches: int, chunks: int = 1, times: PassTimes = EQUAL
+) -> Timetable:
+    """Play one step of `microbatches` over `stages` ranks of `chunks` virtual stages each."""
+    if microbatches < 1 or stages < 1:
+        raise PlannerError(f"a pipeline of {stages} ranks and {microbatches} microbatches has no timetable.")
+    if schedule in V_SCHEDULES and chunks != 2:
+        raise PlannerError(f"{schedule} has 2 stages per rank, not {chunks}.")
+    play = _Play(stages * chunks - 1, _costs(schedule, chunks, times), stages)
+    if schedule in V_SCHEDULES:
+        play.greedily(microbatches)
+    else:
+        play.in_order([list(order) for order in orders(schedule, stages, microbatches, chunks, schedule in SPLIT)])
+    return Timetable(tuple(sorted(play.passes)), stages)
+
+
+def _costs(schedule: Schedule, chunks: int, times: PassTimes) -> dict[Kind, float]:
+    backward = times.backward_input + (0 if schedule in SPLIT else times.backward_weight)
+    return {"F": times.forward / chunks, "B": backward / chunks, "W": times.backward_weight / chunks}
+
+
+class _Play:
+    """What has been done so far, and when each rank is free."""
+
+    def __init__(self, last: int, cost: dict[Kind, float], ranks: int) -> None:
+        self.last, self.cost, self.ranks = last, cost, ranks
+        self.done: dict[Cell, float] = {}
+        self.free = [0.0] * ranks
+        self.passes: list[Pass] = []
+
+    def in_order(self, queues: list[list[Cell]]) -> None:
+        """Every rank does its queue in order, except that a `W` may fill the wait for another rank."""
+        while any(queues):
+            choices = [(*self._next(rank, queue), rank) for rank, queue in enumerate(queues) if queue]
+            start, index, rank = min(choices)
+            self._play(rank, start, queues[rank].pop(index))
+
+    def greedily(self, microbatches: int) -> None:
+        """The V schedules: a free rank does what is ready, backwards first, weights last, and starts a forward only
+        while it keeps fewer than `2p` activations."""
+        waiting = [set(self._cells_of(rank, microbatches)) for rank in range(self.ranks)]
+        held = [0] * self.ranks
+        while any(waiting):
+            choices = [(*self._best(waiting[rank], rank, held[rank]), rank) for rank in range(self.ranks)]
+            start, _, cell, rank = min(choices)
+            assert start < NEVER, "some pass is always ready"
+            self._play(rank, start, cell)
+            waiting[rank].remove(cell)
+            held[rank] += {"F": 1, "B": 0, "W": -1}[cell[0]]
+
+    def ready(self, cell: Cell) -> float:
+        """When what the pass waits for is done; `NEVER` as long as that has not been played."""
+        kind, stage, microbatch = cell
+        if kind == "F":
+            return 0.0 if stage == 0 else self.done.get(("F", stage - 1, microbatch), NEVER)
+        own = self.done.get(("F" if kind == "B" else "B", stage, microbatch), NEVER)
+        if kind == "W" or stage == self.last:
+            return own
+        return max(own, self.done.get(("B", stage + 1, microbatch), NEVER))
+
+    def _next(self, rank: int, queue: list[Cell]) -> tuple[float, int]:
+        free = self.free[rank]
+        head = max(free, self.ready(queue[0]))
+        if head > free:
+            for index, cell in enumerate(queue):
+                if cell[0] == "W" and self.ready(cell) <= free:
+                    return free, index
+        return head, 0
+
+    def _best(self, cells: Iterable[Cell], rank: int, held: int) -> tuple[float, tuple[int, int, int], Cell]:
+        full = held >= 2 * self.ranks
+        nothing: tuple[float, tuple[int, int, int], Cell] = (NEVER, (0, 0, 0), ("F", 0, 0))
+        able = (cell for cell in cells if not (full and cell[0] == "F"))
+        return min(((max(self.free[rank], self.ready(cell)), _urgency(cell), cell) for cell in able), default=nothing)
+
+    def _cells_of(self, rank: int, microbatches: int) -> Iterable[Cell]:
+        kinds: tuple[Kind, ...] = ("F", "B", "W")
+        both = (rank, self.last - rank)
+        return ((kind, stage, microbatch) for kind in kinds for stage in both for microbatch in range(microbatches))
+
+    def _play(self, rank: int, start: float, cell: Cell) -> None:
+        kind, stage, microbatch = cell
+        end = start + self.cost[kind]
+        self.done[cell] = self.free[rank] = end
+        self.passes.append(Pass(start, end, rank, stage, microbatch, kind))
+
+
+def _urgency(cell: Cell) -> tuple[int, int, int]:
+    """Backwards, then forwards on their way back, then new forwards, then weights; older microbatches first."""
+    kind, stage, microbatch = cell
+    return ({"B": 0, "F": 1, "W": 2}[kind], -stage if kind == "F" else 0, microbatch)

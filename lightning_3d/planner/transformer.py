@@ -1,0 +1,137 @@
+"""`Transformer`: the shape of a decoder, its exact parameter count, and its `Profile`."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.states import Precision
+
+Attention = Literal["flash", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder-only transformer. The defaults are a GPT: biases, LayerNorm, learned positions, tied head."""
+
+    name: str = "custom"
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    """Tokens in a training sample."""
+    positions: int = 0
+    """Rows of a learned position embedding."""
+    kv_heads: int | None = None
+    """Key-value heads, where fewer than `heads`."""
+    head_size: int | None = None
+    feedforward: int | None = None
+    """Width inside the MLP; 4 x `hidden` where not given."""
+    gated: bool = False
+    """Three MLP matrices instead of two."""
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
+    qk_norm: bool = False
+    tied: bool = True
+    dropout: bool = True
+    nominal: float | None = None
+    """Parameters as the size is named, used in place of the count where given."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlannerError(f"{self.name}: {name}={size!r} must be a whole number of at least 1.")
+        if self.head_size is None and self.hidden % self.heads:
+            raise PlannerError(f"{self.name}: hidden={self.hidden} does not divide into heads={self.heads}.")
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def key_width(self) -> int:
+        return self.query_width // self.heads * (self.kv_heads or self.heads)
+
+    @property
+    def mlp_width(self) -> int:
+        return self.feedforward or 4 * self.hidden
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of one block's matrices."""
+        attention = self.hidden * (2 * self.query_width + 2 * self.key_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.mlp_width
+
+    @property
+    def whole_parameters(self) -> int:
+        """Norms and output biases of one block, which no tensor axis splits."""
+        norms = 2 * self._norm + (2 * (self.query_width // self.heads) if self.qk_norm else 0)
+        return norms + self.hidden * (self.out_bias + self.mlp_bias)
+
+    @property
+    def block_parameters(self) -> int:
+        split_bias = (self.query_width + 2 * self.key_width) * self.qkv_bias
+        return self.matrix_parameters + self.whole_parameters + split_bias + self._inner_bias
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Exact count, tied weights once."""
+        head = 0 if self.tied else self.vocabulary * self.hidden
+        return self.layers * self.block_parameters + self.embedding_parameters + self._norm + head
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (2 if self.norm_bias else 1)
+
+    @property
+    def _inner_bias(self) -> int:
+        return self.mlp_width * (2 if self.gated else 1) * self.mlp_bias
+
+    def profile(self, *, precision: Precision = "bf16-mixed", attention: Attention = "flash") -> Profile:
+        """What one sample of `sequence` tokens costs."""
+        size = 4 if precision == "32" else 2
+        counted = self.block_parameters * self.layers
+        blocks = counted if self.nominal is None else counted + self.nominal - self.parameters
+        core = 4 * self.sequence**2 * self.query_width
+        return Profile(
+            name=self.name,
+            layers=self.layers,
+            block_parameters=blocks / self.layers,
+            whole_parameters=self.whole_parameters,
+            first_parameters=self.embedding_parameters,
+            last_parameters=self._norm + (0 if self.tied else self.vocabulary * self.hidden),
+            tied_parameters=self.vocabulary * self.hidden if self.tied else 0,
+            block_flops=2 * self.sequence * self.matrix_parameters * blocks / counted + core,
+            attention_flops=core,
+            last_flops=2 * self.sequence * self.hidden * self.vocabulary,
+            whole_bytes=self.sequence * self.hidden * (4 * size + (2 if self.dropout else 0)),
+            split_bytes=self._split_bytes(size) + (4 * self.heads * self.sequence if attention == "flash" else 0),
+            attention_bytes=self._score_bytes(size) if attention == "eager" else 0,
+            boundary_elements=self.sequence * self.hidden,
+            last_bytes=self.sequence * (4 * self.vocabulary + 2 * size * self.hidden),
+            element_bytes=size,
+            tokens=self.sequence,
+            tensor_divides=(self.heads, self.kv_heads or self.heads, self.mlp_width),
+        )
+
+    def with_sequence(self, sequence: int) -> "Transformer":
+        """The same model trained on samples of `sequence` tokens."""
+        positions = max(sequence, self.positions) if self.positions else 0
+        return replace(self, sequence=sequence, positions=positions)
+
+    def _split_bytes(self, size: int) -> int:
+        attention = 2 * self.query_width + 2 * self.key_width
+        return size * self.sequence * (attention + (4 if self.gated else 2) * self.mlp_width)
+
+    def _score_bytes(self, size: int) -> int:
+        mask = 1 if self.dropout else 0
+        return self.heads * self.sequence**2 * (size * (2 if self.dropout else 1) + mask)

@@ -1,0 +1,70 @@
+"""Reading and writing amounts: `300B` tokens, `30 days`, 12.3 GB."""
+
+import re
+from math import isfinite
+
+from lightning_3d.errors import PlannerError
+
+_COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 365.25 * 86400}
+_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+_AMOUNT = re.compile(_NUMBER + r"\s*([kmbgt]?)", re.IGNORECASE)
+_DURATION = re.compile(_NUMBER + r"\s*(s|m|h|d|w|y|seconds?|minutes?|hours?|days?|weeks?|years?)", re.IGNORECASE)
+
+
+def parse_count(text: str, what: str) -> float:
+    """`"300B"`, `"1.4T"`, `"2e9"` or `"20000"` as a number above 0; `what` names it in the error."""
+    match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    if match is None:
+        raise PlannerError(f"{what} {text!r} is not an amount: write 300B, 1.4T, 2e9 or 20000.")
+    amount = float(match[1]) * _COUNT[match[2].lower()]
+    if not (isfinite(amount) and amount > 0):
+        raise PlannerError(f"{what} {text!r} must be above 0.")
+    return amount
+
+
+def parse_duration(text: str) -> float:
+    """`"30 days"`, `"12h"`, `"2 weeks"` as seconds above 0."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise PlannerError(f'time {text!r} is not a duration: write "30 days", "12 hours" or "2 weeks".')
+    seconds = float(match[1]) * _SECONDS[match[2][0].lower()]
+    if seconds <= 0 or not isfinite(seconds):
+        raise PlannerError(f"time {text!r} must be above 0.")
+    return seconds
+
+
+def show_bytes(amount: float) -> str:
+    """Bytes in the largest decimal unit that leaves at least 1: `12.3 GB`."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}" if amount < 1000 * size else f"{amount / size:.0f} {unit}"
+    return f"{amount:.0f} B"
+
+
+def show_count(amount: float) -> str:
+    """`1.65B`, `124M`, `300B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.4g}{unit}"
+    return f"{amount:.0f}"
+
+
+def show_seconds(seconds: float) -> str:
+    """`3.70 s`, `12.0 min`, `5.2 h`, `34.0 days`, `288 years`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    for unit, size, most in (("s", 1.0, 120.0), ("min", 60.0, 120.0), ("h", 3600.0, 48.0), ("days", 86400.0, 1000.0)):
+        if seconds < size * most:
+            return f"{seconds / size:.2f} {unit}" if unit == "s" else f"{seconds / size:.1f} {unit}"
+    return f"{seconds / _SECONDS['y']:.0f} years"
+
+
+def show_dollars(amount: float) -> str:
+    """`$2,400`, or with cents below $100."""
+    return f"${amount:,.0f}" if amount >= 100 else f"${amount:,.2f}"
+
+
+def show_hours(amount: float) -> str:
+    """`7,160`, or three digits below 100."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from lightning_3d.cli import main
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner import calibrate, measure
+from lightning_3d.planner.catalogue import Catalogue
+
+MEASURED = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "launch": 5e-4, "link": 8e8, "host": 1e10}
+
+
+def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, capsys):
+    slower = {name: rate * (2 if name == "launch" else 0.5) for name, rate in MEASURED.items()}
+    monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: [MEASURED, slower])
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["calibrate"]) == 0
+    entry = Catalogue.load().find("this-machine")
+    assert entry.peak("32") == 2.5e10
+    assert entry.memory_gb_per_s == 5
+    assert entry.block_launch_us == 1000
+    assert main(["plan", "gpt2", "--tokens", "1M", "--precision", "32", "--cluster", "2xthis-machine"]) == 0
+    assert "this machine, measured" in capsys.readouterr().out
+
+
+def test_wrong_names_and_places(monkeypatch, tmp_path, capsys):
+    assert main(["calibrate", "--name", "8 x"]) == 2
+    assert "letters" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(PlannerError, match="cannot be written"):
+        calibrate.write_entry({"x": {}}, file / "x.yaml")
+
+
+def test_measurements_of_one_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "DISK_BYTES", 1 << 20)
+    cpu = torch.device("cpu")
+    assert 1e6 < measure.matrix_rate(cpu, torch.float32, 64) < 1e15
+    assert 1e6 < measure.memory_rate(cpu) < 1e14
+    assert 1e-6 < measure.launch_seconds(cpu) < 1
+    assert measure.disk_rate(tmp_path) > 1e3
+
+
+@pytest.mark.long
+def test_two_processes_measure_this_machine(tmp_path):
+    ranks = calibrate._measure(str(tmp_path), world=2, cuda=False)
+    assert len(ranks) == 2
+    assert all(rank[name] > 0 for rank in ranks for name in MEASURED)

@@ -1,0 +1,178 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_3d.cli import COMMANDS, main
+
+HERE = "tests.planner.modules"
+
+
+@pytest.fixture(autouse=True)
+def no_user_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def ask(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_shows_layouts_memory_time_and_cost(capsys):
+    text = ask(capsys, "llama-7b", "--tokens", "300B", "--cluster", "16x8xh100", "--price", "2")
+    assert "6.738B parameters, 32 blocks" in text
+    assert "128 x NVIDIA H100" in text
+    for word in ("ZeRO", "MFU", "cost", "limited by", "weights", "activations", "optimizer", "of 80 GB", "compute"):
+        assert word in text
+
+
+def test_the_published_days_of_gpt3(capsys):
+    flags = ["--tokens", "300B", "--cluster", "1024xa100-80g", "--sustained", "140", "--recompute", "full"]
+    assert "8TP/(nX) at X = 140 TFLOP/s per device: 33.8 days" in ask(capsys, "gpt3-175b", *flags)
+    shape = ["--layers", "128", "--hidden", "25600", "--heads", "160", "--vocab", "51200", "--seq", "2048"]
+    flags = ["--batch", "3072", "--cluster", "3072xa100-80g", "--sustained", "163", "--recompute", "full", "--json"]
+    data = json.loads(ask(capsys, *shape, "--tokens", "450B", "--tensor", "8", "--pipeline", "64", *flags))
+    assert f"{data['plans'][0]['step_seconds']['total']:.2f}" == "102.63"
+    assert f"{data['job']['parameters'] / 1e9:.2f}" == "1008.04"
+
+
+def test_json_is_the_same_plan(capsys):
+    flags = ["7b", "--tokens", "140B", "--cluster", "8xh100", "--top", "2"]
+    data = json.loads(ask(capsys, *flags, "--json"))
+    assert len(data["plans"]) == 2
+    assert data["job"]["parameters"] == pytest.approx(7e9)
+    best = data["plans"][0]
+    assert best["fits"]
+    assert best["layout"]["tensor_parallel_size"] >= 1
+    assert best["dollars"] > 0
+    assert max(memory["total"] for memory in best["memory_bytes"]) <= best["device_memory_bytes"]
+
+
+def test_deadline_budget_and_comparison(capsys):
+    flags = ["7b", "--tokens", "140B", "--json"]
+    within = json.loads(ask(capsys, *flags, "--accelerator", "h100", "--gpus-for", "10 days"))["plans"][0]
+    fewer = json.loads(ask(capsys, *flags, "--accelerator", "h100", "--gpus-for", "40 days"))["plans"][0]
+    assert within["days"] <= 10
+    assert fewer["cluster"]["devices"] < within["cluster"]["devices"]
+    cheap = json.loads(ask(capsys, *flags, "--accelerator", "h100", "--max-cost", "100000"))["plans"][0]
+    assert cheap["dollars"] <= 100000
+    compared = json.loads(ask(capsys, *flags, "--cluster", "64xh100", "--compare", "a100-80g,h100,tpu-v4"))
+    assert {plan["cluster"]["accelerator"] for plan in compared["plans"]} == {"a100-80g", "h100", "tpu-v4"}
+    costs = [plan["dollars"] for plan in compared["plans"]]
+    assert costs == sorted(costs)
+
+
+def test_a_module_of_ones_own(capsys):
+    flags = ["--inputs", "2x17:int64", "--batch", "8", "--samples", "1000", "--cluster", "2xa100", "--json"]
+    data = json.loads(ask(capsys, f"{HERE}.TinyGPT", "--arg", "layers=4", *flags))
+    assert data["job"]["layers"] == 4
+    assert data["job"]["tokens_per_sample"] == 17
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("7b --tokens -3 --cluster h100", "--tokens '-3' must be above 0"),
+        ("7b --tokens 3 --samples 3 --cluster h100", "give one"),
+        ("7b --cluster 8xh10", "did you mean h100"),
+        ("lama-7b --cluster h100", "did you mean llama-7b"),
+        ("7b --cluster 8x8x8xh100", "not NODESxDEVICESxNAME"),
+        ("7b", "on what?"),
+        ("7b --accelerator h100", "how many h100?"),
+        ("7b --accelerator h100 --cluster h100", "give one"),
+        ("", "which model?"),
+        ("--layers 3 --cluster h100", "missing: hidden, heads"),
+        ("7b --layers 3 --cluster h100", "leave out '7b' or the flag"),
+        ("gpt3-175b --cluster 4xa100-40g", "does not fit on 1x4xa100-40g"),
+        ("7b --tokens 1T --accelerator h100 --gpus-for 1day --max-cost 5", "too little to train within 24.0 h"),
+        ("7b --tokens 1T --accelerator h100 --gpus-for 1s", "cannot be kept"),
+        ("7b --tokens 1T --accelerator h100 --gpus-for 5", "is not a duration"),
+        ("7b --accelerator rtx-4090 --max-cost 5", "no price"),
+        ("7b --accelerator h100 --max-cost -5", "must be above 0"),
+        ("7b --cluster h100 --zero 7", "--zero"),
+        ("7b --cluster h100 --batch 0", "at least 1"),
+        ("7b --cluster h100 --tensor 0", "--tensor 0"),
+        ("7b --cluster h100 --sustained -1", "must be above 0"),
+        ("7b --cluster h100 --set memory=3", "did you mean memory_gb"),
+        ("7b --cluster h100 --hardware /nowhere.yaml", "does not exist"),
+        ("7b --cluster h100 --top 0", "at least 1"),
+        ("7b --cluster h100 --compare h100,foo", "no accelerator is called 'foo'"),
+        ("/nowhere/config.json --cluster h100", "cannot be read"),
+        ("nowhere.Model --cluster h100", "cannot be imported"),
+        (f"{HERE}.Nothing --cluster h100", "has no 'Nothing'"),
+        (f"{HERE}.TinyGPT --cluster h100", "describe one batch"),
+        (f"{HERE}.TinyGPT --cluster h100 --arg depth=3 --inputs 2x17:int64", "unexpected keyword"),
+        (f"{HERE}.TinyGPT --cluster h100 --inputs 2by17", "SHAPE:DTYPE"),
+        (f"{HERE}.TinyGPT --cluster h100 --inputs 2x17:float32", "cannot be run"),
+        (f"{HERE}.NotAModule --cluster h100 --inputs 2x17:int64", "not a LightningModule"),
+        ("7b --cluster h100 --frobnicate", "unrecognized arguments"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, line, message):
+    try:
+        code = main(["plan", *line.split()])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("lightning-3d plan: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_a_worked_example(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"lightning-3d {name} " in capsys.readouterr().out.partition("examples:")[2]
+
+
+def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
+    import shlex
+
+    from lightning_3d.planner.cli_plan import EXAMPLE
+
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "num_hidden_layers": 16,
+                "hidden_size": 2048,
+                "num_attention_heads": 16,
+                "vocab_size": 32000,
+                "max_position_embeddings": 2048,
+                "intermediate_size": 5632,
+            }
+        )
+    )
+    lines = [line.strip() for line in EXAMPLE.splitlines() if line.strip().startswith("lightning-3d")]
+    assert len(lines) >= 5
+    for line in lines:
+        here = line.replace("path/to", str(tmp_path)).replace("my_package.model.LitGPT", f"{HERE}.TinyGPT")
+        assert main(shlex.split(here.replace("n_layer", "layers"))[1:]) == 0, capsys.readouterr().err
+
+
+def test_top_level_help_lists_commands_without_importing_them():
+    code = "import sys, lightning_3d.cli as c; c.main(['--help'])"
+    check = "import atexit, sys; atexit.register(lambda: print('LOADED', 'lightning_3d.planner.search' in sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", f"{check}; {code}"], capture_output=True, text=True, timeout=120)
+    assert "LOADED False" in shown.stdout
+    assert all(name in shown.stdout for name in COMMANDS)
+
+
+def test_unknown_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plam"])
+    assert stop.value.code == 2
+    assert "plan" in capsys.readouterr().err
+
+
+def test_pictures(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    ask(capsys, "llama-7b", "--cluster", "8xa100-40g", "--pipeline", "4", "--plot", str(tmp_path / "pictures"))
+    written = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert written == ["cost.png", "memory.png", "timetable.png"]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in (tmp_path / "pictures").iterdir())

@@ -1,0 +1,176 @@
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.advice import explain_misfit
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.job import Job, usual_batch
+from lightning_3d.planner.memory import rank_memory, rank_parameters
+from lightning_3d.planner.names import named_model
+from lightning_3d.planner.plan import price_layout
+from lightning_3d.planner.search import ANYTHING, Pins, distinct, families, search
+from lightning_3d.planner.step import link_rate
+
+CATALOGUE = Catalogue.load()
+
+
+def job(name, devices, **changes):
+    profile = named_model(name).profile(precision=changes.get("precision", "bf16-mixed"))
+    return Job(**{"profile": profile, "samples": 1e6, "batch": usual_batch(profile, devices), **changes})
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("gpt2", "8xa100"), ("llama-7b", "2x8xh100"), ("llama-70b", "16x8xh100"), ("13b", "6xa100")]
+)
+def test_every_plan_uses_all_devices_divides_and_fits(model, cluster):
+    where = CATALOGUE.cluster(cluster)
+    asked = job(model, where.devices)
+    plans = search(asked, where)
+    assert plans
+    for plan in plans:
+        layout = plan.layout
+        assert layout.world_size == where.devices
+        assert layout.data_parallel_size * plan.micro * plan.microbatches == asked.batch
+        assert asked.profile.can_split(layout.tensor_parallel_size)
+        assert layout.tensor_parallel_size <= where.devices_per_node
+        assert plan.fits
+        assert plan.peak.total <= where.accelerator.memory_gb * 1e9
+        assert 0 < plan.mfu <= plan.hfu < 1
+    assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
+    assert len(distinct(plans, 3)) <= 3
+
+
+def test_no_layout_that_fits_is_faster_than_the_best():
+    """The search skips members that a faster one makes needless: hold it to trying every one of them."""
+    where = CATALOGUE.cluster("2x8xa100-40g")
+    asked = job("llama-7b", where.devices)
+    best = search(asked, where)[0]
+    everything = (
+        price_layout(
+            asked,
+            where,
+            Layout(**{**vars(family.layout), "zero_stage": stage, "recompute": recompute}),
+            micro=family.micro,
+        )
+        for family in families(asked, where, ANYTHING)
+        for stage in (0, 1, 2, 3)
+        for recompute in ("none", "selective", "full")
+    )
+    assert best.time.total == min(plan.time.total for plan in everything if plan.fits)
+
+
+def test_ten_thousand_devices_in_two_seconds():
+    where = CATALOGUE.cluster("1250x8xh100")
+    asked = job("gpt3-175b", where.devices, batch=10000)
+    start = time.process_time()
+    assert search(asked, where)
+    assert time.process_time() - start < 2
+
+
+def test_pins_hold():
+    where = CATALOGUE.cluster("2x8xh100")
+    pins = Pins(tensor=2, pipeline=4, zero=1, schedule="interleaved_1f1b", chunks=2, micro=1, recompute="full")
+    for plan in search(job("llama-7b", 16), where, pins):
+        layout = plan.layout
+        assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.zero_stage) == (2, 4, 1)
+        assert (layout.schedule, layout.stages_per_rank, plan.micro) == ("interleaved_1f1b", 2, 1)
+        assert layout.recompute == "full"
+
+
+# Narayanan et al. 2021, table 1: model, tensor, pipeline, GPUs, batch, measured TFLOP/s per GPU (full recompute).
+MEGATRON = [
+    ("megatron-1.7b", 1, 1, 32, 512, 137),
+    ("megatron-3.6b", 2, 1, 64, 512, 138),
+    ("megatron-7.5b", 4, 1, 128, 512, 142),
+    ("megatron-18b", 8, 1, 256, 1024, 135),
+    ("megatron-39b", 8, 2, 512, 1536, 138),
+    ("megatron-76b", 8, 4, 1024, 1792, 140),
+    ("megatron-145b", 8, 8, 1536, 2304, 148),
+    ("megatron-310b", 8, 16, 1920, 2160, 155),
+    ("megatron-530b", 8, 35, 2520, 2520, 163),
+    ("megatron-1t", 8, 64, 3072, 3072, 163),
+]
+
+
+@pytest.mark.parametrize(("model", "tensor", "pipeline", "devices", "batch", "tflops"), MEGATRON)
+def test_estimated_speed_is_within_15_percent_of_measured(model, tensor, pipeline, devices, batch, tflops):
+    profile = named_model(model).profile(precision="16-mixed", attention="eager")
+    asked = Job(profile=profile, samples=batch, batch=batch, precision="16-mixed")
+    where = Cluster.of(CATALOGUE.find("a100-80g"), devices)
+    pins = Pins(tensor=tensor, pipeline=pipeline, sequence_parallel=False)
+    plans = [
+        price_layout(asked, where, replace(family.layout, recompute="full"), micro=family.micro)
+        for family in families(asked, where, pins)
+        if family.layout.schedule in ("1f1b", "interleaved_1f1b")
+    ]
+    assert 312 * max(plan.hfu for plan in plans) == pytest.approx(tflops, rel=0.15)
+
+
+def test_states_of_a_rank_follow_the_zero_stage_and_a_pipeline_gains_nothing_from_stages_2_and_3():
+    asked = job("llama-7b", 8)
+    numbers = {"stage": 0, "micro": 1, "microbatches": 8, "reserved": 0.0}
+
+    def states(**sizes):
+        layout = Layout(**sizes)
+        memory = rank_memory(asked, layout, **numbers)
+        return (memory.weights, memory.gradients, memory.optimizer), rank_parameters(asked.profile, layout, 0)
+
+    for stage, divide in enumerate([(1, 1, 1), (1, 1, 8), (1, 8, 8), (8, 8, 8)]):
+        found, parameters = states(data_parallel_size=8, zero_stage=stage)
+        assert found == tuple(size * parameters / part for size, part in zip((2, 2, 12), divide, strict=True))
+    piped = [states(data_parallel_size=4, pipeline_parallel_size=2, zero_stage=stage)[0] for stage in (1, 2, 3)]
+    assert piped[0] == piped[1] == piped[2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["none", "selective", "full"]),
+)
+def test_parameters_of_all_ranks_add_up(tensor, pipeline, stage, recompute):
+    layout = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, zero_stage=stage, recompute=recompute)
+    profile = named_model("llama-7b").profile()
+    split = profile.parameters - profile.layers * profile.whole_parameters
+    total = sum(rank_parameters(profile, layout, rank) for rank in range(pipeline)) if pipeline > 1 else None
+    if pipeline == 1:
+        assert rank_parameters(profile, layout, 0) == split / tensor + profile.layers * profile.whole_parameters
+    else:
+        middle = profile.layers * (profile.block_parameters - profile.whole_parameters) / tensor
+        whole = profile.layers * profile.whole_parameters
+        assert total == pytest.approx(middle + whole + (profile.first_parameters + profile.last_parameters) / tensor)
+
+
+def test_links():
+    where = CATALOGUE.cluster("4x8xh100")
+    node, cluster = 0.8 * 450e9, 0.8 * 50e9
+    assert link_rate(where, span=8, stride=1) == node
+    assert link_rate(where, span=32, stride=1) == min(node, 8 * cluster)
+    assert link_rate(where, span=4, stride=8) == cluster
+    assert link_rate(where, span=16, stride=2) == 4 * cluster
+
+
+def test_a_misfit_is_explained_in_one_line():
+    where = CATALOGUE.cluster("4xa100-40g")
+    text = explain_misfit(job("gpt3-175b", 4), where, ANYTHING, CATALOGUE)
+    assert "\n" not in text
+    assert "does not fit on 1x4xa100-40g" in text
+    assert "at least" in text
+    pins = Pins(tensor=3)
+    assert "no layout of 4 devices divides" in explain_misfit(job("gpt2", 4), where, pins, CATALOGUE)
+    pins = Pins(zero=0, tensor=1, pipeline=1, offload="none")
+    assert "leave out the flags" in explain_misfit(job("llama-7b", 4), where, pins, CATALOGUE)
+
+
+def test_a_known_rate_replaces_the_estimate():
+    where = CATALOGUE.cluster("128xa100-80g")
+    profile = named_model("megatron-7.5b").profile(precision="16-mixed")
+    asked = Job(profile=profile, samples=512, batch=512, precision="16-mixed", sustained=142e12)
+    plan = search(asked, where, Pins(tensor=4, pipeline=1, recompute="full"))[0]
+    assert f"{plan.time.total:.2f}" == "3.70"

@@ -34,6 +34,10 @@ class AxisPrecision(Precision):
             local = grad.to_local() if hasattr(grad, "to_local") else grad
             local.clamp_(-clip_val, clip_val)
 
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before backward, against underflow."""
+        return 1.0
+
     def policy(self) -> MixedPrecisionPolicy:
         """What FSDP2 casts parameters and gradients to."""
         return MixedPrecisionPolicy()
@@ -53,6 +57,9 @@ class _Half(AxisPrecision, HalfPrecision):
 
 class _Mixed(AxisPrecision, MixedPrecision):
     __qualname__ = "MixedPrecision"  # the checkpoint key of the loss scale: a stock 16-mixed checkpoint resumes here
+
+    def loss_scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     def policy(self) -> MixedPrecisionPolicy:
         """Gather parameters in the compute type, reduce gradients in fp32; what else is cast is autocast's business."""

@@ -1,8 +1,9 @@
 """The processes of one job as Lightning sees them: who is where, how they start, talk and fail."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -30,6 +31,7 @@ from lightning_3d.errors import LayoutError
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
+T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -159,6 +161,24 @@ class Processes(ParallelStrategy):
             return self.layout
         except LayoutError as error:
             return error
+
+    @property
+    def _sending(self) -> Communication:
+        assert self._communication is not None, "communication exists from setup_environment on"
+        return self._communication
+
+    def from_rank_zero(self, decide: Callable[[], T]) -> T:
+        """What `decide()` returns on rank 0, on every rank; what it raises there, too."""
+        box: list[Any] = [None, None]
+        if self.global_rank == 0:
+            try:
+                box[0] = decide()
+            except Exception as error:
+                box[1] = error
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]  # type: ignore[no-any-return]
 
     # ---- talk ----------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Which ranks draw the same random numbers.
 
 Outside of steps (samplers, augmentation in the main process) the ranks of one data rank share a stream, since they
-must see the same samples. Inside a step (dropout) every data rank and every pipeline stage has a stream of its own;
-tensor ranks share it, so that masks on whole activations agree. Data rank 0 of the first stage goes on with the stream
-that the user seeded, so one data rank draws what one device would have drawn.
+must see the same samples. Inside a step (dropout) every data rank has a stream of its own; tensor ranks and pipeline
+stages share it (see `tensor/random.py` and `pipeline/seeds.py` for what they make of it). Data rank 0 goes on with the
+stream that the user seeded, so that with one data rank a step starts from what one device would have drawn.
 """
 
 import random
@@ -22,11 +22,10 @@ class StepRandom:
 
     def __init__(self, coordinate: Coordinate, device: torch.device) -> None:
         self.device = device
-        self.apart = coordinate.data > 0 or coordinate.pipeline > 0
+        self.apart = coordinate.data > 0
         self.states: list[torch.Tensor] = []
         if self.apart:
-            seed = torch.initial_seed() ^ (coordinate.data * 1_000_003 + coordinate.pipeline * 7_368_787)
-            self.states = self._fresh(seed % 2**63)
+            self.states = self._fresh((torch.initial_seed() + coordinate.data * 1_000_003) % 2**63)
 
     def _fresh(self, seed: int) -> list[torch.Tensor]:
         before = self._read()

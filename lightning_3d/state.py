@@ -1,17 +1,18 @@
 """The state of the module and its optimizers in one piece, whatever the layout, and back.
 
-While a module is sharded, `state_dict()` of it, of any of its parts and of its optimizers still gives whole tensors,
-and `load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
+While a module is in parts, `state_dict()` of it and of its optimizers still gives whole tensors, and
+`load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.stages import Stages
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 """What a tensor shaped like the parameter becomes: whole, or this rank's part."""
@@ -19,8 +20,13 @@ Meet = Callable[[str], None]
 """Raises unless every rank asks for the same now: making a tensor whole takes all of them."""
 
 
-def whole_module_state(module: nn.Module, whole: Convert, part: Convert, meet: Meet) -> list[RemovableHandle]:
-    """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it."""
+def whole_module_state(
+    module: nn.Module, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+) -> list[RemovableHandle]:
+    """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it.
+
+    What other pipeline stages hold is in the state of the whole `module` only; in that of a part of it, it is on meta.
+    """
     handles: list[RemovableHandle] = [
         module.register_state_dict_pre_hook(lambda *_: meet("state_dict() of the module"))
     ]
@@ -34,35 +40,71 @@ def whole_module_state(module: nn.Module, whole: Convert, part: Convert, meet: M
         for name, parameter in owner._parameters.items():
             if parameter is not None and prefix + name in state:
                 state[prefix + name] = _convert(parameter, state[prefix + name], part)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta and prefix + name in state:
+                state[prefix + name] = buffer
 
     for owner in module.modules():
-        if any(isinstance(parameter, DTensor) for parameter in owner._parameters.values()):
+        if any(isinstance(p, DTensor) or (p is not None and p.is_meta) for p in owner._parameters.values()):
             handles.append(owner.register_state_dict_post_hook(gather))
             handles.append(owner.register_load_state_dict_pre_hook(deal_out))
+    if stages is not None:
+        handles.append(module.register_state_dict_post_hook(_from_all_stages(stages)))
     return handles
 
 
-def whole_optimizer_state(optimizer: Optimizer, whole: Convert, part: Convert, meet: Meet) -> list[RemovableHandle]:
+def _from_all_stages(stages: Stages) -> Callable[..., None]:
+    def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        parameters = dict(module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False))
+        mine = {
+            name: {"value": value}
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+            and not value.is_meta
+            and (name not in parameters or stages.counts(parameters[name]))
+        }
+        for name, entry in stages.exchange(mine).items():
+            if isinstance(state.get(name), Tensor) and state[name].is_meta:
+                state[name] = entry["value"]
+
+    return complete
+
+
+def whole_optimizer_state(
+    optimizer: Optimizer, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+) -> list[RemovableHandle]:
     """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         meet("state_dict() of an optimizer")
-        return _converted(optimizer, state, whole)
+        return _converted(optimizer, state, whole, stages)
 
     def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _converted(optimizer, state, part)
+        return _converted(optimizer, state, part, None)
 
     return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]
 
 
-def _converted(optimizer: Optimizer, state: Mapping[str, Any], convert: Convert) -> dict[str, Any]:
+def _converted(
+    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Stages | None
+) -> dict[str, Any]:
     """`state` with the entries that are numbered by parameter converted."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries = {
         key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
         for key, value in state.get("state", {}).items()
     }
+    if stages is not None:
+        mine = {key: entry for key, entry in entries.items() if isinstance(key, int) and stages.counts(parameters[key])}
+        entries = dict(sorted({**entries, **stages.exchange(mine)}.items()))
     return {**state, "state": entries}
+
+
+def whole_optimizer_entries(optimizer: Optimizer, whole: Convert, stages: Stages | None) -> dict[int, Any]:
+    """The state of each parameter in one piece, by its place in `param_groups`. Collective."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
+    return dict(_converted(optimizer, {"state": state}, whole, stages)["state"])
 
 
 def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
@@ -70,17 +112,20 @@ def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
     return convert(parameter, value) if same else value
 
 
-@torch.no_grad()
 def swap_parameters(
-    optimizers: Sequence[Optimizer], swaps: Mapping[nn.Parameter, nn.Parameter], convert: Convert
+    optimizers: Sequence[Optimizer],
+    swaps: Mapping[nn.Parameter, nn.Parameter],
+    entries: Sequence[Mapping[int, Any]] | None = None,
 ) -> None:
-    """Have `optimizers` hold the new parameters in place of the old, with their state converted."""
-    for optimizer in optimizers:
+    """Have `optimizers` hold the new parameters in place of the old, and `entries` for their state (else none)."""
+    for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for old in [parameter for parameter in swaps if parameter in optimizer.state]:
-            state = optimizer.state.pop(old)
-            optimizer.state[swaps[old]] = {key: _convert(old, value, convert) for key, value in state.items()}
+            del optimizer.state[old]
+        if entries is not None:
+            optimizer.state.update({parameters[place]: entry for place, entry in entries[index].items()})
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -26,13 +26,17 @@ from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
+from lightning_3d.compose import Composed, Plans, compose, plan_pipeline
 from lightning_3d.data import seed_workers_by_data_rank
-from lightning_3d.layout import Layout, Offload, ZeroStage
-from lightning_3d.mesh import shard_mesh
+from lightning_3d.layout import PIPELINE_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group
+from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.processes import Processes, StartMethod
 from lightning_3d.randomness import StepRandom
-from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData, step_on_shards
+from lightning_3d.samples import record_one_batch
+from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.zero import step_on_shards
 
 
 class Strategy3D(Processes):
@@ -40,8 +44,17 @@ class Strategy3D(Processes):
 
     Args:
         data_parallel_size: ranks that see different data; "auto" takes what the other axes leave.
+        tensor_parallel_size: ranks that share every large matrix.
+        pipeline_parallel_size: ranks that hold different blocks.
         zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         zero_shard_size: share among so many data ranks only and replicate between them (hybrid shard).
+        schedule: order of forwards and backwards in the pipeline.
+        stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
+        num_microbatches: pieces that the pipeline cuts a batch into; "auto" picks from the batch.
+        pipeline_split: names of the first block of each stage but the first, instead of a balanced cut.
+        loss_scope: "batch" computes the loss once on the whole batch, for losses that are no mean over samples.
+        sequence_parallel: also divide norms and dropout along the sequence, over the tensor ranks.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole", over what is inferred.
         grad_sync: how gradients are averaged: "ring" is ours, "native" the backend's, "hierarchical" a ring inside each
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
@@ -57,8 +70,17 @@ class Strategy3D(Processes):
         self,
         *,
         data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         zero_stage: ZeroStage = 1,
         zero_shard_size: int | None = None,
+        schedule: Schedule = "1f1b",
+        stages_per_rank: int = 1,
+        num_microbatches: int | Literal["auto"] = "auto",
+        pipeline_split: list[str] | None = None,
+        loss_scope: Literal["microbatch", "batch"] = "microbatch",
+        sequence_parallel: bool = False,
+        tensor_plan: dict[str, str] | None = None,
         grad_sync: GradSync | Literal["auto"] = "auto",
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
@@ -84,15 +106,23 @@ class Strategy3D(Processes):
         )
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             zero_stage=zero_stage,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            num_microbatches=num_microbatches,
+            sequence_parallel=sequence_parallel,
             offload=offload,
         )
+        self._pipeline_split, self._loss_scope, self._tensor_plan = pipeline_split, loss_scope, tensor_plan
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
-        self._data: DataParallel = NoData()
+        self._composed: Composed | None = None
+        self._steps: Steps | None = None
         self._metrics: list[Metric] = []
         self._in_step = False
         self._hooks: list[RemovableHandle] = []
@@ -126,12 +156,23 @@ class Strategy3D(Processes):
         # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
         self._precision_plugin = None if plugin is None else precision.convert(plugin)
 
+    @property
+    def _applied(self) -> Composed:
+        assert self._composed is not None, "the module is placed from setup on"
+        return self._composed
+
+    @property
+    def _running(self) -> Steps:
+        assert self._steps is not None, "the module is placed from setup on"
+        return self._steps
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
         fresh: dict[str, Any] = {
             "_mesh": None,
             "_communication": None,
-            "_data": NoData(),
+            "_composed": None,
+            "_steps": None,
             "_hooks": [],
             "_undo": [],
             "_metrics": [],
@@ -154,45 +195,80 @@ class Strategy3D(Processes):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
-        self._random = StepRandom(self.coordinate, self.root_device)
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        self._apply(module, fitting)
-        self._hooks = state.whole_module_state(module, self._data.whole, self._data.part, peers.meet)
+        plans = self._plan(trainer, module)
+        self._composed = composed = compose(
+            module,
+            plans,
+            self.layout,
+            self.mesh,
+            self._sending,
+            self.precision_plugin.policy(),
+            training=fitting,
+        )
+        self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        self._steps = self._make_steps(trainer, plans)
 
-    def _apply(self, module: LightningModule, fitting: bool) -> None:
-        """Compose the parallelisms, in order."""
-        anatomy = Anatomy.of(module)
-        layout, communication = self.layout, self._communication
-        assert communication is not None
-        if layout.data_parallel_size == 1 or not (fitting or layout.zero_stage == 3):
-            self._data = NoData()
-        elif layout.zero_stage == 0:
-            self._data = ReplicatedData(communication.replicas(list(module.parameters())))
-        else:
-            self._data = ShardedData(
-                module,
-                anatomy,
-                stage=layout.zero_stage,
-                mesh=shard_mesh(self.mesh),
-                policy=self.precision_plugin.policy(),
-                offload=layout.offload == "all",
-                attach=communication.attach,
-                replicate=communication.replicas,
+    def _plan(self, trainer: Trainer, module: LightningModule) -> Plans:
+        """Decide on the whole module what will be done to it, the same on every rank."""
+        layout, anatomy = self.layout, Anatomy.of(module)
+        tensor = None
+        if layout.tensor_parallel_size > 1:
+            calls = record_one_batch(trainer, module, self._to_device)
+            tensor = self.from_rank_zero(
+                lambda: plan_tensor(
+                    module,
+                    layout.tensor_parallel_size,
+                    tensor_plan=self._tensor_plan,
+                    sequence_parallel=layout.sequence_parallel,
+                    calls=calls,
+                )
             )
+        return Plans(anatomy, plan_pipeline(module, anatomy, layout, self._pipeline_split), tensor)
+
+    def _make_steps(self, trainer: Trainer, plans: Plans) -> Steps:
+        assert self._composed is not None
+        random, split = StepRandom(self.coordinate, self.root_device), plans.split
+        if split is None:
+            return PlainSteps(self._composed, random)
+        layout, plugin = self.layout, self.precision_plugin
+
+        def make(hooks: Hooks) -> Pipeline:
+            return Pipeline(
+                self._module,
+                split,
+                self.mesh.get_group(PIPELINE_AXIS),
+                device=self.root_device,
+                schedule=layout.schedule,
+                num_microbatches=layout.num_microbatches,
+                loss_scope=self._loss_scope,
+                hooks=hooks,
+            )
+
+        def scale() -> float:
+            return plugin.loss_scale() / trainer.accumulate_grad_batches
+
+        return PipelinedSteps(self._composed, random, make, scale, plugin.forward_context)
+
+    def _to_device(self, batch: Any) -> Any:
+        return self.batch_to_device(self.precision_plugin.convert_input(batch))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         # an optimizer that was built before its parameters were placed still holds the originals
-        state.swap_parameters(self.optimizers, self._data.swaps, self._data.part)
+        composed = self._applied
+        state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
             self._undo.append(step_on_shards(optimizer))
-            self._hooks += state.whole_optimizer_state(optimizer, self._data.whole, self._data.part, peers.meet)
+            self._hooks += state.whole_optimizer_state(
+                optimizer, composed.whole, composed.part, composed.stages, peers.meet
+            )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -204,69 +280,65 @@ class Strategy3D(Processes):
     # ---- run -----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._data.begin()
         self._in_step = True
-        with self._random.step():
-            output = super().training_step(*args, **kwargs)
+        output = self._running.train(lambda: super(Strategy3D, self).training_step(*args, **kwargs), args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
-            self._data.end()
-            self._data.rest()
+            self._applied.data.end()
+            self._applied.data.rest()
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().validation_step(*args, **kwargs)
+        call = super().validation_step
+        return self._running.evaluate("validation_step", lambda: call(*args, **kwargs), args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().test_step(*args, **kwargs)
+        call = super().test_step
+        return self._running.evaluate("test_step", lambda: call(*args, **kwargs), args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluating():
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluating(self) -> Generator[None, None, None]:
-        self._data.begin()
-        with self._random.step():
-            yield
-        self._data.end()
+        call = super().predict_step
+        return self._running.evaluate("predict_step", lambda: call(*args, **kwargs), args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._data.before_backward(closure_loss)
+        self._running.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        self._data.after_backward()
+        self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._data.rest()
+        self._applied.data.rest()
         if self._in_step:  # manual optimization: the user's step goes on with the new parameters
-            self._data.begin()
+            self._applied.data.begin()
         return output
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._data.hold(True)
+        self._running.hold(True)
         try:
             yield
         finally:
-            self._data.hold(False)
+            self._running.hold(False)
 
     def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         coordinate, layout = self.coordinate, self.layout
         shard = layout.zero_shard_size or layout.data_parallel_size
-        return clip_grad_norm(parameters, max_norm, lambda parameter: counted_here(parameter, coordinate, shard))
+        composed = self._applied
+
+        def counted(parameter: nn.Parameter) -> bool:
+            return counted_here(parameter, coordinate, shard) and composed.counted(parameter)
+
+        return clip_grad_norm(parameters, max_norm, counted)
 
     def on_validation_end(self) -> None:
-        self._data.rest()
+        self._applied.data.rest()
 
     def on_test_end(self) -> None:
-        self._data.rest()
+        self._applied.data.rest()
 
     def on_predict_end(self) -> None:
-        self._data.rest()
+        self._applied.data.rest()
 
     def on_validation_start(self) -> None:
         self._share_buffers()
@@ -280,7 +352,8 @@ class Strategy3D(Processes):
     def _share_buffers(self) -> None:
         """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
         if self.layout.data_parallel_size > 1:
-            broadcast_tensors(self._module.buffers(), group=self.data_group)
+            buffers = [buffer for buffer in self._module.buffers() if not buffer.is_meta]
+            broadcast_tensors(buffers, group=self.data_group)
 
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
@@ -289,11 +362,13 @@ class Strategy3D(Processes):
     # ---- save ----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._data.rest()
+        if self._composed is not None:
+            self._composed.data.rest()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._data.rest()
+        if self._composed is not None:
+            self._composed.data.rest()
         super().load_model_state_dict(checkpoint, strict=strict)
 
     # ---- end -----------------------------------------------------------------------------------------------------
@@ -304,7 +379,7 @@ class Strategy3D(Processes):
             self._restore()
         for metric in self._metrics:
             metric.process_group = None
-        self._metrics, self._data = [], NoData()
+        self._metrics, self._composed, self._steps = [], None, None
         if self._communication is not None:
             self._communication.close()
             self._communication = None
@@ -316,9 +391,10 @@ class Strategy3D(Processes):
         for undo in self._undo:
             undo()
         self._hooks, self._undo = [], []
-        whole = self._data.whole
-        swaps = self._data.undo()
-        state.swap_parameters(self.optimizers, swaps, whole)
+        if isinstance(self._steps, PipelinedSteps):
+            self._steps.pipeline.close()
+        if self._composed is not None:
+            self._composed.undo(self.optimizers)
         if self._mesh is not None and self.lightning_module is not None:
             self._share_buffers()
             if isinstance(self._layer_sync, DataBatchNorm):

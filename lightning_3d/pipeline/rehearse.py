@@ -25,7 +25,7 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) 
     Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the module's own plain
     attributes are as before afterwards; nothing is logged.
     """
-    with _as_before(pipeline.module), seeds.set_aside():
+    with as_before(pipeline.module), seeds.set_aside():
         whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace)
         problem = _run_in_stages(pipeline, step, args, seed, whole, trace, result)
@@ -92,7 +92,7 @@ def _relay(pipeline: "Pipeline", stage: int, trace: Trace, output: list[Tensor] 
 
 
 @contextmanager
-def _as_before(module: Any) -> Iterator[None]:
+def as_before(module: Any) -> Iterator[None]:
     """Put back buffers and plain attributes that a step changes."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
     plain = (int, float, str, bool, list, dict, set, tuple, type(None))

@@ -42,7 +42,11 @@ class _Kind:
 
 
 def plan_tensor(
-    module: nn.Module, size: int, *, tensor_plan: Mapping[str, str] | None = None, sequence_parallel: bool = False,
+    module: nn.Module,
+    size: int,
+    *,
+    tensor_plan: Mapping[str, str] | None = None,
+    sequence_parallel: bool = False,
     calls: Recording | None = None,
 ) -> TensorPlan:
     """Find out how `module` can be split over `size` tensor ranks.
@@ -71,7 +75,9 @@ def plan_tensor(
             sample = samples.get(name) or _made_up(unit)
             theirs = _under(told, name)
             try:
-                plan, reasons = _plan_unit(unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel)
+                plan, reasons = _plan_unit(
+                    unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel
+                )
             except Refused as refusal:
                 raise TensorPlanError(
                     f"tensor_plan: {name or type(module).__name__} does not compute the same thing when split as given:"

@@ -174,7 +174,9 @@ class UnitForward:
         """Let the parameters that are used on parts of the sequence sum their gradients in one go."""
         if self.memo.sequence is None or self.plan.sequence is None:
             return []
-        places = [(self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer]
+        places = [
+            (self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer
+        ]
         copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
         for (owner, name), value in zip(places, copied, strict=True):
             owner.__dict__[name] = value

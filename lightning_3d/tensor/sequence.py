@@ -8,7 +8,7 @@ between them that does anything else with the stream sees it whole.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch

@@ -1,8 +1,5 @@
 """ZeRO stage 0: every data rank holds everything; gradients are averaged bucket by bucket during backward."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from torch import Tensor, nn
 
 from lightning_3d.comm import Replicas
@@ -10,8 +7,6 @@ from lightning_3d.comm import Replicas
 
 class ReplicatedData:
     """Plain parameters, gradients synchronised by `comm.Replicas`."""
-
-    swaps: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
@@ -28,14 +23,16 @@ class ReplicatedData:
     def reduce(self) -> None:
         self.replicas.reduce()
 
+    def locate(self, name: str) -> nn.Parameter | None:
+        return None
+
     def hold(self, held: bool) -> None:
         self.replicas.hold(held)
 
     def rest(self) -> None: ...
 
-    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def undo(self) -> None:
         self.replicas.detach()
-        return {}
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor

@@ -1,6 +1,7 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class ShardedData:
         mesh: from `mesh.shard_mesh`.
         policy: what is cast to which dtype around compute and reduction.
         offload: keep parameters, gradients and optimizer states in host memory.
+        pipelined: parameters stay whole through a step of many microbatches and gradients are reduced once, after it.
         attach: puts our collectives under FSDP2's.
         replicate: makes the engine for parameters that FSDP2 cannot shard.
     """
@@ -39,10 +41,11 @@ class ShardedData:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: bool,
+        pipelined: bool,
         attach: Callable[[nn.Module], FullySharded],
         replicate: Callable[[list[nn.Parameter]], Replicas],
     ) -> None:
-        self.module, self.stage = module, stage
+        self.module, self.stage, self.pipelined = module, stage, pipelined
         units = shard_units(module, anatomy)
         self.refused = unshardable([*units, module])
         originals = dict(module.named_parameters())
@@ -52,7 +55,7 @@ class ShardedData:
                 fully_shard(
                     unit,
                     mesh=mesh,
-                    reshard_after_forward=stage == 3 and unit is not module,
+                    reshard_after_forward=self._frees and unit is not module,
                     mp_policy=policy,
                     offload_policy=host,
                     ignored_params=set(self.refused),
@@ -60,9 +63,10 @@ class ShardedData:
         fsdp_state.make_root(module)
         self.groups = fsdp_state.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
-        self.originals = {now: originals[name] for name, now in module.named_parameters() if now in self.placed}
-        for original in self.originals.values():
-            original.data = original.data.new_empty(0)
+        self.originals = {
+            now: _Spec.of(originals[name]) for name, now in module.named_parameters() if now in self.placed
+        }
+        self.names = dict(module.named_parameters(remove_duplicate=False))
         self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
         self.replicas = replicate(here) if here else None
@@ -75,13 +79,18 @@ class ShardedData:
         self.streams = mesh.device_type != "cpu"
 
     @property
-    def swaps(self) -> dict[nn.Parameter, nn.Parameter]:
-        """What was registered before -> what is registered now."""
-        return {original: now for now, original in self.originals.items()}
+    def _frees(self) -> bool:
+        """Whether a block's parameters are freed after its forward and gathered again for its backward."""
+        return self.stage == 3 and not self.pipelined
+
+    def locate(self, name: str) -> nn.Parameter:
+        """The whole parameter, on which gradients accumulate until they are reduced."""
+        parameter = self.names[name]
+        return self.placed[parameter]._unsharded_param if parameter in self.placed else parameter
 
     def begin(self) -> None:
         fsdp_state.open_step(self.module)
-        if not self.streams and self.stage < 3:
+        if not self.streams and not self._frees:
             # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
             for group in self.groups:
                 fsdp_state.gather(group, wait=False)
@@ -111,6 +120,7 @@ class ShardedData:
             self.replicas.finish()
 
     def reduce(self) -> None:
+        self.hold(False)
         fsdp_state.reduce_now(self.module)
         self.seam.finish()
         if self.replicas is not None:
@@ -119,7 +129,7 @@ class ShardedData:
     def hold(self, held: bool) -> None:
         if self.replicas is not None:
             self.replicas.hold(held)
-        if self.stage == 1:
+        if self.stage == 1 or self.pipelined:
             fsdp_state.hold(self.module, held)
 
     def rest(self) -> None:
@@ -128,10 +138,10 @@ class ShardedData:
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):
             return tensor
-        param, original = self.placed[parameter], self.originals[parameter]
+        param = self.placed[parameter]
         local = tensor.to_local().to(param.device)
         whole = all_rows(local, param._orig_size, param.mesh_info.shard_process_group)
-        return _like(original, whole)
+        return self.originals[parameter].tensor(whole)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         if parameter not in self.placed:
@@ -142,23 +152,16 @@ class ShardedData:
         rows = my_rows(whole, info.shard_mesh_rank, info.shard_mesh_size)
         return param.to_sharded_dtensor(rows.contiguous().to(parameter.device))
 
-    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def undo(self) -> None:
         self.rest()
         self.seam.detach()
         for guard in self.guards:
             guard.remove()
         if self.replicas is not None:
             self.replicas.detach()
-        swaps: dict[nn.Parameter, nn.Parameter] = {}
         for now, param in self.placed.items():
             whole = self.whole(now, now.detach())
-            original = self.originals[now]
-            if isinstance(whole, DTensor):
-                original = nn.Parameter(whole)
-            else:
-                original.data = whole
-            original.requires_grad_(now.requires_grad)
-            swaps[now] = original
+            original = self.originals[now].parameter(whole).requires_grad_(now.requires_grad)
             info = param._module_info
             for owner, name in [
                 (info.module, info.param_name),
@@ -166,17 +169,40 @@ class ShardedData:
             ]:
                 owner._parameters[name] = original
         fsdp_state.forget(self.module)
-        return swaps
 
 
-def _like(original: nn.Parameter, whole: Tensor) -> Tensor:
-    """`whole` as the tensor-parallel DTensor that `original` is, or as it is."""
-    if not isinstance(original, DTensor):
-        return whole
-    spec = original
-    return DTensor.from_local(
-        whole, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
-    )
+@dataclass(frozen=True)
+class _Spec:
+    """What a parameter was before it was sharded, without its values."""
+
+    plain: nn.Parameter | None
+    """The user's own parameter object, emptied; None where tensor parallelism had replaced it."""
+    mesh: DeviceMesh | None = None
+    placements: tuple[Any, ...] = ()
+    shape: torch.Size = torch.Size()
+    stride: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "_Spec":
+        if isinstance(parameter, DTensor):
+            return cls(None, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        parameter.data = parameter.data.new_empty(0)
+        return cls(parameter)
+
+    def tensor(self, whole: Tensor) -> Tensor:
+        """`whole` over the data axis as the tensor-parallel DTensor it was, or as it is."""
+        if self.mesh is None:
+            return whole
+        return DTensor.from_local(
+            whole, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def parameter(self, whole: Tensor) -> nn.Parameter:
+        """The parameter that was there before, with these values."""
+        if self.plain is None:
+            return nn.Parameter(whole)
+        self.plain.data = whole
+        return self.plain
 
 
 def _owners(group: Any) -> set[nn.Module]:

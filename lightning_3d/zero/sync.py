@@ -1,7 +1,5 @@
 """What the strategy asks of a data-parallel engine, whatever the ZeRO stage."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -9,10 +7,6 @@ from torch import Tensor, nn
 
 class DataParallel(Protocol):
     """Gradient synchronisation over the data axis, in the order in which a step calls it."""
-
-    @property
-    def swaps(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """What was registered before -> what is registered now."""
 
     def begin(self) -> None:
         """Before a forward: parameters are whole, or on their way, from here on."""
@@ -29,14 +23,17 @@ class DataParallel(Protocol):
     def reduce(self) -> None:
         """Average what backwards have accumulated locally until now, outside of a backward (pipelines do this)."""
 
+    def locate(self, name: str) -> nn.Parameter | None:
+        """The tensor on which the gradient of a parameter accumulates before it is reduced; None: the parameter."""
+
     def hold(self, held: bool) -> None:
         """Whether backwards only accumulate locally (all but the last batch of an accumulation window)."""
 
     def rest(self) -> None:
         """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
 
-    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Make the module plain and whole again; what was registered -> what is registered now. Collective."""
+    def undo(self) -> None:
+        """Take the axis off the module again. Collective."""
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """`tensor`, sharded like `parameter` over the data axis, in one piece. Collective."""
@@ -48,8 +45,6 @@ class DataParallel(Protocol):
 class NoData:
     """One data rank: nothing to synchronise."""
 
-    swaps: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
-
     def begin(self) -> None: ...
 
     def end(self) -> None: ...
@@ -60,12 +55,14 @@ class NoData:
 
     def reduce(self) -> None: ...
 
+    def locate(self, name: str) -> nn.Parameter | None:
+        return None
+
     def hold(self, held: bool) -> None: ...
 
     def rest(self) -> None: ...
 
-    def undo(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return {}
+    def undo(self) -> None: ...
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor

@@ -27,7 +27,9 @@ class Logging(MLP):
         loss = F.cross_entropy(logits, batch["y"])
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log_dict({"double": 2 * loss, "index": batch_idx}, batch_size=len(batch["x"]))
-        self.log("correct", (logits.argmax(1) == batch["y"]).float().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log(
+            "correct", (logits.argmax(1) == batch["y"]).float().sum(), reduce_fx="sum", on_step=False, on_epoch=True
+        )
         self.log("extreme", logits.max(), reduce_fx="max", on_step=False, on_epoch=True)
         self.accuracy(logits, batch["y"])
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
@@ -74,9 +76,14 @@ def test_logs_as_on_one_process(accumulate, microbatches):
     for result in results:
         # AUROC and F1 logged as batch values are means of the microbatches' values; everything else is exact.
         inexact = {"train/f1", "train/auroc"}
-        for mine, theirs in zip([*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True):
+        for mine, theirs in zip(
+            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
+        ):
             assert mine.keys() == theirs.keys()
-            close({k: v for k, v in mine.items() if k not in inexact}, {k: v for k, v in theirs.items() if k not in inexact})
+            close(
+                {k: v for k, v in mine.items() if k not in inexact},
+                {k: v for k, v in theirs.items() if k not in inexact},
+            )
         for name, value in result["weights"].items():
             torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-5)
     assert results[0]["end"] == results[1]["end"]

@@ -66,7 +66,9 @@ def test_batch_norm_agrees_when_the_batch_is_not_cut():
 
 def shapes_that_change():
     torch.manual_seed(1)
-    batches = [gpt_batch(rows=rows, length=length, seed=rows) for rows, length in [(8, 10), (3, 6), (8, 7), (8, 10), (1, 4)]]
+    batches = [
+        gpt_batch(rows=rows, length=length, seed=rows) for rows, length in [(8, 10), (3, 6), (8, 7), (8, 10), (1, 4)]
+    ]
     return GPT(layers=2), batches
 
 

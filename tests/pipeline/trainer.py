@@ -60,7 +60,12 @@ def loader(batches: list[Any]) -> DataLoader:
 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     return Trainer(strategy=strategy or "auto", accelerator="cpu", devices=1, **(quiet | {"max_epochs": 2} | options))
 
 

@@ -1,0 +1,175 @@
+"""The parallelisms, composed in order on one module: split -> tensor -> ZeRO; and taken off again.
+
+A new parallelism is a new folder and one more line in `compose`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.communication import Communication
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.mesh import shard_mesh
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split, plan_split
+from lightning_3d.stages import Stages
+from lightning_3d.state import swap_parameters, whole_optimizer_entries
+from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor
+from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.plan import TensorPlan
+from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What is to be done to a module, decided on the whole of it; equal on every rank."""
+
+    anatomy: Anatomy
+    split: PipelineSplit | None = None
+    tensor: TensorPlan | None = None
+
+
+def plan_pipeline(
+    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None
+) -> PipelineSplit | None:
+    """How `module` is cut into stages, None with one pipeline rank."""
+    if layout.pipeline_parallel_size == 1:
+        return None
+    per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
+    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts)
+
+
+@dataclass
+class Composed:
+    """A module to which everything has been applied."""
+
+    module: nn.Module
+    data: DataParallel = field(default_factory=NoData)
+    tensor: AppliedTensor | None = None
+    split: AppliedSplit | None = None
+    stages: Stages | None = None
+    originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
+
+    @property
+    def swaps(self) -> dict[nn.Parameter, nn.Parameter]:
+        """What was registered before -> what is registered now, for parameters that were replaced."""
+        now = dict(self.module.named_parameters())
+        return {old: now[name] for name, old in self.originals.items() if now[name] is not old}
+
+    @property
+    def plain(self) -> bool:
+        """Whether the module is as its author made it."""
+        return isinstance(self.data, NoData) and self.tensor is None and self.split is None
+
+    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """`tensor`, divided like `parameter`, in one piece. Collective over the data and tensor axes."""
+        tensor = self.data.whole(parameter, tensor)
+        split = self.splits.get(parameter)
+        return full_tensor(tensor, split) if split is not None else tensor
+
+    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, divided like `parameter`."""
+        if parameter.is_meta:
+            return torch.empty_like(whole, device="meta")
+        split = self.splits.get(parameter)
+        if split is not None and self.tensor is not None:
+            mesh = self.tensor.mesh
+            mine = local_part(whole.to(parameter.device), split, mesh.get_local_rank()).contiguous()
+            whole = DTensor.from_local(
+                mine, mesh, [Shard(split.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        return self.data.part(parameter, whole)
+
+    def counted(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's stage is the one that counts a parameter which several stages hold."""
+        return self.stages is None or self.stages.counts(parameter)
+
+    @torch.no_grad()
+    def undo(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the module plain and whole again, and `optimizers` hold its parameters and whole states. Collective."""
+        if self.plain:
+            return
+        self.data.rest()
+        entries = [whole_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
+        before = dict(self.module.named_parameters(remove_duplicate=False))
+        self.data.undo()
+        if self.tensor is not None:
+            self.tensor.undo()
+        if self.split is not None and self.stages is not None:
+            self.split.undo(self.stages.group, self.stages.stage_rank)
+        after = dict(self.module.named_parameters(remove_duplicate=False))
+        swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
+
+
+def compose(
+    module: nn.Module,
+    plans: Plans,
+    layout: Layout,
+    mesh: DeviceMesh,
+    communication: Communication,
+    policy: MixedPrecisionPolicy,
+    *,
+    training: bool,
+) -> Composed:
+    """Apply `plans` to `module`, in place. Every rank calls it, with equal weights.
+
+    Args:
+        training: without it no optimizer states or gradients exist, so that only stage 3 has something to shard.
+    """
+    result = Composed(module, originals=dict(module.named_parameters()))
+    if plans.split is not None:
+        group = mesh.get_group(PIPELINE_AXIS)
+        per_rank = plans.split.num_stages // group.size()
+        ranks = stage_ranks(layout.schedule, group.size(), per_rank)
+        mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
+        result.split = apply_split(module, plans.split, mine)
+        result.stages = Stages(module, plans.split, group, ranks)
+    if plans.tensor is not None and plans.tensor.splits:
+        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
+    result.data = _shard(module, plans, layout, mesh, communication, policy, training)
+    result.splits = _splits_of(module, result.tensor)
+    if result.stages is not None:
+        result.stages.locate_parameters(module)
+    return result
+
+
+def _shard(
+    module: nn.Module,
+    plans: Plans,
+    layout: Layout,
+    mesh: DeviceMesh,
+    communication: Communication,
+    policy: MixedPrecisionPolicy,
+    training: bool,
+) -> DataParallel:
+    if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
+        return NoData()
+    if layout.zero_stage == 0:
+        here = [parameter for parameter in module.parameters() if not parameter.is_meta]
+        return ReplicatedData(communication.replicas(here))
+    return ShardedData(
+        module,
+        plans.anatomy,
+        stage=layout.zero_stage,
+        mesh=shard_mesh(mesh),
+        policy=policy,
+        offload=layout.offload == "all",
+        pipelined=plans.split is not None,
+        attach=communication.attach,
+        replicate=communication.replicas,
+    )
+
+
+def _splits_of(module: nn.Module, tensor: AppliedTensor | None) -> dict[nn.Parameter, TensorSplit]:
+    if tensor is None:
+        return {}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {named[name]: split for name, split in tensor.splits.items() if not named[name].is_meta}

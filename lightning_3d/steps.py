@@ -1,0 +1,126 @@
+"""How the module's steps run once it is placed: as they are, or as stages of a pipeline."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_3d.compose import Composed
+from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.randomness import StepRandom
+
+Call = Callable[[], Any]
+
+
+class Steps(Protocol):
+    """What the strategy's hooks call."""
+
+    def train(self, call: Call, args: tuple[Any, ...]) -> Any:
+        """Run a training step: `call()` would call the user's own, with `args`."""
+
+    def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
+        """Run a validation, test or predict step."""
+
+    def before_backward(self, loss: Tensor) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+    def hold(self, held: bool) -> None:
+        """While held, batches only add to an accumulation window."""
+
+
+class PlainSteps:
+    """The user's step on the user's batch."""
+
+    def __init__(self, composed: Composed, random: StepRandom) -> None:
+        self.data, self.random = composed.data, random
+
+    def train(self, call: Call, args: tuple[Any, ...]) -> Any:
+        self.data.begin()
+        with self.random.step():
+            return call()
+
+    def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
+        self.data.begin()
+        with self.random.step():
+            output = call()
+        self.data.end()
+        return output
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.data.before_backward(loss)
+
+    def after_backward(self) -> None:
+        self.data.after_backward()
+
+    def hold(self, held: bool) -> None:
+        self.data.hold(held)
+
+
+class PipelinedSteps:
+    """The user's step on every microbatch, on every stage, in the order of a schedule.
+
+    Forward and backward of the whole batch happen in `train`; Lightning then clears gradients and calls backward on the
+    loss, which is when the gradients are put in place.
+
+    Args:
+        make: builds the pipeline around hooks.
+        scale: what the loss is multiplied with before backward: 1 / accumulated batches, times a loss scale.
+        autocast: the precision plugin's context for a step.
+    """
+
+    def __init__(
+        self,
+        composed: Composed,
+        random: StepRandom,
+        make: Callable[[Hooks], Pipeline],
+        scale: Callable[[], float],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.composed, self.data, self.random, self.scale = composed, composed.data, random, scale
+        self.held = self.open = False
+        self.pipeline = make(
+            Hooks(
+                begin=self._begin,
+                reduce=self.data.reduce,
+                locate=self._locate,
+                evaluating=self._evaluating,
+                context=autocast,
+            )
+        )
+
+    def train(self, call: Call, args: tuple[Any, ...]) -> Any:
+        first, last = not self.open, not self.held
+        if first:
+            self.data.rest()  # what an evaluation gathered: the gradients to drop are those of the shards
+        with self.random.step():
+            output = self.pipeline.training_step(*args, first=first, last=last, scale=self.scale())
+        self.open = not last
+        return output
+
+    def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
+        with self.random.step():
+            return self.pipeline.eval_step(name, *args)
+
+    def before_backward(self, loss: Tensor) -> None:
+        self.pipeline.backward(loss)
+
+    def after_backward(self) -> None: ...
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+
+    def _begin(self) -> None:
+        self.data.hold(True)
+        self.data.begin()
+
+    def _locate(self, name: str) -> Tensor:
+        located = self.data.locate(name)
+        return located if located is not None else self.composed.module.get_parameter(name)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.data.begin()
+        yield
+        self.data.end()

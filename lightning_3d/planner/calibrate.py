@@ -16,6 +16,8 @@ from lightning_3d.planner import measure
 
 TIMEOUT = 120
 """Seconds after which a measurement is given up."""
+WAITS = {"launch": "block_launch_us", "collective": "collective_us", "loop": "step_us"}
+"""What is measured as seconds; the rest are rates."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -25,7 +27,7 @@ def calibrate(name: str) -> dict[str, Any]:
     devices = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         ranks = _measure(folder, world=min(2, devices), cuda=cuda)
-    slowest = {key: min(rank[key] for rank in ranks) for key in ranks[0] if key != "launch"}
+    slowest = {key: (max if key in WAITS else min)(rank[key] for rank in ranks) for key in ranks[0]}
     memory, host = _memory(cuda, devices)
     peaks = {dtype: _round(slowest[dtype] / 1e12) for dtype in DTYPES}
     return {
@@ -42,7 +44,7 @@ def calibrate(name: str) -> dict[str, Any]:
             "host_link_gb_per_s": _round(slowest["host"] / 1e9),
             "host_memory_gb": _round(host / 1e9),
             "disk_gb_per_s": _round(measure.disk_rate(Path.cwd()) / 1e9),
-            "block_launch_us": _round(max(rank["launch"] for rank in ranks) * 1e6),
+            **{field: _round(slowest[key] * 1e6) for key, field in WAITS.items()},
             "reserved_gb": 1.0 if cuda else 0.0,
         }
     }
@@ -81,11 +83,14 @@ def _measure(folder: str, *, world: int, cuda: bool) -> list[dict[str, float]]:
 def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    loop = measure.loop_seconds()  # before there is a process group that a Trainer would look at
     backend = "nccl" if cuda else "gloo"
     wait = timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=wait)
     measured = {name: measure.matrix_rate(device, dtype, 4096 if cuda else 768) for name, dtype in DTYPES.items()}
     measured["memory"] = measure.memory_rate(device)
+    measured["loop"] = loop
+    measured["collective"] = measure.collective_seconds(device) if world > 1 else 0.0
     measured["launch"] = measure.launch_seconds(device)
     measured["link"] = measure.link_rate(device) if world > 1 else measured["memory"]
     measured["host"] = _host_rate(device) if cuda else measured["memory"]

@@ -101,7 +101,7 @@ def _simplest_first(job: Job, cluster: Cluster) -> Iterator[Layout]:
 
 def _need(job: Job, cluster: Cluster, layout: Layout) -> float:
     micro = max(1, job.batch // layout.data_parallel_size)
-    reserved = 0.0 if cluster.accelerator.name.startswith("cpu") else cluster.accelerator.reserved_gb * 1e9
+    reserved = cluster.accelerator.reserved_gb * 1e9
     return rank_memory(job, layout, stage=0, micro=micro, microbatches=1, reserved=reserved).total
 
 

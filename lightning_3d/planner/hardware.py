@@ -53,6 +53,10 @@ class Accelerator:
     """Memory that the driver, the communication library and fragmentation take."""
     block_launch_us: float = 400
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
+    collective_us: float = 20
+    """Microseconds that starting and ending one collective takes, however little it sends."""
+    step_us: float = 2000
+    """Microseconds of a step that the training loop itself takes."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""

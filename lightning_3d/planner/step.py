@@ -37,6 +37,7 @@ class StepTime:
     data: float = 0
     optimizer: float = 0
     offload: float = 0
+    overhead: float = 0
 
     @property
     def total(self) -> float:
@@ -59,6 +60,7 @@ _WORDS = {
     "data": "links (data)",
     "optimizer": "memory bandwidth (optimizer)",
     "offload": "host link (offload)",
+    "overhead": "latency and the training loop",
 }
 
 
@@ -85,6 +87,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         data=data_seconds(job, layout, cluster, hidden_by=DATA_OVERLAP * useful, microbatches=microbatches),
         optimizer=optimizer_seconds(job, layout, cluster),
         offload=offload_seconds(job, layout, cluster, microbatches),
+        overhead=overhead_seconds(job, layout, cluster, microbatches),
     )
 
 
@@ -172,6 +175,18 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: in
     passes = 2 * microbatches if layout.offload == "all" else 1
     moved = updated * (per.gradients + passes * per.weights)
     return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
+
+
+def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
+    """Seconds of the training loop itself, and of starting collectives however little each sends."""
+    device, layers = cluster.accelerator, layers_on_rank(job.profile.layers, layout)
+    streamed = layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1
+    per_unit = {0: 1, 1: 2, 2: 2, 3: 3}[layout.zero_stage] * (microbatches if streamed else 1)
+    data = per_unit * (layers + 1) if layout.data_parallel_size > 1 else 0
+    per_layer = 6 if layout.recompute == "full" else 4
+    tensor = per_layer * (2 if layout.sequence_parallel else 1) * layers if layout.tensor_parallel_size > 1 else 0
+    pipeline = 2 * layout.stages_per_rank if layout.pipeline_parallel_size > 1 else 0
+    return (device.step_us + device.collective_us * (data + (tensor + pipeline) * microbatches)) * 1e-6
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:

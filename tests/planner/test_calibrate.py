@@ -6,18 +6,20 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner import calibrate, measure
 from lightning_3d.planner.catalogue import Catalogue
 
-MEASURED = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "launch": 5e-4, "link": 8e8, "host": 1e10}
+RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "link": 8e8, "host": 1e10}
+WAITS = {"launch": 5e-4, "collective": 1e-3, "loop": 8e-3}
+MEASURED = {**RATES, **WAITS}
 
 
 def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, capsys):
-    slower = {name: rate * (2 if name == "launch" else 0.5) for name, rate in MEASURED.items()}
+    slower = {name: value * (2 if name in WAITS else 0.5) for name, value in MEASURED.items()}
     monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: [MEASURED, slower])
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["calibrate"]) == 0
     entry = Catalogue.load().find("this-machine")
     assert entry.peak("32") == 2.5e10
     assert entry.memory_gb_per_s == 5
-    assert entry.block_launch_us == 1000
+    assert (entry.block_launch_us, entry.collective_us, entry.step_us) == (1000, 2000, 16000)
     assert main(["plan", "gpt2", "--tokens", "1M", "--precision", "32", "--cluster", "2xthis-machine"]) == 0
     assert "this machine, measured" in capsys.readouterr().out
 
@@ -40,6 +42,7 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e6 < measure.memory_rate(cpu) < 1e14
     assert 1e-6 < measure.launch_seconds(cpu) < 1
     assert measure.disk_rate(tmp_path) > 1e3
+    assert 1e-5 < measure.loop_seconds(steps=4) < 5
 
 
 @pytest.mark.long

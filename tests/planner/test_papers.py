@@ -257,3 +257,14 @@ def test_rule_of_thumb_and_counts():
     assert rule_of_thumb_hours(billion_tokens=300, billion_parameters=7, epochs=2) == pytest.approx(13.3 * 4200)
     assert devices_for(24 * 3600, device_seconds=100 * 3600) == 5
     assert inference_devices(output_tokens=500, tokens_per_second=1000, requests_per_minute=600) == 5
+
+
+def test_the_library_is_usable_by_itself():
+    from lightning_3d import planner
+
+    assert planner.gpt_parameters(layers=24, hidden=2304, vocabulary=51200, sequence=2048) == pytest.approx(
+        1.65e9, rel=0.01
+    )
+    cluster = planner.Catalogue.load().cluster("8xa100")
+    job = planner.Job(profile=planner.named_model("gpt2").profile(), samples=1e6, batch=512)
+    assert planner.search(job, cluster)[0].fits

@@ -1,0 +1,70 @@
+"""The devices that are there, as a `Cluster`: what a job that has already started plans for."""
+
+import os
+import warnings
+from dataclasses import replace
+
+import torch
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.hardware import Accelerator, Cluster
+
+CALIBRATED = "this-machine"
+"""Name under which `lightning-3d calibrate` keeps what it measured."""
+_GPU_NAMES = {
+    "B200": "b200",
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100-80g",
+    "V100": "v100-32g",
+    "P100": "p100",
+    "K80": "k80",
+    "L40S": "l40s",
+    "A10G": "a10g",
+    "L4": "l4",
+    "T4": "t4",
+    "5090": "rtx-5090",
+    "4090": "rtx-4090",
+    "3090": "rtx-3090",
+    "2080 Ti": "rtx-2080ti",
+    "MI300X": "mi300x",
+    "MI250X": "mi250x",
+}
+"""Part of the name that torch gives a GPU -> catalogue entry. The first that occurs counts."""
+
+
+def cluster_here(device_type: str, *, devices_per_node: int, nodes: int = 1) -> Cluster:
+    """`nodes` machines like this one with `devices_per_node` devices (processes, on a CPU) each.
+
+    Memory is this machine's own; rates come from a calibration of it, else from the catalogue.
+    """
+    if devices_per_node < 1 or nodes < 1:
+        raise PlannerError(f"{nodes} nodes of {devices_per_node} devices are no cluster: give at least 1 of each.")
+    accelerator = _gpu() if device_type == "cuda" else _cpu(devices_per_node)
+    return Cluster(accelerator=accelerator, nodes=nodes, devices_per_node=devices_per_node)
+
+
+def _gpu() -> Accelerator:
+    catalogue, properties = Catalogue.load(), torch.cuda.get_device_properties(0)
+    name = CALIBRATED if CALIBRATED in catalogue.names else _entry_of(properties.name)
+    return replace(catalogue.find(name), title=properties.name, memory_gb=properties.total_memory / 1e9)
+
+
+def _entry_of(gpu: str) -> str:
+    for part, entry in _GPU_NAMES.items():
+        if part in gpu:
+            return entry
+    warnings.warn(
+        f"{gpu} is not in the catalogue, so a layout is chosen with the rates of an A10G. `lightning-3d calibrate`"
+        " measures yours.",
+        stacklevel=2,
+    )
+    return "a10g"
+
+
+def _cpu(processes: int) -> Accelerator:
+    catalogue = Catalogue.load()
+    name = CALIBRATED if CALIBRATED in catalogue.names else "cpu"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 1e9
+    return replace(catalogue.find(name), memory_gb=memory, host_memory_gb=memory, reserved_gb=0.0)

@@ -1,0 +1,60 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.choose import choose_layout
+from lightning_3d.planner.here import _GPU_NAMES, cluster_here
+from lightning_3d.planner.inspection import count_module
+from tests.planner.modules import TinyGPT
+
+
+@pytest.fixture(autouse=True)
+def no_user_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def test_processes_share_the_memory_of_a_cpu_machine():
+    two, four = cluster_here("cpu", devices_per_node=2), cluster_here("cpu", devices_per_node=4, nodes=3)
+    assert two.accelerator.memory_gb == 2 * four.accelerator.memory_gb
+    assert two.accelerator.memory_gb * 2e9 == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert four.devices == 12
+    assert choose_layout(count_module(TinyGPT(), name="x"), two)[0].zero_stage == 1
+
+
+def test_a_calibration_is_used(tmp_path):
+    folder = tmp_path / "lightning-3d" / "hardware"
+    folder.mkdir(parents=True)
+    (folder / "this-machine.yaml").write_text("this-machine: {like: cpu, memory_gb_per_s: 123}\n")
+    assert cluster_here("cpu", devices_per_node=2).accelerator.memory_gb_per_s == 123
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s")],
+)
+def test_gpus_are_known_by_name_and_keep_their_own_memory(monkeypatch, name, entry):
+    properties = SimpleNamespace(name=name, total_memory=85e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    device = cluster_here("cuda", devices_per_node=8).accelerator
+    assert (device.name, device.memory_gb, device.title) == (entry, 85, name)
+
+
+def test_an_unknown_gpu_is_said_so(monkeypatch):
+    properties = SimpleNamespace(name="Something New", total_memory=85e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    with pytest.warns(UserWarning, match="Something New is not in the catalogue"):
+        assert cluster_here("cuda", devices_per_node=8).accelerator.memory_gb == 85
+
+
+def test_every_gpu_name_is_in_the_catalogue():
+    from lightning_3d.planner.catalogue import Catalogue
+
+    assert set(_GPU_NAMES.values()) <= set(Catalogue.load().names)
+
+
+def test_no_devices():
+    with pytest.raises(PlannerError, match="no cluster"):
+        cluster_here("cpu", devices_per_node=0)

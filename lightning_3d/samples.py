@@ -57,7 +57,7 @@ def _first_batch(trainer: Trainer) -> Any:
     loop.setup_data()
     combined = loop._combined_loader
     batch, _, _ = next(iter(combined))
-    combined.reset()
+    iter(combined)  # afresh: the loop reads its length and its first batch from here
     return batch
 
 

@@ -34,7 +34,7 @@ class Gates:
         self.depth = 0
         self.module = module
         self.handles = []
-        self.muted: list[nn.Module] = []
+        self.muted: list[tuple[nn.Module, Any]] = []
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
@@ -72,8 +72,8 @@ class Gates:
                 )
             return self.director.foreign(name, args, kwargs)
 
+        self.muted.append((unit, unit.__dict__.get("forward")))  # tensor layers may have put theirs there
         unit.forward = forward  # type: ignore[method-assign]
-        self.muted.append(unit)
 
     @contextmanager
     def directed(self, director: Director) -> Any:
@@ -87,6 +87,8 @@ class Gates:
         """Take every hook away."""
         for handle in self.handles:
             handle.remove()
-        for unit in self.muted:
+        for unit, forward in self.muted:
             del unit.forward
+            if forward is not None:
+                unit.forward = forward
         self.handles, self.muted = [], []

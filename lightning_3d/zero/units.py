@@ -11,7 +11,7 @@ from lightning_3d.anatomy import Anatomy
 def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
     """Blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
 
-    A block whose parameters also occur outside of it (tied weights) stays with the root: FSDP2 wants one owner.
+    A block that another pipeline stage holds is none; one whose parameters also occur outside of it (tied weights) stays with the root: FSDP2 wants one owner.
     """
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units: dict[int, nn.Module] = {}
@@ -19,7 +19,8 @@ def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
         for name in chain.blocks:
             for unit in _callable_modules(module.get_submodule(name)):
                 inside = Counter(id(parameter) for _, parameter in unit.named_parameters(remove_duplicate=False))
-                if inside and all(owners[key] == count for key, count in inside.items()):
+                here = any(not parameter.is_meta for parameter in unit.parameters())
+                if here and all(owners[key] == count for key, count in inside.items()):
                     units[id(unit)] = unit
     return list(units.values())
 

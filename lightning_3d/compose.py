@@ -133,7 +133,8 @@ def compose(
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(module, plans.split, group, ranks)
     if plans.tensor is not None and plans.tensor.splits:
-        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
+        lazy = plans.split is None
+        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger, lazy=lazy)
     result.data = _shard(module, plans, layout, mesh, communication, policy, training)
     result.splits = _splits_of(module, result.tensor)
     if result.stages is not None:

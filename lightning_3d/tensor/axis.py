@@ -26,6 +26,8 @@ class Axis(Protocol):
 
     rank: int
     size: int
+    lazy: bool
+    """Whether a result that each rank has a part of may be gathered as late as when it is asked for."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, bitwise equal on each."""
@@ -47,8 +49,8 @@ class Axis(Protocol):
 class GroupAxis:
     """The tensor axis over a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
-        self.group, self.ledger = group, ledger
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None, *, lazy: bool = True) -> None:
+        self.group, self.ledger, self.lazy = group, ledger, lazy
         self.rank, self.size = group.rank(), group.size()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -186,7 +186,9 @@ class UnitForward:
 
     def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         stream = self.plan.sequence is not None and index in self.plan.sequence.results
-        return Lazy.of(tensor, split, self.axis) if stream else tensor
+        if not stream:
+            return tensor
+        return Lazy.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
         if index not in self.plan.inputs:
@@ -208,7 +210,7 @@ class UnitForward:
         split = self.plan.outputs.get(index)
         if split is None:
             return tensor
-        if self.module.training and torch.is_grad_enabled():
+        if self.axis.lazy and self.module.training and torch.is_grad_enabled():
             return Lazy.of(tensor, split, self.axis, passive=True)  # attention weights, say, that nobody may ask for
         return gather(tensor, self.axis, split)
 

@@ -81,6 +81,8 @@ class _Table:
 class ThreadAxis:
     """One simulated rank."""
 
+    lazy = True
+
     def __init__(self, table: _Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, table.size
         self.summed = 0

@@ -104,7 +104,7 @@ class ShardedHead:
             copy(whole(input), self.axis), local(self.module.weight), None if bias is None else local(bias)
         )
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
-        if self.module.training and torch.is_grad_enabled():
+        if self.axis.lazy and self.module.training and torch.is_grad_enabled():
             return Lazy.of(logits, split, self.axis)
         return gather(logits, self.axis, split)
 

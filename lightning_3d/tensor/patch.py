@@ -20,7 +20,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local, reduce, share, take
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.lazy import Lazy
-from lightning_3d.tensor.plan import UnitPlan
+from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
 from lightning_3d.tensor.trace import tensors_in
@@ -55,6 +55,10 @@ class Memo:
         self.decoys: list[tuple[Tensor, Tensor]] = []
         self.sequence: TensorSplit | None = None
         """How the residual stream is divided in the forward that is running."""
+        self.dims = 0
+        """Dimensions of the stream."""
+        self.others: list[Tensor] = []
+        """The block's other arguments, which are whole."""
 
     def decoy(self, tensor: Tensor, width: int) -> Tensor:
         """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""
@@ -65,6 +69,7 @@ class Memo:
     def clear(self) -> None:
         self.made.clear()
         self.decoys.clear()
+        self.others.clear()
         self.sequence = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -73,14 +78,16 @@ class Memo:
                 tensor = real
         if not tensor.requires_grad:
             return tensor
-        if self.sequence is not None:
+        if self.sequence is not None and not any(tensor is other for other in self.others):
             return tensor  # it was gathered where the region begins, and that sums the gradient
         return self._once(tensor, lambda: copy(tensor, self.axis))
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole sequence of a part of the residual stream."""
         split = self.sequence
-        if split is None or tensor.dim() <= split.dim or tensor.shape[split.dim] != split.local_size(self.axis.rank):
+        if split is None or any(tensor is other for other in self.others):
+            return tensor
+        if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
             return tensor
         return self._once(tensor, lambda: enter(tensor, self.axis, split))
 
@@ -146,7 +153,9 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shadows: list[tuple[dict[str, Any], str]] = []
-        if self.plan.inputs or self.plan.sequence is not None:
+        if self.plan.sequence is not None:
+            args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
+        if self.plan.inputs:
             args, kwargs = _numbered(self._enter, (args, kwargs))
         try:
             shadows = self._shadow_outer()
@@ -182,11 +191,19 @@ class UnitForward:
             owner.__dict__[name] = value
         return [(owner.__dict__, name) for owner, name in places]
 
-    def _enter_stream(self, tensor: Tensor, dim: int) -> Tensor:
-        if not (self.module.training and torch.is_grad_enabled()) or tensor.shape[dim] < self.axis.size:
-            return tensor
-        split = TensorSplit.even(dim, tensor.shape[dim], self.axis.size)
-        self.memo.sequence = split
+    def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        tensors = tensors_in((args, kwargs))
+        stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
+        if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
+            return args, kwargs
+        split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
+        parts = {split.local_size(rank) for rank in range(self.axis.size)}
+        if any(t.dim() == stream.dim() and t.shape[plan.dim] in parts for t in others):
+            return args, kwargs  # what is made of this one could be taken for a part of the stream
+        self.memo.sequence, self.memo.others, self.memo.dims = split, others, stream.dim()
+        return _numbered(lambda index, t: self._part(t, split) if index == plan.stream else t, (args, kwargs))
+
+    def _part(self, tensor: Tensor, split: TensorSplit) -> Tensor:
         if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
             return tensor.local
         return take(tensor, self.axis, split)
@@ -196,8 +213,6 @@ class UnitForward:
         return Lazy.of(tensor, split, self.axis) if stream else tensor
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
-        if self.plan.sequence is not None and index == self.plan.sequence.stream:
-            return self._enter_stream(tensor, self.plan.sequence.dim)
         if index not in self.plan.inputs:
             return tensor
         split = self.plan.inputs[index]

@@ -47,6 +47,7 @@ def outcome(module: nn.Module, sample: Sample, outputs: Mapping[int, TensorSplit
     with torch.enable_grad(), Quiet() as quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = tensors_in(module(*call.args, **call.kwargs))
+    with torch.enable_grad():  # outside of Quiet, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
         losses = [
             (result * torch.randn(result.shape, generator=generator)).sum()

@@ -34,8 +34,8 @@ def floats():
     return torch.randn(2, 8, 16), torch.randn(2, 8, 16)
 
 
-def tokens():
-    return torch.randint(0, 50, (2, 9))
+def tokens(length=9):
+    return torch.randint(0, 50, (2, length))
 
 
 def images():
@@ -117,7 +117,8 @@ def test_other_families(build, loss, batch):
     ],
 )
 def test_sequence_parallel(build, loss, batch):
-    seen = check(build, loss, batch, sequence_parallel=True)
+    even = functools.partial(tokens, 8) if batch is tokens and build is not models.GPT else batch
+    seen = check(build, loss, even, sequence_parallel=True)
     assert not any("sequence" in name for name in seen["whole"])
     assert seen["ops"]["reduce_scatter"] > 0
 

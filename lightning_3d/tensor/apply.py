@@ -1,7 +1,8 @@
 """`apply_tensor`: make a module compute by its plan, and undo it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,9 @@ class AppliedTensor:
         self.undo_patches.run()
 
 
-def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: Ledger | None = None) -> AppliedTensor:  # fmt: skip
+def apply_tensor(
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: Ledger | None = None
+) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
     Args:
@@ -72,8 +75,10 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledge
     for whole in {id(p): p for p in originals.values()}.values():
         whole.data = whole.data.new_empty(0)
     for name, unit in plan.units.items():
-        undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
-    undo.steps.append(patch_vocabulary(module, plan.vocabulary, axis).run)
+        if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
+            undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
+    present = {name: split for name, split in plan.vocabulary.items() if not _is_elsewhere(module, [name])}
+    undo.steps.append(patch_vocabulary(module, present, axis).run)
     return AppliedTensor(module, plan, mesh, undo, originals)
 
 
@@ -87,7 +92,8 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh.
 
     Args:
-        tensor: plain, a shard on the tensor mesh, or what FSDP2 made of one: a shard on a mesh whose last axis is the tensor axis.
+        tensor: plain, a shard on the tensor mesh, or what FSDP2 made of one: a shard on a mesh whose last axis is the
+            tensor axis.
         split: how it is divided over the tensor ranks; None where it is not.
     """
     if not isinstance(tensor, DTensor):
@@ -109,7 +115,8 @@ def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) 
     placement, mesh = tensor.placements[axis], tensor.device_mesh
     if placement.is_replicate():
         return shard
-    dim = int(placement.dim)  # type: ignore[attr-defined]  (Shard and the private _StridedShard both have it)
+    kind: Any = placement  # Shard, or the private _StridedShard (torch 2.13): both have a dimension
+    dim: int = kind.dim
     tensor_rank = mesh.get_local_rank(mesh.ndim - 1)
     length = split.local_size(tensor_rank) if dim == split.dim else tensor.shape[dim]
     step = -(-length // mesh.size(axis))
@@ -117,6 +124,12 @@ def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) 
     for rank, shape in enumerate(shapes):
         shape[dim] = max(0, min(length, (rank + 1) * step) - rank * step)
     return torch.cat(GroupAxis(mesh.get_group(axis)).all_gather(shard, shapes), dim=dim)
+
+
+def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether another pipeline stage holds these parameters: here they are on meta, or gone."""
+    owned = dict(module.named_parameters(remove_duplicate=False))
+    return any(name not in owned or owned[name].is_meta for name in names)
 
 
 def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
@@ -130,6 +143,8 @@ def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Para
 
 
 def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tuple[str, nn.Module, str]]:
+    owners = dict(module.named_modules(remove_duplicate=False))
     for name in splits:
         owner, _, own_name = name.rpartition(".")
-        yield name, module.get_submodule(owner), own_name
+        if own_name in getattr(owners.get(owner), "_parameters", {}):
+            yield name, owners[owner], own_name

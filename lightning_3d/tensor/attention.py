@@ -5,7 +5,7 @@ the output projection without calling it, and the encoder layer has a fused shor
 here computes the same from `num_heads`, `head_dim` and calls to modules. (Written against torch 2.13.)
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +68,13 @@ class OpenAttention:
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module, bias = self.module, self.module.in_proj_bias
         if not module._qkv_same_embed_dim:
-            matrices = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+            matrices: tuple[Tensor, ...] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         elif query is key and key is value:
             q, k, v = F.linear(query, module.in_proj_weight, bias).chunk(3, dim=-1)
             return q, k, v
         else:
             matrices = module.in_proj_weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        biases: tuple[Tensor | None, ...] = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), matrices, biases, strict=True))
         return q, k, v
 
@@ -94,10 +94,9 @@ def use_open_attention(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Open every attention in `module` and close torch's fused shortcuts past it; what to restore, for the undo."""
     replaced: list[tuple[nn.Module, str, Any]] = []
     for child in module.modules():
-        if isinstance(child, nn.MultiheadAttention) and type(child).forward is nn.MultiheadAttention.forward:
-            if child.bias_k is None and not child.add_zero_attn and "forward" not in child.__dict__:
-                replaced.append((child, "forward", None))
-                child.__dict__["forward"] = OpenAttention(child)
+        if _can_open(child):
+            replaced.append((child, "forward", None))
+            child.__dict__["forward"] = OpenAttention(child)
         if isinstance(child, nn.TransformerEncoderLayer) and child.activation_relu_or_gelu:
             replaced.append((child, "activation_relu_or_gelu", child.activation_relu_or_gelu))
             child.activation_relu_or_gelu = 0  # 0: an activation that the fused shortcut does not know
@@ -105,6 +104,14 @@ def use_open_attention(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
             replaced.append((child, "use_nested_tensor", True))
             child.use_nested_tensor = False
     return replaced
+
+
+def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Whether this is torch's own attention, as it is, with nothing added to the keys."""
+    if not isinstance(module, nn.MultiheadAttention) or "forward" in module.__dict__:
+        return False
+    plain = type(module).forward is nn.MultiheadAttention.forward
+    return plain and module.bias_k is None and not module.add_zero_attn
 
 
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -37,7 +37,9 @@ def watch_reads(module: nn.Module) -> Iterator[dict[Attribute, Any]]:
             object.__setattr__(owner, "__class__", kind)
 
 
-def combinations(read: Mapping[Attribute, Any], ways: Ways, forced: Mapping[Attribute, Any]) -> Iterator[dict[Attribute, Any]]:  # fmt: skip
+def combinations(
+    read: Mapping[Attribute, Any], ways: Ways, forced: Mapping[Attribute, Any]
+) -> Iterator[dict[Attribute, Any]]:
     """Changes to try, those that change least first. Each is attribute -> value on each rank."""
     options = {key: _shrunk(value, ways) for key, value in read.items() if key not in forced and _is_number(value)}
     options = {key: values for key, values in options.items() if values}
@@ -71,11 +73,13 @@ def _scale(value: Any, factor: Fraction) -> Any:
     return None if None in items else type(value)(items)
 
 
-def _watch(owner: Any, places: Sequence[Attribute], found: dict[Attribute, Any], watched: list[tuple[Any, type]]) -> None:  # fmt: skip
+def _watch(
+    owner: Any, places: Sequence[Attribute], found: dict[Attribute, Any], watched: list[tuple[Any, type]]
+) -> None:
     kind = type(owner)
 
     def read(self: Any, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
+        value: Any = kind.__getattribute__(self, name)  # type: ignore[call-arg]
         if name != "training" and not name.startswith("__") and _is_plain(value):
             for module, prefix in places:
                 found.setdefault((module, prefix + name), value)

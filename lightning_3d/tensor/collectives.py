@@ -10,7 +10,8 @@ function   forward                  backward
 `gather`   all parts, gathered      own part
 =========  =======================  =======================
 
-`share` is for a bias that every rank adds before the sum: N times a N-th. Its gradient is that of the sum, which is the same
+`share` is for a bias that every rank adds before the sum: N times a N-th. Its gradient is that of the sum, which is
+the same
 on every rank, so that replicas stay equal with no communication.
 """
 

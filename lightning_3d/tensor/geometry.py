@@ -68,7 +68,8 @@ class TensorSplit:
 
 
 def chunk(size: int, rank: int, ranks: int) -> Interval:
-    """The `rank`-th of `ranks` parts of `range(size)`: as DTensor divides it, or, where that leaves a rank with nothing,
+    """The `rank`-th of `ranks` parts of `range(size)`: as DTensor divides it, or, where that leaves a rank with
+    nothing,
     nearly equal parts."""
     step = -(-size // ranks)
     if step * (ranks - 1) < size:

@@ -57,10 +57,12 @@ def plan_tensor(
     Args:
         module: the module to split, with nothing split off it yet.
         size: ranks on the tensor axis.
-        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or "whole".
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or
+            "whole".
             It overrides what would be inferred, is proven too, and is an error if it computes something else.
         sequence_parallel: also divide the residual stream between the split parts of a block, where that can be proven.
-        calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that take one tensor.
+        calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that
+            take one tensor.
     """
     units: dict[str, UnitPlan] = {}
     whole: dict[str, str] = {}
@@ -88,8 +90,7 @@ def plan_tensor(
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
     _warn_whole(module, whole)
     vocabulary = _vocabulary(module, told, calls, size)
-    plan = TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole)
-    return _with_splits(module, plan)
+    return _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
 
 
 def _vocabulary(
@@ -102,13 +103,21 @@ def _vocabulary(
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units)
         if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
             raise TensorPlanError(
-                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or set"
-                ' it to "whole".'
+                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or"
+                ' set it to "whole".'
             )
     return found
 
 
-def _plan_unit(unit: nn.Module, sample: Sample | None, size: int, kinds: dict[tuple[object, ...], list[_Kind]], ways: dict[str, Way], must: bool, sequence: bool) -> tuple[UnitPlan | None, Mapping[str, str]]:  # fmt: skip
+def _plan_unit(
+    unit: nn.Module,
+    sample: Sample | None,
+    size: int,
+    kinds: dict[tuple[object, ...], list[_Kind]],
+    ways: dict[str, Way],
+    must: bool,
+    sequence: bool,
+) -> tuple[UnitPlan | None, Mapping[str, str]]:
     if sample is None and must:
         raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
     if sample is None:
@@ -214,7 +223,9 @@ def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan
     refused = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in names}
     units = {name: found for name, found in plan.units.items() if name not in refused}
     reason = "it shares a parameter with a module that is not split the same way"
-    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)}))  # fmt: skip
+    return _with_splits(
+        module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)})
+    )
 
 
 def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:

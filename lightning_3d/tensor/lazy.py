@@ -1,6 +1,7 @@
 """Tensors of which each tensor rank holds a part and that pass for whole.
 
-They go through the user's own code. What can be done on the part is done on the part (`F.cross_entropy`, and the views and
+They go through the user's own code. What can be done on the part is done on the part (`F.cross_entropy`, and the
+views and
 casts that lead to it); at anything else the parts are gathered, and that code sees the whole tensor. The gathering is a
 collective, so all tensor ranks must reach it, as they do: they run the same code on the same batch. Outside training,
 where code is likelier to differ by rank, layers return gathered tensors at once.
@@ -33,7 +34,8 @@ class Lazy(Tensor):
     def of(local: Tensor, split: TensorSplit, axis: Axis, *, passive: bool = False) -> "Lazy":
         """A tensor of whole size for the part `local`.
 
-        A passive one says that it needs no gradient: FSDP2 passes those that do through a function of autograd, which would
+        A passive one says that it needs no gradient: FSDP2 passes those that do through a function of autograd, which
+        would
         see neither part nor whole. The gradient flows through the part all the same.
         """
         shape = list(local.shape)
@@ -53,7 +55,7 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, Lazy):
-            if func is Tensor.requires_grad.__get__ and first.passive:
+            if func is _getter("requires_grad") and first.passive:
                 return False
             if func is Tensor.register_hook:
                 # FSDP2 hooks the results of one block and wraps the arguments of the next: it is done with this one.
@@ -68,6 +70,17 @@ class Lazy(Tensor):
                 if done is not None:
                     return done
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+
+
+def whole(value: Any) -> Any:
+    """`value` with every tensor in it that only passes for whole gathered. For code that hands tensors to other
+    processes."""
+    return tree_map(_whole, value)
+
+
+def _getter(name: str) -> Any:
+    """What `__torch_function__` is given where an attribute of a tensor is read."""
+    return getattr(Tensor, name).__get__
 
 
 def _whole(value: Any) -> Any:
@@ -178,18 +191,26 @@ ON_PARTS: dict[Any, Callable[..., Any]] = {
     **{f: _same_place(f) for f in (
         Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.contiguous, Tensor.clone,
     )},
-    **{f: _scaled(f) for f in (Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, torch.mul, torch.div)},
+    **{f: _scaled(f) for f in (
+        Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, torch.mul, torch.div,
+    )},
 }  # fmt: skip
 """What is done on the part. A None from one of these means: not in this case."""
 
-OF_SHAPE: frozenset[Any] = frozenset({
-    Tensor.shape.__get__, Tensor.size, Tensor.dim, Tensor.ndim.__get__, Tensor.numel, Tensor.nelement, Tensor.dtype.__get__, Tensor.__len__,
-    Tensor.is_floating_point, Tensor.ndimension, torch.numel, torch.is_floating_point,
-})  # fmt: skip
+OF_SHAPE: frozenset[Any] = frozenset(
+    {
+        *map(_getter, ("shape", "ndim", "dtype")),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__),
+        *(Tensor.is_floating_point, torch.numel, torch.is_floating_point),
+    }
+)
 """What the tensor of whole size answers."""
 
-ON_EITHER: frozenset[Any] = frozenset({
-    Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.is_cuda.__get__, Tensor.grad_fn.__get__, Tensor.register_hook,
-    Tensor.get_device, Tensor.is_leaf.__get__, Tensor.is_meta.__get__, Tensor.layout.__get__, Tensor.is_sparse.__get__, Tensor.is_cpu.__get__,
-})  # fmt: skip
+ON_EITHER: frozenset[Any] = frozenset(
+    {
+        *map(_getter, ("device", "requires_grad", "grad_fn", "is_leaf", "layout")),
+        *map(_getter, ("is_cuda", "is_cpu", "is_meta", "is_sparse")),
+        *(Tensor.register_hook, Tensor.get_device),
+    }
+)
 """What the part answers as well as the whole."""

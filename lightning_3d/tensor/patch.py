@@ -5,27 +5,19 @@ access looks at before `_parameters`. So nothing is captured: FSDP2 may exchange
 """
 
 import copy as copies_of
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, gather, local, reduce, share, take
+from lightning_3d.tensor.collectives import copy, local, share
+from lightning_3d.tensor.forwards import Memo, ShardedForward, UnitForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.lazy import Lazy
-from lightning_3d.tensor.plan import SequencePlan, UnitPlan
-from lightning_3d.tensor.random import shard_dropout
-from lightning_3d.tensor.sequence import copy_all, enter, leave
-from lightning_3d.tensor.trace import tensors_in
-
-Shadow = Callable[[Tensor], Tensor]
+from lightning_3d.tensor.plan import UnitPlan
 
 
 @dataclass
@@ -46,202 +38,11 @@ class Undo:
             self.steps.pop()()
 
 
-class Memo:
-    """The copies made in one forward of a block, so that q, k and v share one sum in backward."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.made: list[tuple[Tensor, bool, Tensor]] = []
-        self.decoys: list[tuple[Tensor, Tensor]] = []
-        self.sequence: TensorSplit | None = None
-        """How the residual stream is divided in the forward that is running."""
-        self.dims = 0
-        """Dimensions of the stream."""
-        self.others: list[Tensor] = []
-        """The block's other arguments, which are whole."""
-
-    def decoy(self, tensor: Tensor, width: int) -> Tensor:
-        """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""
-        made = tensor.detach().narrow(-1, 0, width)
-        self.decoys.append((made, tensor))
-        return made
-
-    def clear(self) -> None:
-        self.made.clear()
-        self.decoys.clear()
-        self.others.clear()
-        self.sequence = None
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        for decoy, real in self.decoys:
-            if decoy is tensor:
-                tensor = real
-        if not tensor.requires_grad:
-            return tensor
-        if self.sequence is not None and not any(tensor is other for other in self.others):
-            return tensor  # it was gathered where the region begins, and that sums the gradient
-        return self._once(tensor, lambda: copy(tensor, self.axis))
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole sequence of a part of the residual stream."""
-        split = self.sequence
-        if split is None or any(tensor is other for other in self.others):
-            return tensor
-        if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
-            return tensor
-        return self._once(tensor, lambda: enter(tensor, self.axis, split))
-
-    def _once(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        grad = torch.is_grad_enabled()
-        for source, mode, made in self.made:
-            if source is tensor and mode == grad:
-                return made
-        made = make()
-        self.made.append((tensor, grad, made))
-        return made
-
-    def __deepcopy__(self, memo: Any) -> "Memo":
-        return Memo(self.axis)
-
-
-class ShardedForward:
-    """A module's forward at the edge of, or inside, a split region."""
-
-    def __init__(self, module: nn.Module, axis: Axis, memo: Memo) -> None:
-        self.module, self.axis, self.memo = module, axis, memo
-        self.original = module.__dict__.get("forward")
-        self.enters = self.leaves = self.gathers = False
-        self.width: int | None = None
-        self.shadows: list[tuple[nn.Module, str, Shadow]] = []
-        self.__signature__ = inspect.signature(module.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.gathers and self.memo.sequence is not None:
-            args, kwargs = each_tensor(self.memo.gathered, args), each_tensor(self.memo.gathered, kwargs)
-        if self.width is not None:
-            args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
-        if self.enters:
-            args, kwargs = each_tensor(self.memo, args), each_tensor(self.memo, kwargs)
-        try:
-            for owner, name, shadow in self.shadows:
-                owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
-            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
-        finally:
-            for owner, name, _ in self.shadows:
-                owner.__dict__.pop(name, None)
-        return each_tensor(self._reduce, result) if self.leaves else result
-
-    def _reduce(self, tensor: Tensor) -> Tensor:
-        split = self.memo.sequence
-        return reduce(tensor, self.axis) if split is None else leave(tensor, self.axis, split)
-
-    def _sum(self, tensor: Tensor) -> Tensor:
-        return reduce(tensor, self.axis)
-
-    def _narrow(self, tensor: Tensor) -> Tensor:
-        width = self.width
-        return self.memo.decoy(tensor, width) if width is not None and tensor.shape[-1] > width else tensor
-
-
-class UnitForward:
-    """A block's forward: its arguments and results at the edge, the dropouts inside."""
-
-    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo) -> None:
-        self.module, self.plan, self.axis, self.memo = module, plan, axis, memo
-        self.original = module.__dict__.get("forward")
-        self.__signature__ = inspect.signature(module.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shadows: list[tuple[dict[str, Any], str]] = []
-        if self.plan.sequence is not None:
-            args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
-        if self.plan.inputs:
-            args, kwargs = _numbered(self._enter, (args, kwargs))
-        try:
-            shadows = self._shadow_outer()
-            with shard_dropout(self.plan.dropouts, self.axis, self.module.training):
-                result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
-        finally:
-            sequence = self.memo.sequence
-            self.memo.clear()
-            for space, name in shadows:
-                space.pop(name, None)
-        if sequence is not None:
-            result = _numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
-        if not self.plan.outputs:
-            return result
-        count = len(tensors_in(result))
-        if count != self.plan.results:
-            raise TensorPlanError(
-                f"{type(self.module).__name__} gave {self.plan.results} tensors when it was planned and gives {count} now, so"
-                " which of them are divided over the tensor ranks is not known. Plan it with a batch of the kind that"
-                " it is used on."
-            )
-        return _numbered(self._leave, result)
-
-    def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
-        """Let the parameters that are used on parts of the sequence sum their gradients in one go."""
-        if self.memo.sequence is None or self.plan.sequence is None:
-            return []
-        places = [
-            (self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer
-        ]
-        copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
-        for (owner, name), value in zip(places, copied, strict=True):
-            owner.__dict__[name] = value
-        return [(owner.__dict__, name) for owner, name in places]
-
-    def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        tensors = tensors_in((args, kwargs))
-        stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
-        if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
-            return args, kwargs
-        split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
-        parts = {split.local_size(rank) for rank in range(self.axis.size)}
-        if any(t.dim() == stream.dim() and t.shape[plan.dim] in parts for t in others):
-            return args, kwargs  # what is made of this one could be taken for a part of the stream
-        self.memo.sequence, self.memo.others, self.memo.dims = split, others, stream.dim()
-        return _numbered(lambda index, t: self._part(t, split) if index == plan.stream else t, (args, kwargs))
-
-    def _part(self, tensor: Tensor, split: TensorSplit) -> Tensor:
-        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
-            return tensor.local
-        return take(tensor, self.axis, split)
-
-    def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
-        stream = self.plan.sequence is not None and index in self.plan.sequence.results
-        return Lazy.of(tensor, split, self.axis) if stream else tensor
-
-    def _enter(self, index: int, tensor: Tensor) -> Tensor:
-        if index not in self.plan.inputs:
-            return tensor
-        split = self.plan.inputs[index]
-        if split is None or tensor.shape[split.dim] == 1:
-            return self.memo(tensor)
-        if tensor.shape[split.dim] != split.size:
-            raise TensorPlanError(
-                f"{type(self.module).__name__} was planned with {split.size} in dimension {split.dim} of an argument that"
-                f" the tensor ranks divide, and is now called with shape {tuple(tensor.shape)}. Plan it with a batch of"
-                " the kind that it is trained on."
-            )
-        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
-            return tensor.local  # as another block left it
-        return take(tensor, self.axis, split)
-
-    def _leave(self, index: int, tensor: Tensor) -> Tensor:
-        split = self.plan.outputs.get(index)
-        if split is None:
-            return tensor
-        if self.module.training and torch.is_grad_enabled():
-            return Lazy.of(tensor, split, self.axis, passive=True)  # attention weights, say, that nobody may ask for
-        return gather(tensor, self.axis, split)
-
-
 def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
     """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
     undo, memo = Undo(), Memo(axis)
     for owner, name, before in use_open_attention(unit):
-        undo.steps.append(lambda o=owner, n=name, b=before: o.__dict__.pop(n) if n == "forward" else setattr(o, n, b))
+        undo.steps.append(partial(_put_back, owner, name, before))
     for (name, path), values in plan.attributes.items():
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
@@ -281,6 +82,13 @@ class _Shadow:
         return copy(parameter, self.axis) if self.summed else local(parameter)
 
 
+def _put_back(owner: nn.Module, name: str, before: Any) -> None:
+    if before is None:
+        del owner.__dict__[name]
+    else:
+        setattr(owner, name, before)
+
+
 def get_attribute(module: nn.Module, path: str) -> Any:
     """An attribute of a module or of an object it holds."""
     value: Any = module
@@ -298,30 +106,7 @@ def _set_attribute(undo: Undo, module: nn.Module, path: str, value: Any) -> None
     undo.set(module, first, value)
 
 
-def each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with every floating tensor changed; plain tuples and dicts of tensors, the usual case, are quick."""
-    if isinstance(value, Tensor):
-        return change(value) if value.is_floating_point() else value
-    if type(value) is tuple:
-        return tuple(each_tensor(change, item) for item in value)
-    if type(value) is dict:
-        return {key: each_tensor(change, item) for key, item in value.items()}
-    if value is None or isinstance(value, int | float | str | bool):
-        return value
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
-
-
-def _numbered(change: Callable[[int, Tensor], Tensor], value: Any) -> Any:
-    count = iter(range(1_000_000))
-    return tree_map(lambda leaf: change(next(count), leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-
 def local_value(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
     """What `rank` holds of a parameter."""
     split = plan.splits.get(name)
     return value if split is None else local_part(value, split, rank)
-
-
-def changed_attributes(unit: nn.Module, plan: UnitPlan) -> Mapping[tuple[str, str], Any]:
-    """The present values of the attributes that the plan shrinks."""
-    return {(name, path): get_attribute(unit.get_submodule(name), path) for name, path in plan.attributes}

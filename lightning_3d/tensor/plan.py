@@ -33,7 +33,8 @@ class UnitPlan:
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
     """Parameters of which each rank holds a shard."""
     slices: Mapping[str, TensorSplit] = field(default_factory=dict)
-    """Parameters that every rank holds whole but computes with its own, overlapping, part of: key heads fewer than ranks."""
+    """Parameters that every rank holds whole but computes with its own, overlapping, part of: key heads fewer than
+    ranks."""
     summed: tuple[str, ...] = ()
     """Whole parameters used inside a split region: each rank finds a part of their gradient."""
     shared: tuple[str, ...] = ()
@@ -57,7 +58,8 @@ class UnitPlan:
     sequence: SequencePlan | None = None
     """Set where the residual stream is divided too (`sequence_parallel`)."""
     decoys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Modules that read the width of a head's or hidden dimension off their input: the width that they see on each rank."""
+    """Modules that read the width of a head's or hidden dimension off their input: the width that they see on each
+    rank."""
     summed_per_position: int = 0
     """Elements that one forward and backward sum over the ranks, for each position of the batch."""
     dropouts: tuple[bool, ...] = ()

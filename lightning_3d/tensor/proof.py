@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from lightning_3d.tensor.simulate import ThreadAxis, run_shards
 from lightning_3d.tensor.trace import tensors_in
 
 TOLERANCE = 2e-4
-"""Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split by
+"""Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split
+by
 more than 1e-2."""
 FLOOR = 1e-3
-"""Gradients this much smaller than a block's largest are compared with that instead: a key bias has none but rounding."""
+"""Gradients this much smaller than a block's largest are compared with that instead: a key bias has none but
+rounding."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Refused(Exception):
     """A candidate does not compute the same thing; the message says where and by how much."""
 
 
-def outcome(module: nn.Module, sample: Sample, outputs: Mapping[int, TensorSplit] | None = None) -> Outcome:
+def outcome(module: nn.Module, sample: Sample) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
     call = sample.fresh()
     inputs = call.tensors()
@@ -110,7 +113,9 @@ def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis)
     return replace(outcome(shard, sample), summed=axis.summed)
 
 
-def _split_outputs(scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, whole: Outcome) -> dict[int, TensorSplit]:  # fmt: skip
+def _split_outputs(
+    scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, whole: Outcome
+) -> dict[int, TensorSplit]:
     """Which results come out in parts: those whose sizes along one dimension add up to the whole's."""
     shards = run_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
     found: dict[int, TensorSplit] = {}
@@ -150,7 +155,9 @@ def _compare_parameters(whole: Outcome, shards: Sequence[Outcome], plan: UnitPla
     _compare("gradient of {}", split, parts, whole.parameter_grads)
 
 
-def _compare(what: str, expected: Mapping, found: Mapping, scale: Mapping | None = None) -> None:
+def _compare(
+    what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor], scale: Mapping[str, Tensor] | None = None
+) -> None:
     if expected.keys() != found.keys():
         odd = sorted(map(str, expected.keys() ^ found.keys()))
         raise Refused(f"{what.format(', '.join(odd))} exists only whole or only in shards")

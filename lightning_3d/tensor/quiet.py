@@ -14,12 +14,16 @@ DROPOUTS: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Functions that zero a random part of their first argument."""
 
+
+def _fill(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.fill_(value)
+
+
 CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
-    torch.rand: lambda t: t.fill_(0.5), torch.rand_like: lambda t: t.fill_(0.5),
-    torch.randn: torch.Tensor.zero_, torch.randn_like: torch.Tensor.zero_, torch.normal: torch.Tensor.zero_,
-    torch.bernoulli: lambda t: t.fill_(1.0), Tensor.bernoulli_: lambda t: t.fill_(1.0), Tensor.bernoulli: lambda t: t.fill_(1.0),
-    Tensor.uniform_: lambda t: t.fill_(0.5), Tensor.normal_: torch.Tensor.zero_,
-}  # fmt: skip
+    **dict.fromkeys((torch.rand, torch.rand_like, Tensor.uniform_), _fill(0.5)),
+    **dict.fromkeys((torch.randn, torch.randn_like, torch.normal, Tensor.normal_), _fill(0.0)),
+    **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _fill(1.0)),
+}
 """Functions that draw a tensor, and what a silenced one returns."""
 
 

@@ -10,7 +10,8 @@ from lightning_3d.tensor.plan import TensorPlan, UnitPlan
 
 
 def render_plan(plan: TensorPlan, module: nn.Module) -> str:
-    """The plan for `module`, which may be on meta: blocks of one kind together, parameters on a rank, bytes on the wire."""
+    """The plan for `module`, which may be on meta: blocks of one kind together, parameters on a rank, bytes on the
+    wire."""
     lines = [f"{type(module).__name__}: tensor parallel over {plan.size} ranks"]
     for names, unit in _kinds(plan):
         title = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} blocks)"
@@ -26,7 +27,10 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
     for name, why in plan.whole.items():
         key = (re.sub(r"\d+", "*", name) or "(the module itself)", why)
         whole[key] = whole.get(key, 0) + 1
-    lines += [f"├── {name} stays whole{f' ({count} of them)' if count > 1 else ''}: {why}" for (name, why), count in whole.items()]  # fmt: skip
+    lines += [
+        f"├── {name} stays whole{f' ({count} of them)' if count > 1 else ''}: {why}"
+        for (name, why), count in whole.items()
+    ]
     total, local = count_parameters(plan, module)
     lines.append(f"└── parameters on a rank: {local:,} of {total:,} ({local / max(total, 1):.0%})")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Sample:
         return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
 
     def mapped(self, change: Callable[[int, Tensor], Tensor]) -> "Sample":
-        """The same call with `change(index, tensor)` for each tensor; other objects are copied, since calls change them."""
+        """The same call with `change(index, tensor)` for each tensor; other objects are copied, since calls change
+        them."""
         leaves, spec = tree_flatten((self.args, self.kwargs))
         index, changed = 0, []
         for leaf in leaves:
@@ -84,11 +86,10 @@ def shortened(sample: Sample) -> list[Sample]:
     batch = hidden.shape[0]
     length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
     sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
-    cuts = [sample.mapped(lambda _, t, r=rows, n=most: _cut(t, batch, length, r, n)) for rows, most in sizes]
-    return [*cuts, sample]
+    return [*(sample.mapped(partial(_cut_tensor, batch, length, rows, most)) for rows, most in sizes), sample]
 
 
-def _cut(tensor: Tensor, batch: int, length: int | None, rows: int, most: int) -> Tensor:
+def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, tensor: Tensor) -> Tensor:
     if tensor.dim() and tensor.shape[0] == batch:
         tensor = tensor[: rows if tensor.dim() > 2 or length is not None else max(rows, most)]
     for dim in range(tensor.dim()):

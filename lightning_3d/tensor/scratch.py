@@ -30,7 +30,8 @@ def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
 
 
 def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """The structure of `scratch` again, with `local(name, value)` for its parameters; unchanged values are not copied."""
+    """The structure of `scratch` again, with `local(name, value)` for its parameters; unchanged values are not
+    copied."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(local(name, parameter.detach()), requires_grad=parameter.requires_grad)
         for name, parameter in scratch.named_parameters()

@@ -130,7 +130,9 @@ def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.
     return found
 
 
-def _split_region(known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool) -> tuple[UnitPlan | None, str]:  # fmt: skip
+def _split_region(
+    known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool
+) -> tuple[UnitPlan | None, str]:
     reason = "its parts depend on one another (a norm or a mix over all of them)"
     given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     for division in chain([given] if given else [], () if must and given else _divisions(known, region)):
@@ -179,7 +181,8 @@ def _division(known: Study, region: Region, dim: int, unit: int) -> Division | N
         look = known.look(number)
         generator = torch.Generator().manual_seed(number)
         found = measure(
-            look.flow, region, look.trace.inputs, look.parameters, dim=dim, unit=unit, ranks=known.ranks, generator=generator
+            look.flow, region, look.trace.inputs, look.parameters, dim=dim, unit=unit, ranks=known.ranks,
+            generator=generator
         )  # fmt: skip
         if found is None:
             return None

@@ -1,8 +1,10 @@
 """Sequence parallelism: between split regions each tensor rank holds a part of the sequence.
 
 The residual stream enters a block in parts, is gathered where it enters a split region, and what leaves the region is
-summed and divided in one go. Norms, dropout and residual sums in between run on the parts. Parameters used there find a part of
-their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `Lazy` tensors, so code
+summed and divided in one go. Norms, dropout and residual sums in between run on the parts. Parameters used there find
+a part of
+their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `Lazy` tensors, so
+code
 between them that does anything else with the stream sees it whole.
 """
 
@@ -76,7 +78,9 @@ def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     return list(_CopyAll.apply(axis, *tensors)) if tensors and torch.is_grad_enabled() else tensors
 
 
-def sequence_candidates(plan: UnitPlan, shapes: Mapping[int, torch.Size], results: Mapping[int, torch.Size], parameters: list[str]) -> Iterator[UnitPlan]:  # fmt: skip
+def sequence_candidates(
+    plan: UnitPlan, shapes: Mapping[int, torch.Size], results: Mapping[int, torch.Size], parameters: list[str]
+) -> Iterator[UnitPlan]:
     """`plan` with the residual stream in parts, in every way that may be right.
 
     Args:

@@ -64,8 +64,15 @@ def declared_plan(module: nn.Module) -> dict[str, Way]:
     return ways
 
 
-def divide_as_told(region: Region, parameters: Mapping[str, Tensor], ways: Mapping[str, Way], modules: Mapping[str, nn.Module], ranks: int) -> Division:  # fmt: skip
-    """The division of `region` that `ways` asks for; products that it leaves open take the role they have in the region."""
+def divide_as_told(
+    region: Region,
+    parameters: Mapping[str, Tensor],
+    ways: Mapping[str, Way],
+    modules: Mapping[str, nn.Module],
+    ranks: int,
+) -> Division:
+    """The division of `region` that `ways` asks for; products that it leaves open take the role they have in the
+    region."""
     splits, shared = dict[str, TensorSplit](), list[str]()
     for sites, kind in ((region.sources, "column"), (region.sinks, "row")):
         for name in (name for site in sites for name in site):

@@ -1,7 +1,8 @@
 """Which part of each parameter a rank needs, measured: its share of a row-split product's input is sent backward, and
 where gradients are exactly zero nothing is needed.
 
-So fused, interleaved, grouped or transposed layouts need no names and no guesses: the gradient shows which rows of a q/k/v
+So fused, interleaved, grouped or transposed layouts need no names and no guesses: the gradient shows which rows of a
+q/k/v
 matrix the first half of the heads depends on.
 """
 
@@ -45,7 +46,16 @@ class Division:
         return list(dict.fromkeys(ways))
 
 
-def measure(flow: Flow, region: Region, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], dim: int, unit: int, ranks: int, generator: torch.Generator) -> Touched | None:  # fmt: skip
+def measure(
+    flow: Flow,
+    region: Region,
+    inputs: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    dim: int,
+    unit: int,
+    ranks: int,
+    generator: torch.Generator,
+) -> Touched | None:
     """What each rank touches when dimension `dim` of what `region`'s sinks take is dealt out in multiples of `unit`."""
     own = {name: parameters[name] for sink in region.sinks for name in sink}
     names = dict.fromkeys((*(name for site in region.sources for name in site), *region.inner))
@@ -133,7 +143,8 @@ def divide(region: Region, touched: Touched) -> Division | None:
 
 
 def _pieces(touched: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:
-    """The split along the first dimension where ranks touch different parts; whether the parts are disjoint and complete."""
+    """The split along the first dimension where ranks touch different parts; whether the parts are disjoint and
+    complete."""
     overlapping = None
     for dim in range(len(touched[0])):
         hits = torch.stack([rank[dim] for rank in touched])

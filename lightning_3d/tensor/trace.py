@@ -1,7 +1,9 @@
 """One run of a block, cut open at its matrix products.
 
-Each product of an activation with a parameter ("site") gets its activation as a new leaf of autograd. What autograd then reaches from
-a site's input is what was computed since the products before it: so the graph says which products feed which, and what else
+Each product of an activation with a parameter ("site") gets its activation as a new leaf of autograd. What autograd
+then reaches from
+a site's input is what was computed since the products before it: so the graph says which products feed which, and
+what else
 takes part (norms, position tables, inputs of the block), whatever the modules are called.
 """
 
@@ -19,7 +21,8 @@ from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 
 PRODUCTS: frozenset[Any] = frozenset({
-    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm, torch.einsum, torch.mv, torch.bilinear,
+    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm, torch.einsum, torch.mv,
+    torch.bilinear,
     Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
     *(getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)),
 })  # fmt: skip

@@ -21,7 +21,13 @@ def find_units(module: nn.Module, name: str = "") -> list[str]:
 
 def matrices(module: nn.Module) -> int:
     """How many parameters could be the matrix of a product."""
-    return sum(parameter.dim() > 1 for owner in module.modules() if not isinstance(owner, nn.Embedding) for parameter in owner._parameters.values() if parameter is not None)  # fmt: skip
+    return sum(
+        parameter.dim() > 1
+        for owner in module.modules()
+        if not isinstance(owner, nn.Embedding)
+        for parameter in owner._parameters.values()
+        if parameter is not None
+    )
 
 
 def structure(module: nn.Module) -> tuple[object, ...]:

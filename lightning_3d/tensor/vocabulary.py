@@ -15,11 +15,15 @@ from lightning_3d.tensor.lazy import Lazy
 from lightning_3d.tensor.patch import Undo
 
 WORTH = 0.02
-"""Share of the module's parameters from which an embedding is split: a smaller one is not worth a sum over the ranks."""
+"""Share of the module's parameters from which an embedding is split: a smaller one is not worth a sum over the
+ranks."""
 
 
-def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int) -> dict[str, TensorSplit]:  # fmt: skip
-    """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as wide.
+def find_vocabulary(
+    module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int
+) -> dict[str, TensorSplit]:
+    """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as
+    wide.
 
     Args:
         module: the whole module.
@@ -45,7 +49,7 @@ def find_vocabulary(module: nn.Module, units: Collection[str], elsewhere: Collec
         if _is_plain_linear(child) and (id(child.weight) in large or child.out_features in large.values())
     }  # fmt: skip
     chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large} | heads
-    splits = {}
+    splits: dict[str, TensorSplit] = {}
     for name, child in chosen.items():
         names = [
             f"{name}.{own}" if name else own for own in ("weight", "bias") if getattr(child, own, None) is not None

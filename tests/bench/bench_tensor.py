@@ -34,7 +34,9 @@ def by_hand(module, mesh):
     for layer in module.model.layers:
         columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         plan = {name: ColwiseParallel() for name in columns}
-        parallelize_module(layer, mesh, plan | {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")})
+        parallelize_module(
+            layer, mesh, plan | {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        )
 
 
 def step(module, batch):

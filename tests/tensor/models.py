@@ -143,22 +143,39 @@ def vit():
 def neox():
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=50, bos_token_id=0, eos_token_id=0, hidden_dropout=0.0, attention_dropout=0.0, **TINY))  # fmt: skip
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=50, bos_token_id=0, eos_token_id=0, hidden_dropout=0.0, attention_dropout=0.0, **TINY)
+    )
 
 
 def t5():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(vocab_size=50, decoder_start_token_id=0, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0))  # fmt: skip
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=50,
+            decoder_start_token_id=0,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+        )
+    )
 
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **TINY))  # fmt: skip
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=50, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, **TINY)
+    )
 
 
 def phi3():
     from transformers import Phi3Config, Phi3ForCausalLM
 
-    return Phi3ForCausalLM(Phi3Config(vocab_size=50, num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0, **TINY))  # fmt: skip
+    return Phi3ForCausalLM(
+        Phi3Config(vocab_size=50, num_key_value_heads=2, pad_token_id=0, bos_token_id=0, eos_token_id=0, **TINY)
+    )

@@ -73,7 +73,8 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     undone &= not any("forward" in m.__dict__ for m in module.modules())
     again = loss_of(module.eval(), batches[0]).item() - loss_of(reference.eval(), batches[0]).item()
     return {
-        "loss": worst, "drift": drift, "collectives": collectives, "before": before, "local": local, "whole": dict(plan.whole),
+        "loss": worst, "drift": drift, "collectives": collectives, "before": before, "local": local,
+        "whole": dict(plan.whole),
         "replicated": replicated, "undone": undone, "again": abs(again), "units": list(plan.units),
         "ops": collections.Counter(ledger.calls),
     }  # fmt: skip

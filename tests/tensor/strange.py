@@ -102,7 +102,11 @@ class Adapter(nn.Module):
 
     def __init__(self, inputs, outputs, rank=2):
         super().__init__()
-        self.base, self.a, self.b = nn.Linear(inputs, outputs), nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)  # fmt: skip
+        self.base, self.a, self.b = (
+            nn.Linear(inputs, outputs),
+            nn.Linear(inputs, rank, bias=False),
+            nn.Linear(rank, outputs, bias=False),
+        )
         nn.init.zeros_(self.b.weight)
 
     def forward(self, x):

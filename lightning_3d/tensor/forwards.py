@@ -12,7 +12,7 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, reduce, take
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.lazy import Lazy
+from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
@@ -51,6 +51,7 @@ class Memo:
         for decoy, real in self.decoys:
             if decoy is tensor:
                 tensor = real
+        tensor = whole(tensor)  # functions of autograd do not see through a `Lazy`
         if not tensor.requires_grad:
             return tensor
         if self.sequence is not None and not any(tensor is other for other in self.others):
@@ -181,7 +182,7 @@ class UnitForward:
     def _part(self, tensor: Tensor, split: TensorSplit) -> Tensor:
         if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
             return tensor.local
-        return take(tensor, self.axis, split)
+        return take(whole(tensor), self.axis, split)
 
     def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         stream = self.plan.sequence is not None and index in self.plan.sequence.results
@@ -201,7 +202,7 @@ class UnitForward:
             )
         if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
             return tensor.local  # as another block left it
-        return take(tensor, self.axis, split)
+        return take(whole(tensor), self.axis, split)
 
     def _leave(self, index: int, tensor: Tensor) -> Tensor:
         split = self.plan.outputs.get(index)

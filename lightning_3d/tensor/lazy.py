@@ -40,7 +40,10 @@ class Lazy(Tensor):
         """
         shape = list(local.shape)
         shape[split.dim] = split.size
-        lazy = torch.empty(shape, device="meta", dtype=local.dtype).as_subclass(Lazy)
+        # It needs a gradient where the part does, so that what goes past `__torch_function__` (a function of autograd)
+        # fails in backward, where a gradient on meta is an error, and does not cut the gradient off in silence.
+        stand_in = torch.empty(shape, device="meta", dtype=local.dtype, requires_grad=local.requires_grad)
+        lazy = stand_in.as_subclass(Lazy)
         lazy.local, lazy.division, lazy.axis, lazy.whole, lazy.passive = local, split, axis, None, passive
         return lazy
 
@@ -55,8 +58,10 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, Lazy):
-            if func is _getter("requires_grad") and first.passive:
+            if func == _getter("requires_grad") and first.passive:
                 return False
+            if func == _getter("_base"):
+                return None  # FSDP2 asks whether a result is a view; this one is its own tensor
             if func is Tensor.register_hook:
                 # FSDP2 hooks the results of one block and wraps the arguments of the next: it is done with this one.
                 first.passive = True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local, reduce
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.lazy import Lazy
+from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.patch import Undo
 
 WORTH = 0.02
@@ -100,7 +100,9 @@ class ShardedHead:
 
     def __call__(self, input: Tensor) -> Tensor:
         bias = self.module.bias
-        logits = F.linear(copy(input, self.axis), local(self.module.weight), None if bias is None else local(bias))
+        logits = F.linear(
+            copy(whole(input), self.axis), local(self.module.weight), None if bias is None else local(bias)
+        )
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
         if self.module.training and torch.is_grad_enabled():
             return Lazy.of(logits, split, self.axis)

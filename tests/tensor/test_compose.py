@@ -5,32 +5,42 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_3d.tensor.apply import apply_tensor, full_tensor
+from lightning_3d.tensor.apply import apply_tensor, full_tensor, local_shard
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
 from tests import workers
 from tests.tensor import models
 
 
-def quiet_plan(module, run, size):
+def quiet_plan(module, run, size, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return plan_tensor(module, size, calls=record_calls(module, run))
+        return plan_tensor(module, size, calls=record_calls(module, run), **options)
 
 
-def with_zero(reshard):
-    """Tensor 2 x data 2 on a tied GPT: each data rank has half of the batch."""
+def t5_loss(module, batch):
+    return module(input_ids=batch[:, :-1], labels=batch[:, 1:].contiguous()).loss
+
+
+def gpt_loss(module, batch):
+    return module(batch[:, :-1], batch[:, 1:])
+
+
+def with_zero(build, loss_of, blocks_of, reshard, sequence_parallel):
+    """Tensor 2 x data 2: each data rank has half of the batch."""
     torch.manual_seed(0)
-    module = models.GPT()
+    module = build()
     reference = copy.deepcopy(module)
-    batches = [torch.randint(0, 51, (4, 9)) for _ in range(5)]
+    batches = [torch.randint(0, 50, (4, 9)) for _ in range(5)]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
-    plan = quiet_plan(module, lambda: module(batches[0][:, :-1], batches[0][:, 1:]), 2)
+    plan = quiet_plan(module, lambda: loss_of(module, batches[0]), 2, sequence_parallel=sequence_parallel)
+    assert all((unit.sequence is not None) == sequence_parallel for unit in plan.units.values())
     applied = apply_tensor(module, plan, mesh["tensor_parallel"])
-    for block in module.h:
+    for block in blocks_of(module):
         fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
     ours = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
@@ -38,9 +48,9 @@ def with_zero(reshard):
     worst = 0.0
     for batch in batches:
         part = batch.chunk(2)[mesh.get_local_rank("data_parallel")]
-        loss = module(part[:, :-1], part[:, 1:])
+        loss = loss_of(module, part)
         loss.backward()
-        expected = reference(batch[:, :-1], batch[:, 1:])
+        expected = loss_of(reference, batch)
         expected.backward()
         mean = torch.stack([loss.detach()])
         torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.AVG, group=mesh.get_group("data_parallel"))
@@ -53,11 +63,85 @@ def with_zero(reshard):
     return worst, drift
 
 
+def gpt_blocks(module):
+    return module.h
+
+
+def t5_blocks(module):
+    return [*module.encoder.block, *module.decoder.block]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_zero_on_the_same_modules(reshard):
-    for worst, drift in workers.run(with_zero, reshard, world=4, group=True):
+def test_zero_on_the_same_modules(reshard, sequence_parallel):
+    job = (models.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
+    for worst, drift in workers.run(with_zero, *job, world=4, group=True):
         assert worst < 1e-5
         assert drift < 1e-5
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
+    for worst, drift in workers.run(with_zero, models.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True):
+        assert worst < 1e-5
+        assert drift < 1e-5
+
+
+class Recomputed(models.GPT):
+    def forward(self, idx, targets):
+        blocks = list(self.h)
+        self.__dict__["h_run"] = [
+            lambda x, b=b: torch.utils.checkpoint.checkpoint(b, x, use_reentrant=False) for b in blocks
+        ]
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        for block in self.h_run if self.recompute else blocks:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), targets.flatten())
+
+
+def recomputed(sequence_parallel):
+    """Gradients with dropout, with and without running each block again in backward."""
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        module = Recomputed(dropout=0.3)
+        module.recompute = False
+        batch = torch.randint(0, 50, (2, 9))
+        plan = quiet_plan(module, lambda m=module, b=batch: gpt_loss(m, b), 2, sequence_parallel=sequence_parallel)
+        module.recompute = recompute
+        apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+        torch.manual_seed(3)
+        gpt_loss(module, batch).backward()
+        grads.append([local_shard(p.grad) for p in module.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_recomputation_draws_the_same_masks(sequence_parallel):
+    assert max(workers.run(recomputed, sequence_parallel, world=2, group=True)) < 1e-6
+
+
+def evaluated():
+    """torch's encoder has a fused shortcut in eval mode that would read shards as if they were whole."""
+    torch.manual_seed(0)
+    module = models.encoder()
+    module.enable_nested_tensor = module.use_nested_tensor = True
+    reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
+    padding = torch.zeros(2, 8, dtype=torch.bool)
+    padding[1, 5:] = True
+    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)))
+    with torch.no_grad():
+        plain = (module.eval()(x) - reference.eval()(x)).abs().max().item()
+        padded = module(x, src_key_padding_mask=padding) - reference(x, src_key_padding_mask=padding)
+    applied.undo()
+    return plain, padded[~padding].abs().max().item(), module.use_nested_tensor
+
+
+def test_eval_mode_takes_no_fused_shortcut():
+    for plain, padded, restored in workers.run(evaluated, world=2, group=True):
+        assert plain < 1e-5
+        assert padded < 1e-5
+        assert restored
 
 
 def dropout_run(seed):

@@ -86,7 +86,6 @@ def test_what_leads_to_the_loss_gathers_nothing(logits, target, lead):
     [
         lambda x: x.softmax(-1).square(),
         lambda x: x[..., 3],
-        lambda x: F.cross_entropy(x.view(-1, CLASSES), torch.full((15, CLASSES), 1 / CLASSES)),
         lambda x: F.nll_loss(x.log_softmax(-1).view(-1, CLASSES), torch.arange(15) % CLASSES),
         lambda x: x.chunk(2, dim=-1)[0].exp(),
         lambda x: torch.cat([x, x], dim=-1),
@@ -96,6 +95,10 @@ def test_what_leads_to_the_loss_gathers_nothing(logits, target, lead):
 )
 def test_anything_else_sees_the_whole(logits, other):
     assert both(logits, other)
+
+
+def test_probabilities_as_target_see_the_whole(logits):
+    both(logits, lambda x: F.cross_entropy(x.view(-1, CLASSES), torch.full((15, CLASSES), 1 / CLASSES)))
 
 
 def test_questions_gather_nothing(logits):
@@ -123,3 +126,32 @@ def test_whole_gathers_inside_containers(logits):
 
 def test_the_names_that_lazy_tensors_rely_on_exist():
     assert torch.Tensor.shape.__get__ in OF_SHAPE
+
+
+def test_past_torch_function_is_an_error_and_not_a_lost_gradient(logits):
+    class Past(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return torch.ones(tensor.shape)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def job(axis):
+        lazy = Lazy.of(local_part(logits, SPLIT, axis.rank).clone().requires_grad_(), SPLIT, axis)
+        Past.apply(lazy).sum().backward()
+
+    with pytest.raises(RuntimeError, match="meta"):
+        run_shards(RANKS, job)
+
+
+def test_a_passive_one_says_that_it_needs_no_gradient(logits):
+    def job(axis):
+        part = local_part(logits, SPLIT, axis.rank).clone().requires_grad_()
+        once, always = Lazy.of(part * 1, SPLIT, axis), Lazy.of(part, SPLIT, axis, passive=True)
+        before = once.requires_grad
+        once.register_hook(lambda grad: None)
+        return before, once.requires_grad, always.requires_grad, once._base
+
+    assert run_shards(RANKS, job)[0] == (True, False, False, None)

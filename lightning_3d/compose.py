@@ -4,9 +4,10 @@ A new parallelism is a new folder and one more line in `compose`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -44,6 +45,22 @@ def plan_pipeline(
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
     return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts)
+
+
+def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:
+    """`tensor` without the blocks that `split` cuts through: what is divided over ranks must not change stages."""
+    if split is None:
+        return tensor
+    units, splits, whole = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
+    for name in tensor.units:
+        inside = f"{name}." if name else ""
+        stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
+        if len(stages) > 1:
+            del units[name]
+            splits = {key: value for key, value in splits.items() if not key.startswith(inside)}
+            whole[name] = f"the pipeline cuts through it (stages {', '.join(map(str, sorted(stages)))})"
+            rank_zero_warn(f"{name or 'The module'} is not split over the tensor ranks: {whole[name]}.")
+    return replace(tensor, units=units, splits=splits, whole=whole)
 
 
 @dataclass

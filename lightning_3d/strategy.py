@@ -26,7 +26,7 @@ from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.compose import Composed, Plans, compose, plan_pipeline
+from lightning_3d.compose import Composed, Plans, compose, keep_within_stages, plan_pipeline
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.layout import PIPELINE_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group
@@ -217,7 +217,7 @@ class Strategy3D(Processes):
     def _plan(self, trainer: Trainer, module: LightningModule) -> Plans:
         """Decide on the whole module what will be done to it, the same on every rank."""
         layout, anatomy = self.layout, Anatomy.of(module)
-        tensor = None
+        split, tensor = plan_pipeline(module, anatomy, layout, self._pipeline_split), None
         if layout.tensor_parallel_size > 1:
             calls = record_one_batch(trainer, module, self._to_device)
             tensor = self.from_rank_zero(
@@ -229,7 +229,8 @@ class Strategy3D(Processes):
                     calls=calls,
                 )
             )
-        return Plans(anatomy, plan_pipeline(module, anatomy, layout, self._pipeline_split), tensor)
+            tensor = keep_within_stages(tensor, split)
+        return Plans(anatomy, split, tensor)
 
     def _make_steps(self, trainer: Trainer, plans: Plans) -> Steps:
         assert self._composed is not None

@@ -72,11 +72,17 @@ class Replicas:
     def finish(self) -> None:
         """End of a backward: average what it produced. Every rank calls it, also one whose backward used nothing."""
         if not self._held:
-            self.reduce()
+            self._sync()
+
+    def reduce(self) -> None:
+        """Average every gradient there is, held or not, also those not made by a backward. Every rank must call it."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._touched.setdefault(parameter)
+        self._sync()
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Average what has accumulated since the last sync, held or not, and wait. Every rank must call it."""
+    def _sync(self) -> None:
         if self.collectives.size > 1:
             self._settle()
         self._touched.clear()

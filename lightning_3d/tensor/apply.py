@@ -79,6 +79,9 @@ def apply_tensor(
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
+    for child in module.modules():
+        if plan.units and isinstance(child, nn.TransformerEncoder):
+            undo.set(child, "use_nested_tensor", False)  # torch's fused eval layers take nested tensors, shards do not
     present = {name: split for name, split in plan.vocabulary.items() if not _is_elsewhere(module, [name])}
     undo.steps.append(patch_vocabulary(module, present, axis).run)
     return AppliedTensor(module, plan, mesh, undo, originals)

@@ -24,6 +24,11 @@ def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
         )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
+    for child in module.modules():
+        # A LightningModule knows its trainer, which knows everything else; a copy of a forward needs neither.
+        for held in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
+            if held is not None:
+                memo[id(held)] = object()
     twin = copy.deepcopy(module, memo)
     use_open_attention(twin)
     return twin

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
@@ -112,6 +113,28 @@ def test_meta_modules_are_planned():
         module = models.nano_gpt()
     plan = plan_tensor(module, 2)
     assert plan.splits["blocks.1.attn.c_attn.weight"].parts == (16, 16, 16)
+
+
+class Root(LightningModule):
+    """Products in the module itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu())
+
+
+def test_a_module_with_a_trainer_is_planned_without_copying_the_trainer():
+    class Untouchable:
+        def __deepcopy__(self, memo):
+            raise AssertionError("the trainer was copied")
+
+    module = Root()
+    module.__dict__["_trainer"] = Untouchable()
+    plan = planned(module)
+    assert plan.splits["one.weight"].local_size(0) == 32
 
 
 def test_rendering():

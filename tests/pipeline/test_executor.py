@@ -14,7 +14,15 @@ from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.pipeline.models import GPT, gpt_batch
 from tests.workers import run
 
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"]
+SCHEDULES = [
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+    "loopedbfs",
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -89,7 +89,7 @@ class ByView(nn.Module):
     def training_step(self, batch, batch_idx):
         x = self.first(batch["x"])
         part = x[:, :3]
-        part.mul_(0.0)
+        part.mul_(0.5)
         return self.second(x).square().mean()
 
 
@@ -107,7 +107,7 @@ class Unseen(ByView):
 
     def training_step(self, batch, batch_idx):
         x = self.first(batch["x"])
-        return self.second(x * (1.0 if self.first.weight.is_meta else 2.0)).square().mean()
+        return self.second(x * (1.0 + dist.get_rank())).square().mean()
 
 
 @pytest.mark.parametrize(

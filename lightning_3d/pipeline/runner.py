@@ -173,7 +173,7 @@ class Pipeline:
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
             output = self.call(step, args, seed)
         loss = loss_of(output)
-        if self.holds_last and loss is not None:
+        if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
             (loss * scale).backward()
         return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
 

@@ -1,1 +1,46 @@
-"""pipeline"""
+"""Pipeline parallelism for an unchanged `training_step`.
+
+How a strategy uses it, in order::
+
+    per_rank = stages_per_rank(schedule, asked)            # 2 for the V-shaped schedules
+    placement = stage_ranks(schedule, group.size(), per_rank)
+    split = plan_split(module, num_stages=len(placement), cuts=pipeline_split)     # on the whole module
+    mine = [stage for stage, rank in enumerate(placement) if rank == group.rank()]
+    applied = apply_split(module, split, mine)             # foreign blocks to meta
+    move_present(module, device)                           # not module.to: absent parameters cannot be moved
+    ...                                                    # tensor layers, recompute, ZeRO, optimizers
+    check_supported(module, optimizers)
+    pipeline = Pipeline(module, split, group, hooks=Hooks(...))    # last: its hooks must be outermost
+
+    output = pipeline.training_step(batch, batch_idx, first=..., last=..., scale=1 / accumulate)
+    pipeline.backward()                                    # in Strategy.backward, after Lightning's zero_grad
+    output = pipeline.eval_step("validation_step", batch, batch_idx)
+
+    pipeline.close()                                       # at teardown; not after an error, the others are gone
+    applied.undo(group, placement)                         # every rank whole again; parameters must be plain by then
+
+All ranks of a pipeline must have the same batch, the same default random seed, and call these in the same order.
+
+What differs from one process, by nature: `training_step` runs once per microbatch and stage, so what it does besides
+computing, logging and updating metrics happens that often; batch norm normalizes over a microbatch; dropout draws
+other masks (the same ones for any number of stages). With one block to place nothing is cut, and the step runs as ever.
+"""
+
+from lightning_3d.pipeline.limits import check_supported
+from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, Tie, apply_split, move_present, plan_split
+
+__all__ = [
+    "AppliedSplit",
+    "Hooks",
+    "Pipeline",
+    "PipelineSplit",
+    "Tie",
+    "apply_split",
+    "check_supported",
+    "move_present",
+    "plan_split",
+    "stage_ranks",
+    "stages_per_rank",
+]

@@ -12,6 +12,9 @@ from lightning_3d.errors import UnsupportedError
 class Director(Protocol):
     """Decides what calls of units do while a step runs."""
 
+    skipping: bool
+    """Whether the unit entered last must not compute: `leave` supplies its output."""
+
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with which a unit that is real here runs."""
 
@@ -34,7 +37,7 @@ class Gates:
         self.depth = 0
         self.module = module
         self.handles = []
-        self.muted: list[tuple[nn.Module, Any]] = []
+        self.replaced: list[tuple[nn.Module, Any]] = []
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
@@ -44,6 +47,7 @@ class Gates:
                 before, after = self._before(name), self._after(name)
                 self.handles.append(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
                 self.handles.append(unit.register_forward_hook(after, with_kwargs=True))
+                self._make_skippable(unit)
 
     def _before(self, name: str) -> Any:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -63,6 +67,18 @@ class Gates:
 
         return after
 
+    def _make_skippable(self, unit: nn.Module) -> None:
+        """A unit is real here but belongs to another stage of this rank when an earlier part of the step calls it."""
+        forward = unit.forward
+
+        def skippable(*args: Any, **kwargs: Any) -> Any:
+            if self.director is not None and self.depth == 1 and self.director.skipping:
+                return None
+            return forward(*args, **kwargs)
+
+        self.replaced.append((unit, unit.__dict__.get("forward")))
+        unit.forward = skippable  # type: ignore[method-assign]
+
     def _mute(self, unit: nn.Module, name: str) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.director is None:
@@ -72,7 +88,7 @@ class Gates:
                 )
             return self.director.foreign(name, args, kwargs)
 
-        self.muted.append((unit, unit.__dict__.get("forward")))  # tensor layers may have put theirs there
+        self.replaced.append((unit, unit.__dict__.get("forward")))
         unit.forward = forward  # type: ignore[method-assign]
 
     @contextmanager
@@ -87,8 +103,9 @@ class Gates:
         """Take every hook away."""
         for handle in self.handles:
             handle.remove()
-        for unit, forward in self.muted:
-            del unit.forward
-            if forward is not None:
+        for unit, forward in reversed(self.replaced):
+            if forward is None:
+                del unit.forward
+            else:
                 unit.forward = forward
-        self.handles, self.muted = [], []
+        self.handles, self.replaced = [], []

@@ -75,6 +75,8 @@ class Trace:
 class Rehearsal(Tape):
     """Runs units where they live, shares what they give, and notes uses. A `Director` and a `Tape`."""
 
+    skipping = False
+
     def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
         super().__init__()
         self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed

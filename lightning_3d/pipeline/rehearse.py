@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace, differ, fingerprint
@@ -27,7 +27,7 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) 
     """
     with as_before(pipeline.module), seeds.set_aside():
         whole, trace, result = _run_whole(pipeline, step, args, seed)
-        _agree(pipeline, trace)
+        _agree(pipeline, trace, seed)
         problem = _run_in_stages(pipeline, step, args, seed, whole, trace, result)
         problems = [text for text in pipeline.wire.agree(problem) if text]
     if problems:
@@ -44,8 +44,14 @@ def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int
     return whole, whole.trace_of_step(), fingerprint(untrace(result))
 
 
-def _agree(pipeline: "Pipeline", trace: Trace) -> None:
+def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
     """All ranks must have learnt the same, or messages would not match."""
+    seeds_drawn = set(pipeline.wire.agree(seed))
+    if len(seeds_drawn) > 1:
+        raise DivergenceError(
+            f"The ranks of a pipeline drew {len(seeds_drawn)} different random seeds for one step. Seed torch's default"
+            " generator alike on all of them: they run the same step on the same batch."
+        )
     text = repr([[(item.node, item.spec) for item in part.after] for part in trace.parts])
     if len(set(pipeline.wire.agree(text))) > 1:
         raise PipelineSplitError(

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.logs import LogTap, Record
 from lightning_3d.pipeline.microbatch import signature
 from lightning_3d.pipeline.rehearsal import Trace
@@ -82,11 +82,7 @@ class Pipeline:
                 samples. All forwards run before all backwards then, whatever `schedule` says.
             hooks: of the ZeRO and precision layers.
         """
-        if not getattr(module, "automatic_optimization", True):
-            raise UnsupportedError(
-                "Manual optimization cannot run under a pipeline: backward of a microbatch starts before training_step"
-                " of the next one. Use automatic optimization, or pipeline_parallel_size=1."
-            )
+        check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
         self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
         self.wire = Wire(group, device or torch.device("cpu"))
@@ -177,7 +173,7 @@ class Pipeline:
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
             output = self.call(step, args, seed)
         loss = loss_of(output)
-        if self.holds_last and loss is not None:
+        if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
             (loss * scale).backward()
         return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
 

@@ -256,5 +256,11 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
 def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    empty.__dict__.update(tensor.__dict__)
     return empty
+
+
+def move_present(module: nn.Module, device: torch.device) -> None:
+    """Move what is real to `device`; `Module.to` would stop at the first absent parameter."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

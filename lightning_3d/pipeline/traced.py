@@ -95,12 +95,9 @@ class Tape:
         return map_leaves(self._plain, value)
 
     def _plain(self, leaf: Any) -> Any:
-        if isinstance(leaf, Traced):
-            if leaf.node in self.values:
-                return self.values[leaf.node]
-            with torch._C.DisableTorchFunctionSubclass():
-                return leaf.as_subclass(Tensor)  # type: ignore[arg-type]
-        return leaf
+        if isinstance(leaf, Traced) and leaf.node in self.values:
+            return self.values[leaf.node]
+        return _untraced(leaf)
 
     def trace(self, value: Any, absent: bool) -> Any:
         """`value` with its tensors numbered."""
@@ -159,7 +156,14 @@ def not_a_view(tensor: Tensor) -> Tensor:
 
 def untrace(value: Any) -> Any:
     """`value` with ordinary tensors."""
-    return map_leaves(lambda leaf: leaf.as_subclass(Tensor) if isinstance(leaf, Traced) else leaf, value)
+    return map_leaves(_untraced, value)
+
+
+def _untraced(leaf: Any) -> Any:
+    if not isinstance(leaf, Traced):
+        return leaf
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf.as_subclass(Tensor)  # type: ignore[arg-type]
 
 
 def _changes_input(name: str) -> bool:

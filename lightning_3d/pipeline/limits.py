@@ -1,0 +1,24 @@
+"""What a pipeline cannot keep, said before training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_3d.errors import UnsupportedError
+
+
+def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times."""
+    if not getattr(module, "automatic_optimization", True):
+        raise UnsupportedError(
+            "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
+            " has run for the next one, so training_step cannot call it. Use automatic optimization, or"
+            " pipeline_parallel_size=1."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
+                " which a pipeline rank holds only its stage's. Use another optimizer, or pipeline_parallel_size=1."
+            )

@@ -1,0 +1,101 @@
+"""Cutting batches of any nesting and joining what steps return."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_3d.pipeline.microbatch import (
+    auto_microbatches,
+    batch_size,
+    join_outputs,
+    rebuild,
+    signature,
+    split_batch,
+    split_sizes,
+)
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    name: str
+
+
+def test_every_nesting_is_cut_along_the_batch_only():
+    batch = {
+        "x": torch.arange(6).view(6, 1),
+        "pair": Pair(torch.arange(6), None),
+        "sample": Sample(torch.arange(12).view(6, 2), "one"),
+        "captions": [str(index) for index in range(6)],
+        "boxes": [{"box": torch.zeros(index + 10, 4)} for index in range(6)],
+        "weights": torch.ones(3),
+        "fields": [torch.arange(6), torch.arange(6)],
+        "scalar": torch.tensor(2.0),
+        "nothing": None,
+    }
+    assert batch_size(batch) == 6
+    first, second = split_batch(batch, [4, 2])
+    assert second["x"].flatten().tolist() == [4, 5]
+    assert second["pair"].left.tolist() == [4, 5]
+    assert isinstance(second["sample"], Sample)
+    assert second["sample"].image.shape == (2, 2)
+    assert first["captions"] == ["0", "1", "2", "3"]
+    assert [len(box["box"]) for box in second["boxes"]] == [14, 15]
+    assert second["weights"].shape == (3,)
+    assert [field.tolist() for field in second["fields"]] == [[4, 5], [4, 5]]
+    assert second["scalar"] == 2
+    assert second["nothing"] is None
+
+
+def test_what_cannot_be_cut_stays_whole():
+    assert batch_size({"x": torch.zeros(4, 1), "graph": object()}) is None
+    assert batch_size([1, "a", None]) is None
+    assert split_batch("anything", [1]) == ["anything"]
+
+
+def test_a_mapping_keeps_its_type():
+    from transformers import BatchEncoding
+
+    cut = split_batch(BatchEncoding({"input_ids": torch.arange(4)}), [3, 1])
+    assert isinstance(cut[1], BatchEncoding)
+    assert cut[1]["input_ids"].tolist() == [3]
+    assert rebuild(Pair(1, 2), [3, 4]) == Pair(3, 4)
+
+
+@given(rows=st.integers(1, 60), pieces=st.integers(1, 20))
+def test_sizes(rows, pieces):
+    sizes = split_sizes(rows, pieces)
+    assert sum(sizes) == rows
+    assert len(sizes) == min(rows, pieces)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(rows=st.integers(1, 100), stages=st.integers(2, 8))
+def test_auto(rows, stages):
+    count = auto_microbatches(rows, stages)
+    assert min(rows, stages) <= count <= min(rows, 4 * stages)
+
+
+def test_outputs_are_joined():
+    outputs = [
+        {"loss": torch.tensor(1.0), "logits": torch.ones(3, 2), "names": ["a", "b", "c"], "n": 7, "rate": 1.0},
+        {"loss": torch.tensor(5.0), "logits": torch.zeros(1, 2), "names": ["d"], "n": 7, "rate": 5.0},
+    ]
+    joined = join_outputs(outputs, [3, 1])
+    assert joined["loss"] == 2.0
+    assert joined["logits"].shape == (4, 2)
+    assert joined["names"] == ["a", "b", "c", "d"]
+    assert (joined["n"], joined["rate"]) == (7, 2.0)
+
+
+@pytest.mark.parametrize("other", [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 3)}, [torch.zeros(2, 3)]])
+def test_signatures_tell_shapes_apart(other):
+    one = {"x": torch.zeros(2, 3)}
+    assert signature(one) == signature({"x": torch.ones(2, 3)})
+    assert signature(one) != signature(other)

@@ -1,0 +1,126 @@
+"""Which units a module has, in which order they run, and how they are cut; all on one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_3d.pipeline.reading import ordered_children
+from lightning_3d.pipeline.runner import Pipeline
+from lightning_3d.pipeline.split import apply_split, move_present, plan_split
+from tests.pipeline.models import GPT
+from tests.pipeline.zoo import MLP, Encoder, Residual, build
+from tests.workers import run
+
+
+def test_units_are_in_running_order():
+    assert plan_split(Encoder(), None, 2).stages[0][0] == "embedding"
+    assert [name for name, _ in ordered_children(MLP())] == ["first", "second", "third", "head"]
+    names = [unit.name for unit in plan_split(Residual(2), None, 2).units]
+    assert names == ["project", "layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "out"]
+
+
+def test_stages_are_balanced_with_the_head_weighed_in():
+    split = plan_split(GPT(layers=4, tied=False, vocab=1000), None, 2)
+    assert split.stages[1] == ("lm_head",)
+    split = plan_split(GPT(layers=4, tied=False), None, 2)
+    assert [name for name in split.stages[0] if ".h." in name] == ["transformer.h.0", "transformer.h.1"]
+    assert "stage 1:" in split.describe()
+
+
+def test_measured_costs_replace_counted_ones():
+    costs = {"first": 100.0, "second": 1.0, "third": 1.0, "head": 1.0}
+    assert plan_split(MLP(), None, 2, costs=costs).stages == (("first",), ("second", "third", "head"))
+
+
+def test_what_several_stages_use_is_held_by_all_of_them():
+    (tie,) = plan_split(GPT(), None, 2).ties
+    assert tie.names == ("transformer.wte.weight", "lm_head.weight")
+    assert tie.stages == (0, 1)
+    (tie,) = plan_split(Encoder(), None, 3).ties
+    assert (tie.names, tie.stages) == (("position",), (0, 1, 2))
+
+
+class Functional(nn.Module):
+    """Uses the table of another module without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(31, 8)
+        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, tokens):
+        return nn.functional.linear(self.blocks(self.table(tokens)), self.table.weight)
+
+
+def test_a_table_used_as_a_matrix_is_held_where_it_is_used():
+    assert plan_split(Functional(), None, 2).everywhere == ("table.weight",)
+
+
+def test_one_unit_leaves_stages_empty():
+    module = nn.Module()
+    module.layer = nn.Linear(2, 2)
+    split = plan_split(module, None, 3)
+    assert split.stages == ((), (), ("layer",))
+    assert split.solo
+
+
+def test_names_groups_and_ties_stay():
+    module = GPT(layers=4)
+    before = copy.deepcopy(module)
+    split = plan_split(module, None, 3)
+    applied = apply_split(module, split, [1])
+    assert list(dict(module.named_parameters())) == list(dict(before.named_parameters()))
+    assert list(module.state_dict()) == list(before.state_dict())
+    assert module.lm_head.weight is module.transformer.wte.weight
+    assert module.lm_head.weight.is_meta
+    assert set(applied.absent.values()) == {0, 2}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(before.parameters()))
+    move_present(module, torch.device("cpu"))
+    module.eval()
+    assert not any(inner.training for inner in module.modules())
+
+
+def restored():
+    module = GPT(layers=2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float(dist.get_rank()))
+    split = plan_split(module, None, 2)
+    applied = apply_split(module, split, [dist.get_rank()])
+    Pipeline(module, split, dist.group.WORLD).close()
+    applied.undo(dist.group.WORLD, (0, 1))
+    assert module.lm_head.weight is module.transformer.wte.weight
+    assert "forward" not in module.transformer.h[0].__dict__
+    assert not module.transformer.h[0]._forward_pre_hooks
+    return {name: float(value.mean()) for name, value in module.named_parameters()}
+
+
+def test_undo_makes_every_rank_whole():
+    split = plan_split(GPT(layers=2), None, 2)
+    stage = {unit: index for index, units in enumerate(split.stages) for unit in units}
+    for rank, values in enumerate(run(restored, world=2, group=True)):
+        for name, value in values.items():
+            owner = next(index for unit, index in stage.items() if name.startswith(unit + "."))
+            assert value == (rank if name == "transformer.wte.weight" else owner)
+
+
+def carried(name):
+    module, batches = build(name)
+    module.log = lambda *args, **kwargs: None
+    split = plan_split(module, None, 2)
+    apply_split(module, split, [dist.get_rank()])
+    pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=2)
+    pipeline.training_step(batches[0], 0)
+    (trace,) = pipeline.traces.values()
+    return len(trace.parts[0].after)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"), [("Residual", 1), ("Llama", 1), ("MLP", 1), ("ViT", 1), ("BERT", 1), ("UNet", 3)]
+)
+def test_only_what_is_needed_crosses_a_cut(name, tensors):
+    assert run(carried, name, world=2, group=True) == [tensors, tensors]

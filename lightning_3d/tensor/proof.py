@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor.geometry import TensorSplit, assemble
+from lightning_3d.tensor.lazy import whole as whole_tensors
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.quiet import Quiet
@@ -49,7 +50,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
     inputs = call.tensors()
     with torch.enable_grad(), Quiet() as quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = tensors_in(module(*call.args, **call.kwargs))
+        results = whole_tensors(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of Quiet, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
         losses = [

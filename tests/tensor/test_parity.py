@@ -59,7 +59,7 @@ VOCABULARY = 4
 """Sums of a split embedding and head: forward of one, backward of the other, two in the loss."""
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_llama(size, optimizer):
     seen = check(models.llama, causal, tokens, size=size, optimizer=optimizer)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.layout import Layout
 
@@ -14,10 +15,23 @@ def use_data_group(module: nn.Module, group: dist.ProcessGroup, layout: Layout) 
     """Have every metric of `module` that has no group of its own gather over `group`; returns those changed."""
     if layout.data_parallel_size == layout.world_size:
         return []  # the world is the data axis
-    changed = [metric for metric in find_metrics(module) if metric.process_group is None]
+
+    def gather(tensor: Tensor, **_: object) -> list[Tensor]:
+        return gather_all_tensors(tensor, group=group)
+
+    changed = [
+        metric for metric in find_metrics(module) if metric.process_group is None and metric.dist_sync_fn is None
+    ]
     for metric in changed:
-        metric.process_group = group
+        # a function, not `metric.process_group`: users copy metrics and modules, and a group cannot be copied
+        metric.dist_sync_fn = gather
     return changed
+
+
+def use_whole_world(metrics: list[Metric]) -> None:
+    """Undo `use_data_group`."""
+    for metric in metrics:
+        metric.dist_sync_fn = None
 
 
 def find_metrics(module: nn.Module) -> Iterator[Metric]:

@@ -29,7 +29,7 @@ from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, Plans, compose, keep_within_stages, plan_pipeline
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.layout import PIPELINE_AXIS, Layout, Offload, Schedule, ZeroStage
-from lightning_3d.metrics import use_data_group
+from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.processes import Processes, StartMethod
 from lightning_3d.randomness import StepRandom
@@ -54,7 +54,8 @@ class Strategy3D(Processes):
         pipeline_split: names of the first block of each stage but the first, instead of a balanced cut.
         loss_scope: "batch" computes the loss once on the whole batch, for losses that are no mean over samples.
         sequence_parallel: also divide norms and dropout along the sequence, over the tensor ranks.
-        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole", over what is inferred.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole"; overrides what
+            would be inferred, and is proven like it.
         grad_sync: how gradients are averaged: "ring" is ours, "native" the backend's, "hierarchical" a ring inside each
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
@@ -378,8 +379,7 @@ class Strategy3D(Processes):
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
             self._restore()
-        for metric in self._metrics:
-            metric.process_group = None
+        use_whole_world(self._metrics)
         self._metrics, self._composed, self._steps = [], None, None
         if self._communication is not None:
             self._communication.close()

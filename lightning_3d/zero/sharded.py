@@ -179,7 +179,7 @@ class _Spec:
     """The user's own parameter object, emptied; None where tensor parallelism had replaced it."""
     mesh: DeviceMesh | None = None
     placements: tuple[Any, ...] = ()
-    shape: torch.Size = torch.Size()
+    shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
 
     @classmethod
@@ -194,7 +194,7 @@ class _Spec:
         if self.mesh is None:
             return whole
         return DTensor.from_local(
-            whole, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+            whole, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
     def parameter(self, whole: Tensor) -> nn.Parameter:

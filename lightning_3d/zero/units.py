@@ -11,7 +11,8 @@ from lightning_3d.anatomy import Anatomy
 def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
     """Blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
 
-    A block that another pipeline stage holds is none; one whose parameters also occur outside of it (tied weights) stays with the root: FSDP2 wants one owner.
+    A block that another pipeline stage holds is none; one whose parameters also occur outside of it (tied weights)
+    stays with the root: FSDP2 wants one owner.
     """
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     units: dict[int, nn.Module] = {}

@@ -78,6 +78,20 @@ def test_shapes_that_change_from_step_to_step():
         assert_same(result, reference)
 
 
+def recomputing(reentrant):
+    module, batches = build("Llama")
+    module.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return module, batches
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activations_computed_again_in_backward(reentrant):
+    """Hugging Face recomputes around the call of a block, so hooks and stand-ins are met again in backward."""
+    (reference,) = run(whole, partial(recomputing, False), world=1)
+    for result in run(pipelined, partial(recomputing, reentrant), "1f1b", 4, world=2, group=True):
+        assert_same(result, reference)
+
+
 class Contrastive(nn.Module):
     """A loss over all pairs in the batch, which no mean over microbatches gives."""
 

@@ -1,4 +1,4 @@
-"""What the stages of one pipeline tell each other outside of steps: states of parameters that only some of them hold."""
+"""What the stages of a pipeline tell each other outside of steps: states that only some of them hold."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

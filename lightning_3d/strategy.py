@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
@@ -20,22 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
-from lightning_3d.anatomy import Anatomy
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.compose import Composed, Plans, compose, keep_within_stages, plan_pipeline
+from lightning_3d.compose import Composed, compose
 from lightning_3d.data import seed_workers_by_data_rank
-from lightning_3d.layout import PIPELINE_AXIS, Layout, Offload, Schedule, ZeroStage
+from lightning_3d.layout import Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
-from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.names import NAMES
+from lightning_3d.pipeline.limits import check_supported
+from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import Processes, StartMethod
 from lightning_3d.randomness import StepRandom
-from lightning_3d.samples import record_one_batch
-from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
-from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.steps import PipelinedSteps, Steps
 from lightning_3d.zero import step_on_shards
 
 
@@ -79,7 +78,7 @@ class Strategy3D(Processes):
         stages_per_rank: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_split: list[str] | None = None,
-        loss_scope: Literal["microbatch", "batch"] = "microbatch",
+        loss_scope: LossScope = "microbatch",
         sequence_parallel: bool = False,
         tensor_plan: dict[str, str] | None = None,
         grad_sync: GradSync | Literal["auto"] = "auto",
@@ -116,7 +115,7 @@ class Strategy3D(Processes):
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
-        self._pipeline_split, self._loss_scope, self._tensor_plan = pipeline_split, loss_scope, tensor_plan
+        self._choices = Choices(pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan)
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
@@ -197,7 +196,7 @@ class Strategy3D(Processes):
         self.model_to_device()
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = self._plan(trainer, module)
+        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
         self._composed = composed = compose(
             module,
             plans,
@@ -213,49 +212,17 @@ class Strategy3D(Processes):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._steps = self._make_steps(trainer, plans)
-
-    def _plan(self, trainer: Trainer, module: LightningModule) -> Plans:
-        """Decide on the whole module what will be done to it, the same on every rank."""
-        layout, anatomy = self.layout, Anatomy.of(module)
-        split, tensor = plan_pipeline(module, anatomy, layout, self._pipeline_split), None
-        if layout.tensor_parallel_size > 1:
-            calls = record_one_batch(trainer, module, self._to_device)
-            tensor = self.from_rank_zero(
-                lambda: plan_tensor(
-                    module,
-                    layout.tensor_parallel_size,
-                    tensor_plan=self._tensor_plan,
-                    sequence_parallel=layout.sequence_parallel,
-                    calls=calls,
-                )
-            )
-            tensor = keep_within_stages(tensor, split)
-        return Plans(anatomy, split, tensor)
-
-    def _make_steps(self, trainer: Trainer, plans: Plans) -> Steps:
-        assert self._composed is not None
-        random, split = StepRandom(self.coordinate, self.root_device), plans.split
-        if split is None:
-            return PlainSteps(self._composed, random)
-        layout, plugin = self.layout, self.precision_plugin
-
-        def make(hooks: Hooks) -> Pipeline:
-            return Pipeline(
-                self._module,
-                split,
-                self.mesh.get_group(PIPELINE_AXIS),
-                device=self.root_device,
-                schedule=layout.schedule,
-                num_microbatches=layout.num_microbatches,
-                loss_scope=self._loss_scope,
-                hooks=hooks,
-            )
-
-        def scale() -> float:
-            return plugin.loss_scale() / trainer.accumulate_grad_batches
-
-        return PipelinedSteps(self._composed, random, make, scale, plugin.forward_context)
+        self._steps = make_steps(
+            trainer,
+            composed,
+            plans,
+            self.layout,
+            self._choices,
+            mesh=self.mesh,
+            random=StepRandom(self.coordinate, self.root_device),
+            plugin=self.precision_plugin,
+            device=self.root_device,
+        )
 
     def _to_device(self, batch: Any) -> Any:
         return self.batch_to_device(self.precision_plugin.convert_input(batch))
@@ -265,6 +232,8 @@ class Strategy3D(Processes):
         super().setup_optimizers(trainer)
         # an optimizer that was built before its parameters were placed still holds the originals
         composed = self._applied
+        if composed.split is not None:
+            check_supported(self._module, self.optimizers)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
             self._undo.append(step_on_shards(optimizer))
@@ -406,16 +375,6 @@ class Strategy3D(Processes):
         """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
         for name, description, arguments in NAMES:
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
-
-
-NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("3d", "the layout that the arguments give", {}),
-    ("3d_zero0", "data parallel, everything replicated", {"zero_stage": 0}),
-    ("3d_zero1", "data parallel, optimizer states sharded", {"zero_stage": 1}),
-    ("3d_zero2", "data parallel, gradients and optimizer states sharded", {"zero_stage": 2}),
-    ("3d_zero3", "data parallel, everything sharded", {"zero_stage": 3}),
-    ("3d_zero3_offload", "everything sharded and kept in host memory", {"zero_stage": 3, "offload": "all"}),
-)
 
 
 def _use_no_grad(trainer: Trainer) -> None:

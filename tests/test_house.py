@@ -11,7 +11,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 # A part may import those before it. What shares a line does not know of each other.
 ORDER = [
     {"errors"},
-    {"layout", "anatomy", "resources"},
+    {"layout", "anatomy", "resources", "names"},
     {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "planner"},
     {"comm"},
     {"communication", "batchnorm"},
@@ -20,6 +20,7 @@ ORDER = [
     {"state"},
     {"clip", "compose"},
     {"precision", "checkpoint", "processes", "steps"},
+    {"place"},
     {"strategy"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,97 @@
+"""From what the user chose to what is done to this module: plans before it is placed, steps after."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.anatomy import Anatomy
+from lightning_3d.compose import Composed, Plans, keep_within_stages, plan_pipeline
+from lightning_3d.layout import PIPELINE_AXIS, Layout
+from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.precision import AxisPrecision
+from lightning_3d.randomness import StepRandom
+from lightning_3d.samples import record_one_batch
+from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.plan import TensorPlan
+
+LossScope = Literal["microbatch", "batch"]
+OnRankZero = Callable[[Callable[[], TensorPlan]], TensorPlan]
+"""Decides on rank 0 and tells every rank, also what went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the user chose about one module, beside the layout."""
+
+    pipeline_split: Sequence[str] | None = None
+    """Names of the first block of each stage but the first."""
+    loss_scope: LossScope = "microbatch"
+    """Whether the loss is computed per microbatch or once on the whole batch."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Patterns of names -> how to split them."""
+
+
+def make_plans(
+    trainer: Trainer,
+    module: LightningModule,
+    layout: Layout,
+    choices: Choices,
+    to_device: Callable[[Any], Any],
+    on_rank_zero: OnRankZero,
+) -> Plans:
+    """Decide on the whole module what will be done to it, the same on every rank."""
+    anatomy = Anatomy.of(module)
+    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split)
+    if layout.tensor_parallel_size == 1:
+        return Plans(anatomy, split)
+    calls = record_one_batch(trainer, module, to_device)
+    tensor = on_rank_zero(
+        lambda: plan_tensor(
+            module,
+            layout.tensor_parallel_size,
+            tensor_plan=choices.tensor_plan,
+            sequence_parallel=layout.sequence_parallel,
+            calls=calls,
+        )
+    )
+    return Plans(anatomy, split, keep_within_stages(tensor, split))
+
+
+def make_steps(
+    trainer: Trainer,
+    composed: Composed,
+    plans: Plans,
+    layout: Layout,
+    choices: Choices,
+    *,
+    mesh: DeviceMesh,
+    random: StepRandom,
+    plugin: AxisPrecision,
+    device: torch.device,
+) -> Steps:
+    """What the strategy's step hooks call."""
+    split = plans.split
+    if split is None:
+        return PlainSteps(composed, random)
+
+    def make(hooks: Hooks) -> Pipeline:
+        return Pipeline(
+            composed.module,
+            split,
+            mesh.get_group(PIPELINE_AXIS),
+            device=device,
+            schedule=layout.schedule,
+            num_microbatches=layout.num_microbatches,
+            loss_scope=choices.loss_scope,
+            hooks=hooks,
+        )
+
+    def scale() -> float:
+        return plugin.loss_scale() / trainer.accumulate_grad_batches
+
+    return PipelinedSteps(composed, random, make, scale, plugin.forward_context)

@@ -1,5 +1,6 @@
 """The processes of one job as Lightning sees them: who is where, how they start, talk and fail."""
 
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +28,7 @@ from lightning_3d import peers
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError, RunError
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
@@ -173,8 +174,11 @@ class Processes(ParallelStrategy):
         if self.global_rank == 0:
             try:
                 box[0] = decide()
-            except Exception as error:
+            except ConfigurationError as error:
                 box[1] = error
+            except Exception as error:
+                box[1] = RunError(f"rank 0: {type(error).__name__}: {error}")  # the original may not travel
+                traceback.print_exc()
         dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
             raise box[1]

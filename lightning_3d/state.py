@@ -44,13 +44,17 @@ def whole_module_state(
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 state[prefix + name] = buffer
 
-    for owner in module.modules():
-        if any(isinstance(p, DTensor) or (p is not None and p.is_meta) for p in owner._parameters.values()):
-            handles.append(owner.register_state_dict_post_hook(gather))
-            handles.append(owner.register_load_state_dict_pre_hook(deal_out))
+    for owner in owners:
+        handles.append(owner.register_state_dict_post_hook(gather))
+        handles.append(owner.register_load_state_dict_pre_hook(deal_out))
     if stages is not None:
         handles.append(module.register_state_dict_post_hook(_from_all_stages(stages)))
     return handles
+
+
+def _in_parts(parameter: nn.Parameter | None) -> bool:
+    """Whether this rank holds only a part of `parameter`, or none of it."""
+    return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
 
 
 def _from_all_stages(stages: Stages) -> Callable[..., None]:
@@ -74,6 +78,8 @@ def whole_optimizer_state(
     optimizer: Optimizer, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
 ) -> list[RemovableHandle]:
     """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
+    if stages is None and not any(_in_parts(p) for group in optimizer.param_groups for p in group["params"]):
+        return []
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         meet("state_dict() of an optimizer")

@@ -353,7 +353,8 @@ class Strategy3D(Processes):
         if self._communication is not None:
             self._communication.close()
             self._communication = None
-        super().teardown()
+        if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
+            super().teardown()
 
     def _restore(self) -> None:
         for hook in self._hooks:

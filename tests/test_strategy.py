@@ -311,3 +311,20 @@ def test_launchers(tmp_path, method, command, finished):
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, env=_environment())
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("finished") == finished
+
+
+def _rank_zero_saves_weights():
+    """What DDP users do: only rank 0 asks. With nothing sharded it needs no other rank."""
+
+    class Saves(MLP):
+        def on_train_batch_end(self, *arguments):
+            if os.environ["RANK"] == "0":
+                self.asked = len(self.state_dict()) + len(self.trainer.optimizers[0].state_dict())
+
+    module = Saves()
+    _fit(module, 2, zero_stage=0)
+    return getattr(module, "asked", 0)
+
+
+def test_state_dict_on_rank_zero_alone_is_fine_where_nothing_is_sharded():
+    assert run(_rank_zero_saves_weights, world=2)[0] > 0

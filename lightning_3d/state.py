@@ -27,6 +27,9 @@ def whole_module_state(
 
     What other pipeline stages hold is in the state of the whole `module` only; in that of a part of it, it is on meta.
     """
+    owners = [owner for owner in module.modules() if any(_in_parts(p) for p in owner._parameters.values())]
+    if not owners and stages is None:
+        return []
     handles: list[RemovableHandle] = [
         module.register_state_dict_pre_hook(lambda *_: meet("state_dict() of the module"))
     ]

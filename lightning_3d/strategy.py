@@ -1,7 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from lightning_3d import peers, precision, state
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, load_optimizer, load_weights
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
@@ -59,6 +60,8 @@ class Strategy3D(Processes):
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
+            part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -84,6 +87,7 @@ class Strategy3D(Processes):
         grad_sync: GradSync | Literal["auto"] = "auto",
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
+        checkpoint_format: CheckpointFormat = "auto",
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -121,6 +125,7 @@ class Strategy3D(Processes):
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
+        self._keeper = Keeper(checkpoint_format)
         self._composed: Composed | None = None
         self._steps: Steps | None = None
         self._metrics: list[Metric] = []
@@ -365,12 +370,49 @@ class Strategy3D(Processes):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._composed is not None:
             self._composed.data.rest()
-        return super().lightning_module_state_dict()
+        with self._as_saved():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._as_saved():
+            return super().optimizer_state(optimizer)
+
+    def _as_saved(self) -> AbstractContextManager[None]:
+        """A sharded checkpoint takes states as each rank holds them, a single file takes them whole."""
+        sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
+        return state.in_parts() if sharded else nullcontext()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._keeper.is_sharded(self._module, self.checkpoint_io):
+            self._keeper.save(
+                checkpoint,
+                filepath,
+                module=self._module,
+                optimizers=self.optimizers,
+                splits=self._composed.splits if self._composed is not None else {},
+                own={},
+            )
+        elif self.is_global_zero:
+            self._keeper.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:
             self._composed.data.rest()
-        super().load_model_state_dict(checkpoint, strict=strict)
+        load_weights(self._module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for index, (optimizer, stored) in enumerate(
+            zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ):
+            load_optimizer(optimizer, stored, self._module, self._applied.splits, f"the state of optimizer {index}")
+            _optimizers_to_device([optimizer], self.root_device)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._keeper.remove(filepath, self.checkpoint_io)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

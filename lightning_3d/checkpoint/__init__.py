@@ -1,1 +1,6 @@
-"""checkpoint"""
+"""Checkpoints that any layout saves and any other loads."""
+
+from lightning_3d.checkpoint.keeper import CheckpointFormat as CheckpointFormat
+from lightning_3d.checkpoint.keeper import Keeper as Keeper
+from lightning_3d.checkpoint.load import load_optimizer as load_optimizer
+from lightning_3d.checkpoint.load import load_weights as load_weights

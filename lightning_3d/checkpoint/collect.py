@@ -42,9 +42,12 @@ class Collector:
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], own: Mapping[str, Any]
     ) -> Collected:
         checkpoint = dict(checkpoint)
-        known = {name for names in self.names.values() for name in names}
-        weights = {name: value for name, value in checkpoint.get(WEIGHTS, {}).items() if name in known}
-        self.of_parameter = {id(value): self.splits.get(name) for name, value in weights.items()}
+        named = {name: parameter for parameter, names in self.names.items() for name in names}
+        self.of_parameter = {
+            id(value): self.splits.get(named[name])
+            for name, value in checkpoint.get(WEIGHTS, {}).items()
+            if name in named
+        }
         states = [
             self._named(state, optimizer)
             for state, optimizer in zip(checkpoint.pop(OPTIMIZERS, []), optimizers, strict=True)
@@ -62,8 +65,7 @@ class Collector:
         for key, values in state["state"].items():
             for value in values.values() if isinstance(key, int) else ():
                 if is_parameter_state(value, parameters[key]):
-                    name = self.names.get(parameters[key], ("",))[0]
-                    self.of_parameter[id(value)] = self.splits.get(name)
+                    self.of_parameter[id(value)] = self.splits.get(parameters[key])
         return to_names(state, labels(parameters, self.names))
 
     def _keep(self, value: Any, at: str) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d.checkpoint.placement import Interval, Placement
@@ -20,8 +19,8 @@ class Split(Protocol):
     def boxes(self, rank: int) -> Iterable[tuple[Interval, Interval]]: ...
 
 
-Splits = Mapping[str, Split]
-"""By parameter name, for the parameters whose shards are not plain chunks in rank order (fused q/k/v, say)."""
+Splits = Mapping[nn.Parameter, Split]
+"""For the parameters that tensor parallelism divides."""
 
 
 def describe(tensor: Tensor, split: Split | None = None) -> Placement:
@@ -41,16 +40,9 @@ def describe(tensor: Tensor, split: Split | None = None) -> Placement:
         if name == TENSOR_AXIS and split is not None:
             placement = placement.split(split.dim, split.boxes(rank))
         else:
-            placement = _chunk(placement, dim, rank, ranks)
+            placement = placement.chunk(dim, rank, ranks)
     assert placement.local_shape == tuple(tensor.to_local().shape), (placement, tensor.to_local().shape)
     return placement
-
-
-def _chunk(placement: Placement, dim: int, rank: int, ranks: int) -> Placement:
-    total = placement.local_shape[dim]
-    step = -(-total // ranks)
-    start, stop = min(total, rank * step), min(total, (rank + 1) * step)
-    return placement.split(dim, [((start, stop), (0, stop - start))])
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -65,8 +57,3 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def same_shape(value: object, parameter: Tensor) -> bool:
-    """Whether `value`, a state of `parameter`, is laid out as it is."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.describe import Splits, describe, like
 from lightning_3d.checkpoint.names import parameter_names, parameters_of, to_numbers
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
+from lightning_3d.state import in_parts
 
 BATCH_BYTES = 2**30
 """How much of the weights is in memory at a time, beside the module."""
@@ -55,17 +56,18 @@ def load_optimizer(
 ) -> None:
     """Give `optimizer` a state by name, of which this rank reads its own part only."""
     if not isinstance(state, NamedOptimizer):
-        optimizer.load_state_dict(dict(state))
+        optimizer.load_state_dict(dict(state))  # whole, from a single file
         return
     names, parameters = parameter_names(module), parameters_of(optimizer)
     aliases = [names.get(p, (f"(parameter {index})",)) for index, p in enumerate(parameters)]
     numbered = to_numbers({key: state.stored(key) for key in state}, aliases, what)
     numbered["state"] = {
-        key: _entry(value, parameters[key], splits.get(aliases[key][0])) if isinstance(key, int) else value
+        key: _entry(value, parameters[key], splits.get(parameters[key])) if isinstance(key, int) else value
         for key, value in numbered["state"].items()
         if not isinstance(key, int) or not parameters[key].is_meta  # of other pipeline stages
     }
-    optimizer.load_state_dict(numbered)
+    with in_parts():
+        optimizer.load_state_dict(numbered)
 
 
 def _entry(values: Mapping[str, Any], parameter: nn.Parameter, split: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank holds of one tensor. Whole to begin with; `split` and `rows` narrow it, in the order in which the
+    """What one rank holds of one tensor. Whole to begin with; `split` and `chunk` narrow it, in the order in which the
     parallelisms were applied."""
 
     shape: tuple[int, ...]
@@ -70,12 +70,12 @@ class Placement:
             length = max(length, high)
         return Placement(shape=self.shape, pieces=tuple(kept), local_shape=_with(self.local_shape, dim, length))
 
-    def rows(self, rank: int, ranks: int) -> "Placement":
-        """Keep the `rank`-th of `ranks` chunks of rows, as `torch.chunk` deals them out."""
-        total = self.local_shape[0]
+    def chunk(self, dim: int, rank: int, ranks: int) -> "Placement":
+        """Keep the `rank`-th of `ranks` chunks along `dim`, as `torch.chunk` deals them out."""
+        total = self.local_shape[dim]
         step = -(-total // ranks)
         start, stop = min(total, rank * step), min(total, (rank + 1) * step)
-        return self.split(0, [((start, stop), (0, stop - start))])
+        return self.split(dim, [((start, stop), (0, stop - start))])
 
 
 def _narrow(piece: Piece, dim: int, start: int, stop: int, low: int) -> Piece | None:

@@ -1,7 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from lightning_3d import peers, precision, state
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, load_optimizer, load_weights
+from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
@@ -32,15 +32,16 @@ from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.layout import PIPELINE_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group
 from lightning_3d.pipeline.runner import Hooks, Pipeline
-from lightning_3d.processes import Processes, StartMethod
+from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom
 from lightning_3d.samples import record_one_batch
+from lightning_3d.saving import Saving
 from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.zero import step_on_shards
 
 
-class Strategy3D(Processes):
+class Strategy3D(Saving):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -99,6 +100,7 @@ class Strategy3D(Processes):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
+            checkpoint_format=checkpoint_format,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -125,7 +127,6 @@ class Strategy3D(Processes):
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
-        self._keeper = Keeper(checkpoint_format)
         self._composed: Composed | None = None
         self._steps: Steps | None = None
         self._metrics: list[Metric] = []
@@ -364,55 +365,6 @@ class Strategy3D(Processes):
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return dataloader
-
-    # ---- save ----------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._composed is not None:
-            self._composed.data.rest()
-        with self._as_saved():
-            return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self._as_saved():
-            return super().optimizer_state(optimizer)
-
-    def _as_saved(self) -> AbstractContextManager[None]:
-        """A sharded checkpoint takes states as each rank holds them, a single file takes them whole."""
-        sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
-        return state.in_parts() if sharded else nullcontext()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._keeper.is_sharded(self._module, self.checkpoint_io):
-            self._keeper.save(
-                checkpoint,
-                filepath,
-                module=self._module,
-                optimizers=self.optimizers,
-                splits=self._composed.splits if self._composed is not None else {},
-                own={},
-            )
-        elif self.is_global_zero:
-            self._keeper.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._composed is not None:
-            self._composed.data.rest()
-        load_weights(self._module, checkpoint["state_dict"], strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, (optimizer, stored) in enumerate(
-            zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-        ):
-            load_optimizer(optimizer, stored, self._module, self._applied.splits, f"the state of optimizer {index}")
-            _optimizers_to_device([optimizer], self.root_device)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._keeper.remove(filepath, self.checkpoint_io)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ ORDER = [
     {"state"},
     {"clip", "compose"},
     {"precision", "checkpoint", "processes", "steps"},
+    {"saving"},
     {"strategy"},
     {"cli"},
     {"__main__"},

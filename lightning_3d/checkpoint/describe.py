@@ -47,7 +47,7 @@ def describe(tensor: Tensor, split: Split | None = None) -> Placement:
 
 def held(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def like(tensor: Tensor, local: Tensor) -> Tensor:

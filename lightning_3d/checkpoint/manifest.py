@@ -194,7 +194,9 @@ def _check_file(directory: Path, file: Written) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file.name} in {directory} is not a plain file.")
     if status.st_size != file.size:
-        raise CheckpointError(f"{file.name} in {directory} has {status.st_size} bytes; it was written with {file.size}.")
+        raise CheckpointError(
+            f"{file.name} in {directory} has {status.st_size} bytes; it was written with {file.size}."
+        )
 
 
 def verify(directory: Path, files: Iterable[Written]) -> None:

@@ -144,7 +144,8 @@ def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor
     columns = box(offset[1:], size[1:])
     for start in range(first, last, step):
         stop = min(last, start + step)
-        rows = _rows(slot, start, stop)[(slice(None), *columns)]
+        everything: tuple[slice, ...] = (slice(None), *columns)
+        rows = _rows(slot, start, stop)[everything]
         out[start - first : stop - first].copy_(rows)
 
 
@@ -153,7 +154,7 @@ def _rows(slot: Slot, start: int, stop: int) -> Tensor:
     raw = torch.empty((stop - start) * row, dtype=torch.uint8)
     with open(slot.file, "rb", buffering=0) as file:
         file.seek(slot.start + start * row)
-        view = memoryview(raw.numpy())
+        view = memoryview(raw.numpy())  # type: ignore[arg-type]
         while len(view):
             count = file.readinto(view)
             if not count:

@@ -65,7 +65,8 @@ def _decode(value: Any, find: Find, what: str) -> Any:
         return value
     if MARK not in value:
         return {key: _decode(item, find, what) for key, item in value.items()}
-    kind, content = value[MARK], value.get("v")
+    kind: Any = value[MARK]
+    content: Any = value.get("v")
     try:
         if kind in ("tensor", "object"):
             return find(kind, content)

@@ -50,11 +50,11 @@ def test_every_rank_writes_its_part(tmp_path):
 
 
 def test_resume_elsewhere_trains_as_if_nothing_had_happened(tmp_path):
-    (wanted,) = run(train, "GPT", 1, None, 12, world=1)
-    run(train, "GPT", 2, sharded(zero_stage=1), 4, None, str(tmp_path / "a"), world=2)
-    run(train, "GPT", 3, sharded(zero_stage=3), 8, str(tmp_path / "a"), str(tmp_path / "b"), world=3)
-    for got in run(train, "GPT", 1, sharded(), 12, str(tmp_path / "b"), world=1):
-        torch.testing.assert_close(got["losses"], wanted["losses"][8:], rtol=1e-5, atol=1e-5)
+    (wanted,) = run(train, "GPT", 1, None, 15, world=1)
+    run(train, "GPT", 2, sharded(zero_stage=1), 5, None, str(tmp_path / "a"), world=2)
+    run(train, "GPT", 3, sharded(zero_stage=3), 10, str(tmp_path / "a"), str(tmp_path / "b"), world=3)
+    for got in run(train, "GPT", 1, sharded(), 15, str(tmp_path / "b"), world=1):
+        torch.testing.assert_close(got["losses"], wanted["losses"][10:], rtol=1e-5, atol=1e-5)
         for key, weight in wanted["weights"].items():
             torch.testing.assert_close(got["weights"][key], weight, rtol=1e-5, atol=1e-5)
 

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch.optim import Optimizer
 
 from lightning_3d import state
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
 from lightning_3d.compose import Composed
 from lightning_3d.processes import Processes
 
@@ -70,3 +70,11 @@ class Saving(Processes):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self._keeper.remove(filepath, self.checkpoint_io)
+
+
+def _note(trainer: Any, newest_first: list[str]) -> None:
+    if isinstance(trainer.strategy, Saving):
+        trainer.strategy._keeper.instead = newest_first
+
+
+tell_of_last(_note)

@@ -88,7 +88,7 @@ class Collector:
 
 
 def merge_optimizers(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The encoded optimizer states of all ranks as one: parameters whose state lives on one stage only are found there."""
+    """The encoded optimizer states of all ranks as one: some parameters have their state on one stage only."""
     merged: list[dict[str, Any]] = parse(texts[0].encode(), OPTIMIZERS)
     for text in dict.fromkeys(texts[1:]):
         for mine, other in zip(merged, parse(text.encode(), OPTIMIZERS), strict=True):

@@ -44,6 +44,8 @@ class Keeper:
         self.format = format
         self.failed: set[str] = set()
         """Paths that should have been saved and were not."""
+        self.instead: list[str] = []
+        """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
 
     def is_sharded(self, module: nn.Module, io: CheckpointIO) -> bool:
         """Which format is saved in. The same on every rank, before anything is gathered."""
@@ -86,8 +88,22 @@ class Keeper:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        """Open a checkpoint of either format. Raises on every rank if any finds it damaged. Collective."""
-        path = _gather(path)[0]
+        """Open a checkpoint of either format. Raises on every rank if any finds it damaged. Collective.
+
+        Where the last one was asked for, pass over those that are damaged, with a warning for each.
+        """
+        path, instead = _gather((path, self.instead))[0]
+        older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
+        self.instead = []
+        for candidate in older:
+            try:
+                return self._load_together(path, weights_only, io)
+            except CheckpointError as error:
+                rank_zero_warn(f"Passing over the checkpoint {path}: {error} Trying {candidate}.")
+                path = candidate
+        return self._load_together(path, weights_only, io)
+
+    def _load_together(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         loaded: dict[str, Any] = {}
         problem: Exception | None = None
         try:
@@ -95,11 +111,11 @@ class Keeper:
         except Exception as error:  # told to the others first: they would wait
             problem = error
         said = _gather(None if problem is None else f"{problem}")
-        if problem is not None:
+        if problem is not None and (isinstance(problem, CheckpointError) or None not in said):
             raise problem
         for rank, text in enumerate(said):
             if text is not None:
-                raise CheckpointError(f"rank {rank}: {text}")
+                raise CheckpointError(f"rank {rank}: {text}") from problem
         return loaded
 
     def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:

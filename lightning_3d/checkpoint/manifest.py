@@ -10,6 +10,7 @@ import math
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,12 @@ class Manifest:
             "files": [[file.name, file.size, file.crc] for file in self.files],
             "tensors": tensors,
         }
-        return json.dumps(content, separators=(",", ":")).encode()
+        return json.dumps({**content, "crc": _crc(content)}, separators=(",", ":")).encode()
+
+
+def _crc(content: dict[str, Any]) -> int:
+    """Of the manifest itself: it names the checksums of everything else."""
+    return zlib.crc32(json.dumps(content, separators=(",", ":"), sort_keys=True).encode())
 
 
 def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
@@ -119,8 +125,10 @@ def read_manifest(directory: Path) -> Manifest:
     if content.get("version") != VERSION:
         raise CheckpointError(f"{path} is of version {content.get('version')!r:.40}; this package reads {VERSION}.")
     try:
+        if content.pop("crc") != _crc(content):
+            raise ValueError("its own checksum is wrong")
         manifest = _manifest(content)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r:.200}") from None
     for file in manifest.files:
         _check_file(directory, file)

@@ -32,7 +32,10 @@ def dumps(value: Any, keep: Keep, what: str) -> bytes:
 
 def loads(text: bytes, find: Find, what: str) -> Any:
     """The value that `dumps` wrote."""
-    return _decode(parse(text, what), find, what)
+    try:
+        return _decode(parse(text, what), find, what)
+    except RecursionError:
+        raise CheckpointError(f"{what} is nested too deeply to be what a Trainer saved.") from None
 
 
 def parse(text: bytes, what: str) -> Any:
@@ -71,7 +74,7 @@ def _decode(value: Any, find: Find, what: str) -> Any:
         if kind in ("tensor", "object"):
             return find(kind, content)
         return KINDS[kind][2](_decode(content, find, what))
-    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
             f"{what} holds {str(kind)[:40]!r}, which is not a plain value ({error!r:.80}): the checkpoint is damaged or"
             " was written by a newer version."
@@ -116,7 +119,7 @@ KINDS: dict[str, Kind] = {
     ),
     "complex": (lambda v: type(v) is complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
     "dtype": (lambda v: isinstance(v, torch.dtype), str, lambda v: _DTYPES[v]),
-    "device": (lambda v: isinstance(v, torch.device), str, torch.device),
+    "device": (lambda v: isinstance(v, torch.device), str, lambda v: v),
     "path": (lambda v: isinstance(v, PurePath), str, str),
     "timedelta": (
         lambda v: type(v) is timedelta,

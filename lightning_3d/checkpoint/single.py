@@ -15,6 +15,8 @@ def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: 
     """What `io` loads, with every way in which a file can be broken as a CheckpointError."""
     if local and Path(path).is_file():
         check_file(Path(path))
+    elif not local and weights_only is None:
+        weights_only = True  # Lightning would unpickle anything that comes over http
     try:
         loaded = io.load_checkpoint(path, weights_only=weights_only)
     except pickle.UnpicklingError as error:

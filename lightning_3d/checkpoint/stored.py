@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, slots, verify
-from lightning_3d.checkpoint.parts import DTYPES, Slot, Written, read_box
+from lightning_3d.checkpoint.parts import DTYPES, Slot, read_box
 from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
 from lightning_3d.checkpoint.plain import loads
 from lightning_3d.errors import CheckpointError
@@ -61,7 +61,7 @@ class StoredDict(dict[str, Any]):
         return materialize(super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return materialize(super().get(key, default))
 
     def pop(self, key: str, *default: Any) -> Any:
         return materialize(super().pop(key, *default))

@@ -227,7 +227,7 @@ def slots(directory: Path, manifest: Manifest) -> dict[str, tuple[tuple[Piece, S
         for file, piece in stored.pieces:
             slot = headers[file].pop(name_in_file(name, stored.shape, piece), None)
             if slot is None or slot.dtype != DTYPES[stored.dtype] or slot.shape != piece.size:
-                raise CheckpointError(f"{file} in {directory} does not hold the part of {name:.80!r} it should.")
+                raise CheckpointError(f"{file} in {directory} does not hold the part of {name[:80]!r} it should.")
             entries.append((piece, slot))
         found[name] = tuple(entries)
     return found

@@ -23,8 +23,10 @@ def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: 
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which are all that is loaded by default: {error}"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error:.300}).") from error
+    except OSError:
+        raise
+    except Exception as error:  # a broken pickle raises whatever its noise happens to mean
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:300]}).") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not the dict that a Trainer saves.")
     return loaded

@@ -4,7 +4,9 @@ While a module is in parts, `state_dict()` of it and of its optimizers still giv
 `load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +21,18 @@ Convert = Callable[[nn.Parameter, Tensor], Tensor]
 Meet = Callable[[str], None]
 """Raises unless every rank asks for the same now: making a tensor whole takes all of them."""
 
+_as_they_are: ContextVar[bool] = ContextVar("_as_they_are", default=False)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Within, states are left as this rank holds them: nothing is gathered, nothing dealt out."""
+    token = _as_they_are.set(True)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
+
 
 def whole_module_state(
     module: nn.Module, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
@@ -30,11 +44,16 @@ def whole_module_state(
     owners = [owner for owner in module.modules() if any(_in_parts(p) for p in owner._parameters.values())]
     if not owners and stages is None:
         return []
-    handles: list[RemovableHandle] = [
-        module.register_state_dict_pre_hook(lambda *_: meet("state_dict() of the module"))
-    ]
+
+    def gather_soon(*_: object) -> None:
+        if not _as_they_are.get():
+            meet("state_dict() of the module")
+
+    handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(gather_soon)]
 
     def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        if _as_they_are.get():
+            return
         for name, parameter in owner._parameters.items():
             if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
                 state[prefix + name] = whole(parameter, state[prefix + name])
@@ -62,6 +81,8 @@ def _in_parts(parameter: nn.Parameter | None) -> bool:
 
 def _from_all_stages(stages: Stages) -> Callable[..., None]:
     def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        if _as_they_are.get():
+            return
         parameters = dict(module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False))
         mine = {
             name: {"value": value}
@@ -85,10 +106,14 @@ def whole_optimizer_state(
         return []
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _as_they_are.get():
+            return state
         meet("state_dict() of an optimizer")
         return _converted(optimizer, state, whole, stages)
 
     def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _as_they_are.get():
+            return state
         return _converted(optimizer, state, part, None)
 
     return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]

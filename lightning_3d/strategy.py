@@ -1,6 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_3d import peers, precision, state
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
@@ -32,13 +33,14 @@ from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
-from lightning_3d.processes import Processes, StartMethod
+from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom
+from lightning_3d.saving import Saving
 from lightning_3d.steps import PipelinedSteps, Steps
 from lightning_3d.zero import step_on_shards
 
 
-class Strategy3D(Processes):
+class Strategy3D(Saving):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -59,6 +61,8 @@ class Strategy3D(Processes):
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
+            part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -84,6 +88,7 @@ class Strategy3D(Processes):
         grad_sync: GradSync | Literal["auto"] = "auto",
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
+        checkpoint_format: CheckpointFormat = "auto",
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -95,6 +100,7 @@ class Strategy3D(Processes):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
+            checkpoint_format=checkpoint_format,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -329,18 +335,6 @@ class Strategy3D(Processes):
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return dataloader
-
-    # ---- save ----------------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._composed is not None:
-            self._composed.data.rest()
-        return super().lightning_module_state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._composed is not None:
-            self._composed.data.rest()
-        super().load_model_state_dict(checkpoint, strict=strict)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ ORDER = [
     {"clip", "compose"},
     {"precision", "checkpoint", "processes", "steps"},
     {"place"},
+    {"saving"},
     {"strategy"},
     {"cli"},
     {"__main__"},

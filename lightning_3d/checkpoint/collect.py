@@ -1,0 +1,96 @@
+"""What one rank brings to a checkpoint: its tensors with their placements, and everything else as plain JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.describe import Split, Splits, describe
+from lightning_3d.checkpoint.names import is_parameter_state, labels, parameter_names, parameters_of, to_names
+from lightning_3d.checkpoint.parts import NAMES
+from lightning_3d.checkpoint.plain import dumps, parse
+from lightning_3d.checkpoint.plan import Entry
+from lightning_3d.errors import CheckpointError
+
+OPTIMIZERS, WEIGHTS = "optimizer_states", "state_dict"
+
+
+@dataclass
+class Collected:
+    """One rank's share of a checkpoint."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    listing: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    """What has no plain form."""
+    rest: str = "{}"
+    """Everything that is not a tensor, as JSON."""
+    optimizers: str = "[]"
+    own: str = "{}"
+    """What is this rank's alone: random states, say."""
+
+
+class Collector:
+    def __init__(self, module: nn.Module, splits: Splits, rank: int) -> None:
+        self.names, self.splits, self.rank = parameter_names(module), splits, rank
+        self.of_parameter: dict[int, Split | None] = {}
+        self.found = Collected()
+
+    def collect(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], own: Mapping[str, Any]
+    ) -> Collected:
+        checkpoint = dict(checkpoint)
+        named = {name: parameter for parameter, names in self.names.items() for name in names}
+        self.of_parameter = {
+            id(value): self.splits.get(named[name])
+            for name, value in checkpoint.get(WEIGHTS, {}).items()
+            if name in named
+        }
+        states = [
+            self._named(state, optimizer)
+            for state, optimizer in zip(checkpoint.pop(OPTIMIZERS, []), optimizers, strict=True)
+        ]
+        self.found.rest = self._encode(checkpoint, "")
+        self.found.optimizers = self._encode(states, OPTIMIZERS)
+        self.found.own = self._encode(dict(own), f"rank{self.rank}")
+        return self.found
+
+    def _encode(self, value: Any, at: str) -> str:
+        return dumps(value, self._keep, at).decode()
+
+    def _named(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        parameters = parameters_of(optimizer)
+        for key, values in state["state"].items():
+            for value in values.values() if isinstance(key, int) else ():
+                if is_parameter_state(value, parameters[key]):
+                    self.of_parameter[id(value)] = self.splits.get(parameters[key])
+        return to_names(state, labels(parameters, self.names))
+
+    def _keep(self, value: Any, at: str) -> str:
+        name = at.lstrip(".")
+        while name in self.found.listing or name in self.found.objects:
+            name += "~"
+        if not isinstance(value, Tensor):
+            self.found.objects[name] = value
+            return name
+        if value.dtype not in NAMES or value.layout.__repr__() != "torch.strided" or value.is_quantized:
+            raise CheckpointError(
+                f"{name} is a tensor of {value.dtype} and layout {value.layout}, which a sharded checkpoint cannot"
+                ' hold. Use checkpoint_format="full".'
+            )
+        placement = describe(value, self.of_parameter.get(id(value)))
+        self.found.tensors[name] = value
+        # buffers may drift apart between data ranks; as with DDP, the first rank's count
+        self.found.listing[name] = Entry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
+        return name
+
+
+def merge_optimizers(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The encoded optimizer states of all ranks as one: some parameters have their state on one stage only."""
+    merged: list[dict[str, Any]] = parse(texts[0].encode(), OPTIMIZERS)
+    for text in dict.fromkeys(texts[1:]):
+        for mine, other in zip(merged, parse(text.encode(), OPTIMIZERS), strict=True):
+            mine["state"] = {**other["state"], **mine["state"]}
+    return merged

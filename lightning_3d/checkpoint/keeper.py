@@ -1,0 +1,155 @@
+"""`Keeper`: what a strategy does with checkpoints, in whichever format."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_3d import peers
+from lightning_3d.checkpoint.collect import Collector
+from lightning_3d.checkpoint.describe import Splits
+from lightning_3d.checkpoint.manifest import is_sharded
+from lightning_3d.checkpoint.save import SaveFailed, carry_out, prepare
+from lightning_3d.checkpoint.single import load_file
+from lightning_3d.checkpoint.stored import Opened
+from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
+
+CheckpointFormat = Literal["auto", "sharded", "full"]
+SHARDED_FROM_BYTES = 2**30
+"""With "auto", states larger than this are saved sharded."""
+
+
+class Keeper:
+    """Saves, loads and removes checkpoints.
+
+    Args:
+        format: "full" is Lightning's own single file, "sharded" a directory to which every rank writes its part; "auto"
+            is "full" while weights and two states per trained weight fit in a gigabyte.
+    """
+
+    def __init__(self, format: CheckpointFormat = "auto") -> None:
+        if format not in get_args(CheckpointFormat):
+            raise ConfigurationError(
+                f"checkpoint_format={format!r} is not one of {', '.join(map(repr, get_args(CheckpointFormat)))}."
+            )
+        self.format = format
+        self.failed: set[str] = set()
+        """Paths that should have been saved and were not."""
+        self.instead: list[str] = []
+        """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
+
+    def is_sharded(self, module: nn.Module, io: CheckpointIO) -> bool:
+        """Which format is saved in. The same on every rank, before anything is gathered."""
+        if self.format == "auto":
+            return type(io) is TorchCheckpointIO and state_bytes(module) > SHARDED_FROM_BYTES
+        return self.format == "sharded"
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: Any,
+        *,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        splits: Splits,
+        own: Mapping[str, Any],
+    ) -> None:
+        """Save sharded. `checkpoint` holds each rank's own part of tensors. Collective."""
+        if not _is_local_file_protocol(path):
+            raise UnsupportedError(
+                f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
+            )
+        peers.meet("save_checkpoint")
+        found = Collector(module, splits, _rank()).collect(checkpoint, optimizers, own)
+        job = prepare(found, Path(os.path.abspath(path)), _rank(), _gather)
+        try:
+            carry_out(job, _gather)
+        except SaveFailed as error:
+            self.failed.add(str(path))
+            rank_zero_warn(f"{error} Training goes on.")
+
+    def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
+        """Save a single file, on rank 0."""
+        if _is_local_file_protocol(path) and is_sharded(Path(path)):
+            beside = f"{os.fspath(path)}.new"
+            io.save_checkpoint(checkpoint, beside, storage_options=storage_options)
+            shutil.rmtree(path)
+            os.replace(beside, path)
+        else:
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        """Open a checkpoint of either format. Raises on every rank if any finds it damaged. Collective.
+
+        Where the last one was asked for, pass over those that are damaged, with a warning for each.
+        """
+        path, instead = _gather((path, self.instead))[0]
+        older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
+        self.instead = []
+        for candidate in older:
+            try:
+                return self._load_together(path, weights_only, io)
+            except CheckpointError as error:
+                rank_zero_warn(f"Passing over the checkpoint {path}: {error} Trying {candidate}.")
+                path = candidate
+        return self._load_together(path, weights_only, io)
+
+    def _load_together(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        loaded: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            loaded = self._load(path, weights_only, io)
+        except Exception as error:  # told to the others first: they would wait
+            problem = error
+        said = _gather(None if problem is None else f"{problem}")
+        if problem is not None and (isinstance(problem, CheckpointError) or None not in said):
+            raise problem
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise CheckpointError(f"rank {rank}: {text}") from problem
+        return loaded
+
+    def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
+        local = _is_local_file_protocol(path)
+        if local and is_sharded(Path(path)):
+            opened = Opened.open(Path(path))
+            opened.verify(_rank(), _world())
+            return opened.state(weights_only)
+        return load_file(io, path, weights_only, local=local)
+
+    def remove(self, path: Any, io: CheckpointIO) -> None:
+        """Remove a checkpoint, on rank 0; not while the one that was to take its place could not be saved."""
+        if self.failed:
+            rank_zero_warn(f"{path} is kept, because {', '.join(sorted(self.failed))} could not be saved after it.")
+            self.failed.clear()
+            return
+        io.remove_checkpoint(path)
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Of the weights, and of two states for each that is trained."""
+    return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in module.parameters())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone = [mine] * _world()
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    return everyone

@@ -1,0 +1,233 @@
+"""What belongs to a sharded checkpoint. It is whole once its manifest is there, and it is the manifest's before.
+
+A checkpoint is a directory. Each save writes files of names of its own beside those that are there, then replaces
+`manifest.json`, which names the files, in one step, then removes what the manifest does not name. A kill at any moment
+leaves the old manifest with all its files, or the new one with all of its.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.checkpoint.parts import DTYPES, Slot, Written, checksum, read_header
+from lightning_3d.checkpoint.placement import Piece
+from lightning_3d.checkpoint.plain import parse
+from lightning_3d.errors import CheckpointError
+
+NAME = "manifest.json"
+VERSION = 1
+MAX_BYTES = 2**28
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}", re.ASCII)
+_OURS = re.compile(r"(part|state|objects)-[A-Za-z0-9_.-]+|manifest\.json\.[0-9a-f]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: in which boxes it lies in which files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[str, Piece], ...]
+    """(file, box); in the file it is named by `name_in_file`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that belongs to one save."""
+
+    files: tuple[Written, ...]
+    tensors: dict[str, Stored]
+    state: str
+    """The file with everything that is not a tensor."""
+    objects: str | None = None
+    """The file with what has no plain form, pickled; read only where asked for."""
+    ranks: int = 1
+
+    def dumps(self) -> bytes:
+        names = [file.name for file in self.files]
+        tensors = {
+            name: [stored.dtype, stored.shape, [[names.index(f), p.offset, p.size] for f, p in stored.pieces]]
+            for name, stored in self.tensors.items()
+        }
+        content = {
+            "format": "lightning_3d",
+            "version": VERSION,
+            "ranks": self.ranks,
+            "state": self.state,
+            "objects": self.objects,
+            "files": [[file.name, file.size, file.crc] for file in self.files],
+            "tensors": tensors,
+        }
+        return json.dumps({**content, "crc": _crc(content)}, separators=(",", ":")).encode()
+
+
+def _crc(content: dict[str, Any]) -> int:
+    """Of the manifest itself: it names the checksums of everything else."""
+    return zlib.crc32(json.dumps(content, separators=(",", ":"), sort_keys=True).encode())
+
+
+def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
+    """What a box is called in the safetensors file: as the tensor, if it is all of it."""
+    return name if piece.size == tuple(shape) else f"{name}@{','.join(map(str, piece.offset))}"
+
+
+def commit(directory: Path, manifest: Manifest, generation: str) -> None:
+    """Make `manifest` the one that counts, then remove what it does not name."""
+    beside = directory / f"{NAME}.{generation}"
+    with open(beside, "wb") as file:
+        file.write(manifest.dumps())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, directory / NAME)
+    sync_directory(directory)
+    sweep(directory, keep={NAME, *(file.name for file in manifest.files)})
+
+
+def sync_directory(directory: Path) -> None:
+    """Have renames in `directory` outlive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(directory: Path, keep: Iterable[str]) -> None:
+    """Remove the files of other saves, finished or not, from `directory`; others' files stay."""
+    keep = set(keep)
+    for file in directory.iterdir():
+        if file.name not in keep and _OURS.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether `path` is, or was to become, a sharded checkpoint of ours."""
+    return path.is_dir() and ((path / NAME).exists() or any(_OURS.fullmatch(file.name) for file in path.iterdir()))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest, once the files it names are there in the sizes it says. Raises a CheckpointError otherwise."""
+    path = directory / NAME
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours.")
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no manifest is larger than {MAX_BYTES}.")
+    content = parse(path.read_bytes(), str(path))
+    if not isinstance(content, dict) or content.get("format") != "lightning_3d":
+        raise CheckpointError(f"{path} is not a manifest of lightning_3d.")
+    if content.get("version") != VERSION:
+        raise CheckpointError(f"{path} is of version {content.get('version')!r:.40}; this package reads {VERSION}.")
+    try:
+        if content.pop("crc") != _crc(content):
+            raise ValueError("its own checksum is wrong")
+        manifest = _manifest(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r:.200}") from None
+    for file in manifest.files:
+        _check_file(directory, file)
+    return manifest
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    files = tuple(Written(_file_name(name), _count(size), _count(crc)) for name, size, crc in content["files"])
+    names = {file.name for file in files}
+    for special in (content["state"], content["objects"]):
+        if special is not None and special not in names:
+            raise ValueError(f"{special!r:.80} is not among the files")
+    if len(names) != len(files) or content["state"] is None:
+        raise ValueError("files are named twice, or there is no state")
+    tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
+    ranks = _count(content["ranks"])
+    return Manifest(files, tensors, content["state"], content["objects"], ranks)
+
+
+def _stored(name: str, entry: Any, files: tuple[Written, ...]) -> Stored:
+    dtype, shape, pieces = entry
+    shape = tuple(_count(n) for n in shape)
+    if dtype not in DTYPES:
+        raise ValueError(f"{name:.80} has the unknown type {dtype!r:.20}")
+    boxes = []
+    for index, offset, size in pieces:
+        piece = Piece(tuple(map(_count, offset)), tuple(map(_count, size)), (0,) * len(shape))
+        if not len(piece.offset) == len(piece.size) == len(shape):
+            raise ValueError(f"a part of {name:.80} has other dimensions than {shape}")
+        if any(at + n > total for at, n, total in zip(piece.offset, piece.size, shape, strict=True)):
+            raise ValueError(f"a part of {name:.80} lies outside of {shape}")
+        boxes.append((files[_count(index)].name, piece))
+    if sum(piece.elements for _, piece in boxes) != math.prod(shape) or _any_overlap([piece for _, piece in boxes]):
+        raise ValueError(f"the parts of {name:.80} do not add up to {shape}")
+    return Stored(dtype, shape, tuple(boxes))
+
+
+def _any_overlap(pieces: list[Piece]) -> bool:
+    """Whether two boxes share an element. Sorted by their first row, only neighbours can."""
+    pieces = sorted((piece for piece in pieces if piece.elements), key=lambda piece: piece.offset)
+    compared = 0
+    for index, piece in enumerate(pieces):
+        for other in pieces[index + 1 :]:
+            if piece.offset and other.offset[0] >= piece.offset[0] + piece.size[0]:
+                break
+            compared += 1
+            if compared > 10**6:
+                raise ValueError("no layout cuts a tensor into so many columns")
+            if piece.overlap(other) is not None:
+                return True
+    return False
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"{value!r:.40} is not a size")
+    return value
+
+
+def _file_name(name: Any) -> str:
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == NAME:
+        raise ValueError(f"{name!r:.80} is not a name that a file of a checkpoint has")
+    return name
+
+
+def _check_file(directory: Path, file: Written) -> None:
+    try:
+        status = os.lstat(directory / file.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} lacks {file.name}, which its manifest names.") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file.name} in {directory} is not a plain file.")
+    if status.st_size != file.size:
+        raise CheckpointError(
+            f"{file.name} in {directory} has {status.st_size} bytes; it was written with {file.size}."
+        )
+
+
+def verify(directory: Path, files: Iterable[Written]) -> None:
+    """Read `files` and raise a CheckpointError for one that is not what was written."""
+    for file in files:
+        found = checksum(directory / file.name)
+        if found != file.crc:
+            raise CheckpointError(
+                f"{file.name} in {directory} is damaged: its checksum is {found:08x}, written was {file.crc:08x}."
+            )
+
+
+def slots(directory: Path, manifest: Manifest) -> dict[str, tuple[tuple[Piece, Slot], ...]]:
+    """For every tensor its boxes and where each lies. Raises where a file does not hold what the manifest says."""
+    names = {file for stored in manifest.tensors.values() for file, _ in stored.pieces}
+    headers = {name: read_header(directory / name) for name in names}
+    found: dict[str, tuple[tuple[Piece, Slot], ...]] = {}
+    for name, stored in manifest.tensors.items():
+        entries = []
+        for file, piece in stored.pieces:
+            slot = headers[file].pop(name_in_file(name, stored.shape, piece), None)
+            if slot is None or slot.dtype != DTYPES[stored.dtype] or slot.shape != piece.size:
+                raise CheckpointError(f"{file} in {directory} does not hold the part of {name[:80]!r} it should.")
+            entries.append((piece, slot))
+        found[name] = tuple(entries)
+    return found

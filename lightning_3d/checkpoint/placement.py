@@ -1,0 +1,110 @@
+"""Which part of a whole tensor a rank holds. Pure arithmetic on sizes: no process group, no tensor."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+Interval = tuple[int, int]
+"""Start and stop along one dimension."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor and where a rank keeps it."""
+
+    offset: tuple[int, ...]
+    """Corner of the box in the whole tensor."""
+    size: tuple[int, ...]
+    """Its extent along each dimension."""
+    local: tuple[int, ...]
+    """Corner of the box in what the rank holds."""
+
+    @property
+    def elements(self) -> int:
+        return prod(self.size)
+
+    def overlap(self, other: "Piece") -> "Piece | None":
+        """What `self` and `other` have in common, at its place in what holds `self`."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        )
+        if any(stop <= start for start, stop in zip(low, high, strict=True)):
+            return None
+        return Piece(
+            offset=low,
+            size=tuple(stop - start for start, stop in zip(low, high, strict=True)),
+            local=tuple(at + start - mine for at, start, mine in zip(self.local, low, self.offset, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one rank holds of one tensor. Whole to begin with; `split` and `chunk` narrow it, in the order in which the
+    parallelisms were applied."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    pieces: tuple[Piece, ...]
+    """What this rank holds; nothing where the tensor lives on another pipeline stage."""
+    local_shape: tuple[int, ...]
+    """Of what this rank holds."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Placement":
+        size, corner = tuple(shape), (0,) * len(shape)
+        pieces = (Piece(offset=corner, size=size, local=corner),) if prod(size) else ()
+        return cls(shape=size, pieces=pieces, local_shape=size)
+
+    @classmethod
+    def nothing(cls, shape: Sequence[int]) -> "Placement":
+        """Held elsewhere."""
+        return cls(shape=tuple(shape), pieces=(), local_shape=tuple(shape))
+
+    def split(self, dim: int, intervals: Iterable[tuple[Interval, Interval]]) -> "Placement":
+        """Keep, along `dim`, each (interval of what was held, interval of what is held now)."""
+        kept: list[Piece] = []
+        length = 0
+        for (start, stop), (low, high) in intervals:
+            kept += [moved for piece in self.pieces if (moved := _narrow(piece, dim, start, stop, low)) is not None]
+            length = max(length, high)
+        return Placement(shape=self.shape, pieces=tuple(kept), local_shape=_with(self.local_shape, dim, length))
+
+    def chunk(self, dim: int, rank: int, ranks: int) -> "Placement":
+        """Keep the `rank`-th of `ranks` chunks along `dim`, as `torch.chunk` deals them out."""
+        total = self.local_shape[dim]
+        step = -(-total // ranks)
+        start, stop = min(total, rank * step), min(total, (rank + 1) * step)
+        return self.split(dim, [((start, stop), (0, stop - start))])
+
+
+def _narrow(piece: Piece, dim: int, start: int, stop: int, low: int) -> Piece | None:
+    """The part of `piece` whose local coordinates along `dim` are in [start, stop), moved to `low`."""
+    begin = max(start, piece.local[dim])
+    end = min(stop, piece.local[dim] + piece.size[dim])
+    if end <= begin:
+        return None
+    return Piece(
+        offset=_with(piece.offset, dim, piece.offset[dim] + begin - piece.local[dim]),
+        size=_with(piece.size, dim, end - begin),
+        local=_with(piece.local, dim, low + begin - start),
+    )
+
+
+def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
+def box(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """To index a tensor with."""
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
+
+
+def overlaps(held: Iterable[Piece], wanted: Iterable[Piece]) -> Iterator[tuple[Piece, Piece]]:
+    """For each common box: where it lies in what holds `held`, and where in what will hold `wanted`."""
+    wanted = tuple(wanted)
+    for source in held:
+        for target in wanted:
+            common, there = source.overlap(target), target.overlap(source)
+            if common is not None and there is not None:
+                yield common, there

@@ -1,0 +1,161 @@
+"""Save a sharded checkpoint: agree who writes what, write, and make it count once everyone has written."""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
+from lightning_3d.checkpoint.describe import held
+from lightning_3d.checkpoint.manifest import Manifest, Stored, commit, name_in_file, sync_directory
+from lightning_3d.checkpoint.parts import Written, write_bytes, write_part
+from lightning_3d.checkpoint.placement import Piece, box
+from lightning_3d.checkpoint.plan import share_out
+from lightning_3d.errors import CheckpointError
+
+Gather = Callable[[Any], list[Any]]
+"""What every rank says, in the order of ranks. Collective."""
+
+
+class SaveFailed(CheckpointError):
+    """The disk did not take it. What was there before is still there; nothing half-written is left."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that one rank needs to write its part, without asking anyone."""
+
+    rank: int
+    path: Path
+    generation: str
+    """Sets the files of this save apart from those of others to the same path."""
+    plan: tuple[dict[str, tuple[Piece, ...]], ...]
+    """For each rank what it writes."""
+    stored: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Type and shape of every tensor."""
+    tensors: Mapping[str, Tensor]
+    """What this rank holds of those that it writes."""
+    state: bytes = b""
+    """On rank 0: everything that is not a tensor."""
+    objects: bytes = b""
+    """On rank 0: what has no plain form."""
+
+    @property
+    def directory(self) -> Path:
+        """Where files go: beside `path` while a single file has that name."""
+        return self.path.with_name(f"{self.path.name}.{self.generation}") if self.path.is_file() else self.path
+
+    def part_name(self, rank: int) -> str:
+        return f"part-{rank:05d}-{self.generation}.safetensors"
+
+
+def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
+    """Agree on who writes what. Collective."""
+    generation = os.urandom(4).hex()
+    everyone = gather((generation, str(path), found.listing, found.optimizers, found.own))
+    generation, path = everyone[0][0], Path(everyone[0][1])
+    listings = [each[2] for each in everyone]
+    plan = tuple(share_out(listings))
+    stored = {name: (e.dtype, e.placement.shape) for listing in reversed(listings) for name, e in listing.items()}
+    state = objects = b""
+    if rank == 0:
+        optimizers = json.dumps(merge_optimizers([each[3] for each in everyone]), separators=(",", ":"))
+        owns = ",".join(each[4] for each in everyone)
+        state = f'{{"rest":{found.rest},"{OPTIMIZERS}":{optimizers},"ranks":[{owns}]}}'.encode()
+        objects = _pickled(found.objects)
+    tensors = {name: held(found.tensors[name]) for name in plan[rank]}
+    return Job(rank, path, generation, plan, stored, tensors, state, objects)
+
+
+def _pickled(objects: Mapping[str, Any]) -> bytes:
+    if not objects:
+        return b""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(objects), buffer)
+    except Exception as error:  # whatever the user's own __reduce__ raises
+        raise CheckpointError(f"{', '.join(objects)} cannot be saved: {error}") from error
+    return buffer.getvalue()
+
+
+def write(job: Job) -> list[Written]:
+    """Write this rank's files."""
+    job.directory.mkdir(parents=True, exist_ok=True)
+    pieces = [(name, piece) for name, pieces in job.plan[job.rank].items() for piece in pieces]
+    header = {name_in_file(n, job.stored[n][1], p): (job.stored[n][0], p.size) for n, p in pieces}
+    written = []
+    if pieces:
+        note = f"part {job.rank} of {len(job.plan)}"
+        written.append(write_part(job.directory / job.part_name(job.rank), header, _views(job, pieces), note))
+    for kind, content in (("state", job.state), ("objects", job.objects)):
+        if content:
+            suffix = "json" if kind == "state" else "pt"
+            written.append(write_bytes(job.directory / f"{kind}-{job.generation}.{suffix}", content))
+    return written
+
+
+def _views(job: Job, pieces: Sequence[tuple[str, Piece]]) -> Iterator[Tensor]:
+    for name, piece in pieces:
+        yield job.tensors[name][box(piece.local, piece.size)]
+
+
+def carry_out(job: Job, gather: Callable[[str], list[str]]) -> None:
+    """Write, and make it count if every rank has written. Raises the same on every rank. Collective.
+
+    Args:
+        gather: of text; from a background thread it must not use the process group.
+    """
+    said = gather(_attempt(lambda: write(job)))
+    problems = {rank: text for rank, text in enumerate(said) if text.startswith("!")}
+    if not problems:
+        files = tuple(Written(*file) for text in said for file in json.loads(text))
+        verdict = _attempt(lambda: _commit(job, files)) if job.rank == 0 else ""
+        verdict = gather(verdict)[0]
+        problems = {0: verdict} if verdict.startswith("!") else {}
+    if problems:
+        _discard(job)
+        rank, text = min(problems.items())
+        raise (SaveFailed if text.startswith("!disk ") else CheckpointError)(
+            f"{job.path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
+        )
+
+
+def _attempt(work: Callable[[], list[Written] | None]) -> str:
+    """What `work` wrote, or what went wrong, as text that the other ranks can read."""
+    try:
+        return json.dumps([[file.name, file.size, file.crc] for file in work() or []])
+    except OSError as error:
+        return f"!disk {error}"
+    except Exception as error:
+        return f"!error {type(error).__name__}: {error}"
+
+
+def _commit(job: Job, files: tuple[Written, ...]) -> None:
+    tensors = {}
+    for name, (dtype, shape) in job.stored.items():
+        pieces = [(rank, piece) for rank, task in enumerate(job.plan) for piece in task.get(name, ())]
+        tensors[name] = Stored(dtype, shape, tuple((job.part_name(rank), piece) for rank, piece in pieces))
+    names = {file.name.partition("-")[0]: file.name for file in files}
+    directory = job.directory
+    commit(directory, Manifest(files, tensors, names["state"], names.get("objects"), len(job.plan)), job.generation)
+    if directory != job.path:
+        job.path.unlink(missing_ok=True)
+        directory.rename(job.path)
+        sync_directory(job.path.parent)
+
+
+def _discard(job: Job) -> None:
+    """Remove what this rank wrote."""
+    directory = job.directory
+    for file in directory.glob(f"*{job.generation}*") if directory.is_dir() else ():
+        if job.rank == 0 or file.name == job.part_name(job.rank):
+            file.unlink(missing_ok=True)
+    if job.rank == 0 and directory.is_dir() and not any(directory.iterdir()):
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,163 @@
+"""An opened sharded checkpoint: plain values, and tensors that are read when they are wanted, whole or in part."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
+from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, slots, verify
+from lightning_3d.checkpoint.parts import DTYPES, Slot, read_box
+from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
+from lightning_3d.checkpoint.plain import loads
+from lightning_3d.errors import CheckpointError
+
+HYPER = "hyper_parameters"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, still on disk."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    slots: tuple[tuple[Piece, Slot], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def part(self, placement: Placement) -> Tensor:
+        """What a rank that is to hold `placement` holds."""
+        if placement.shape != tuple(self.shape):
+            raise CheckpointError(f"{self.name} has shape {tuple(self.shape)} here, {placement.shape} is wanted.")
+        local = torch.empty(placement.local_shape, dtype=self.dtype)
+        for piece, slot in self.slots:
+            for there, here in overlaps([_in_file(piece)], placement.pieces):
+                read_box(slot, there.local, there.size, local[box(here.local, here.size)])
+        return local
+
+    def whole(self) -> Tensor:
+        return self.part(Placement.whole(self.shape))
+
+
+def _in_file(piece: Piece) -> Piece:
+    """A box, located in the file that holds it alone."""
+    return Piece(offset=piece.offset, size=piece.size, local=(0,) * len(piece.size))
+
+
+class StoredDict(dict[str, Any]):
+    """A dict whose tensors are read from disk when they are looked at. `stored` tells of one without reading it."""
+
+    def stored(self, key: str) -> Any:
+        return super().__getitem__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        return materialize(super().__getitem__(key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return materialize(super().get(key, default))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return materialize(super().pop(key, *default))
+
+    def __iter__(self) -> Iterator[str]:  # with one of its own, dict(...) and ** read through __getitem__
+        return super().__iter__()
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def copy(self) -> "StoredDict":
+        return StoredDict({key: self.stored(key) for key in self})
+
+
+def materialize(value: Any) -> Any:
+    """`value` with every tensor in it read."""
+    if isinstance(value, StoredTensor):
+        return value.whole()
+    if isinstance(value, dict):
+        return {key: materialize(value.stored(key) if isinstance(value, StoredDict) else value[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return type(value)([materialize(item) for item in value]) if type(value) in (list, tuple) else value
+    return value
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A sharded checkpoint that is whole, as its manifest tells."""
+
+    directory: Path
+    manifest: Manifest
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, directory: Path) -> "Opened":
+        """Check that everything is there; reads no tensor."""
+        manifest = read_manifest(directory)
+        where = slots(directory, manifest)
+        tensors = {
+            name: StoredTensor(name, DTYPES[stored.dtype], torch.Size(stored.shape), where[name])
+            for name, stored in manifest.tensors.items()
+        }
+        return cls(directory, manifest, tensors)
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Read every `ranks`-th file and compare checksums."""
+        verify(self.directory, self.manifest.files[rank::ranks])
+
+    def state(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Everything, as Lightning's own checkpoint has it, tensors still on disk in `state_dict` and optimizers.
+
+        Args:
+            weights_only: False also unpickles what the user saved that has no plain form, which may run any code.
+        """
+        size = next(file.size for file in self.manifest.files if file.name == self.manifest.state)
+        if size > MAX_BYTES:
+            raise CheckpointError(f"{self.manifest.state} has {size} bytes; at most {MAX_BYTES} can be.")
+        text = (self.directory / self.manifest.state).read_bytes()
+        content = loads(text, self._find(weights_only), f"{self.manifest.state} in {self.directory}")
+        if not isinstance(content, dict) or not isinstance(content.get("rest"), dict):
+            raise CheckpointError(f"{self.manifest.state} in {self.directory} holds no state: it is damaged.")
+        checkpoint: dict[str, Any] = materialize({k: v for k, v in content["rest"].items() if k != WEIGHTS})
+        if WEIGHTS in content["rest"]:
+            checkpoint[WEIGHTS] = StoredDict(content["rest"][WEIGHTS])
+        if content.get(OPTIMIZERS):
+            checkpoint[OPTIMIZERS] = [NamedOptimizer(each) for each in content[OPTIMIZERS]]
+        checkpoint[RANKS] = content.get("ranks", [])
+        return checkpoint
+
+    def _find(self, weights_only: bool | None) -> Callable[[str, str], Any]:
+        objects: dict[str, Any] = {}
+
+        def find(kind: str, name: str) -> Any:
+            if kind == "tensor":
+                return self.tensors[name]
+            if weights_only is False and self.manifest.objects is not None:
+                if not objects:
+                    objects.update(torch.load(self.directory / self.manifest.objects, weights_only=False))
+                return objects[name]
+            return self._left_out(name)
+
+        return find
+
+    def _left_out(self, name: str) -> None:
+        remedy = "If you trust where it comes from, load it with weights_only=False, which may run any code in it."
+        if HYPER not in name:
+            raise CheckpointError(f"{self.directory} holds {name:.80}, which is not plain data. {remedy}")
+        warnings.warn(f"Left {name:.80} out of {self.directory}: it is not plain data. {remedy}", stacklevel=2)
+
+
+RANKS = "lightning_3d_ranks"
+"""Under this key a loaded checkpoint has what was each rank's own."""
+
+
+class NamedOptimizer(StoredDict):
+    """The state of an optimizer, by parameter name."""

@@ -1,0 +1,69 @@
+"""Saved under one layout, loaded under another, saved again: the same bits."""
+
+import pytest
+import torch
+
+from lightning_3d.checkpoint.stored import Opened, materialize
+from tests.checkpoint.trainings import resave, train
+from tests.workers import run
+
+
+def contents(directory):
+    """Every tensor of a checkpoint, whole, by name."""
+    opened = Opened.open(directory)
+    opened.verify()
+    return {name: tensor.whole() for name, tensor in opened.tensors.items()}, opened.state()
+
+
+def sharded(**layout):
+    return {"checkpoint_format": "sharded", **layout}
+
+
+ROUTES = [
+    ("GPT", "adamw", [(2, {"zero_stage": 1}), (3, {"zero_stage": 3}), (1, {}), (4, {"zero_stage": 2})]),
+    ("GPT", "sgd", [(2, {"zero_stage": 0}), (3, {"zero_stage": 1}), (2, {"zero_stage": 3})]),
+    ("MLP", "adamw", [(4, {"zero_stage": 3, "zero_shard_size": 2}), (2, {"zero_stage": 0}), (3, {"zero_stage": 2})]),
+]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "route"), ROUTES)
+def test_tensors_survive_every_change_of_layout(tmp_path, name, optimizer, route):
+    world, layout = route[0]
+    paths = [tmp_path / f"{index}.ckpt" for index in range(len(route))]
+    run(train, name, world, sharded(**layout), 3, None, str(paths[0]), optimizer, world=world)
+    for index, (world, layout) in enumerate(route[1:], 1):
+        run(resave, name, world, sharded(**layout), str(paths[index - 1]), str(paths[index]), optimizer, world=world)
+    wanted, _ = contents(paths[0])
+    assert any("exp_avg" in key or "momentum" in key for key in wanted)
+    for path in paths[1:]:
+        found, _ = contents(path)
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            assert torch.equal(found[key], tensor), (path, key)
+
+
+def test_every_rank_writes_its_part(tmp_path):
+    run(train, "GPT", 2, sharded(zero_stage=0), 2, None, str(tmp_path / "x.ckpt"), world=2)
+    sizes = [file.stat().st_size for file in (tmp_path / "x.ckpt").glob("part-*")]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_resume_elsewhere_trains_as_if_nothing_had_happened(tmp_path):
+    (wanted,) = run(train, "GPT", 1, None, 15, world=1)
+    run(train, "GPT", 2, sharded(zero_stage=1), 5, None, str(tmp_path / "a"), world=2)
+    run(train, "GPT", 3, sharded(zero_stage=3), 10, str(tmp_path / "a"), str(tmp_path / "b"), world=3)
+    for got in run(train, "GPT", 1, sharded(), 15, str(tmp_path / "b"), world=1):
+        torch.testing.assert_close(got["losses"], wanted["losses"][10:], rtol=1e-5, atol=1e-5)
+        for key, weight in wanted["weights"].items():
+            torch.testing.assert_close(got["weights"][key], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_state_has_names_and_plain_values(tmp_path):
+    run(train, "GPT", 2, sharded(zero_stage=2), 3, None, str(tmp_path / "a"), world=2)
+    _, state = contents(tmp_path / "a")
+    assert state["global_step"] == 3
+    optimizer = materialize(state["optimizer_states"][0])
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    assert "blocks.0.c_attn.weight" in optimizer["param_groups"][0]["params"]
+    assert optimizer["state"]["blocks.0.c_attn.weight"]["exp_avg"].shape == (48, 16)

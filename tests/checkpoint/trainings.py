@@ -1,0 +1,84 @@
+"""Trainings that stop, are saved and go on elsewhere; run by the workers of `tests/workers.py`."""
+
+import warnings
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from lightning_3d import Strategy3D
+from tests.modules import GPT, MLP
+from tests.parity import QUIET
+
+
+def _two_groups(module, kind):
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    rest = [p for p in module.parameters() if p.dim() <= 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.002}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
+
+
+class TwoGroups:
+    def configure_optimizers(self):
+        optimizer = _two_groups(self, self.optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+class GroupedGPT(TwoGroups, GPT):
+    pass
+
+
+class GroupedMLP(TwoGroups, MLP):
+    pass
+
+
+MODULES = {"GPT": GroupedGPT, "MLP": GroupedMLP}
+
+
+class SaveAt(Callback):
+    """Save when `global_step` is `step`, then stop if asked."""
+
+    def __init__(self, step, path, stop):
+        self.step, self.path, self.stop = step, path, stop
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = trainer.should_stop or self.stop
+
+
+def build(name, optimizer="adamw"):
+    seed_everything(7, verbose=False)
+    module = MODULES[name]()
+    module.optimizer = optimizer
+    return module
+
+
+def train(name, world, strategy, steps, resume=None, save=None, optimizer="adamw", trainer=None):
+    """Train to `steps`, saving at the end under `save`; returns losses and what `fit` left."""
+    warnings.simplefilter("ignore")
+    module = build(name, optimizer)
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    callbacks = [SaveAt(steps, save, True)] if save else []
+    flags = {**QUIET, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1, **(trainer or {})}
+    fit = Trainer(**flags, devices=world, strategy=chosen, callbacks=callbacks)
+    fit.fit(module, ckpt_path=resume)
+    weights = {key: value.clone() for key, value in module.state_dict().items()}
+    states = [optimizer.state_dict() for optimizer in fit.optimizers]
+    return {"losses": module.seen, "weights": weights, "optimizers": states, "step": fit.global_step}
+
+
+def resave(name, world, strategy, resume, save, optimizer="adamw"):
+    """Load a checkpoint and save it again, without a step."""
+    warnings.simplefilter("ignore")
+
+    class Resave(Callback):
+        def on_train_start(self, trainer, *_):
+            trainer.save_checkpoint(save)
+            trainer.should_stop = True
+
+    module = build(name, optimizer)
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {**QUIET, "limit_val_batches": 0, "limit_train_batches": 1, "max_epochs": -1}
+    Trainer(**flags, devices=world, strategy=chosen, callbacks=[Resave()]).fit(module, ckpt_path=resume)

@@ -24,7 +24,7 @@ from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_module
-from lightning_3d.clip import clip_grad_norm, counted_here
+from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import seed_workers_by_data_rank
@@ -298,15 +298,19 @@ class Strategy3D(Saving):
         finally:
             self._running.hold(False)
 
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
+
+        That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
+        """
+        return grad_norm(list(self._module.parameters()), self._counted, norm_type)
+
     def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        coordinate, layout = self.coordinate, self.layout
-        shard = layout.zero_shard_size or layout.data_parallel_size
-        composed = self._applied
+        return clip_grad_norm(parameters, max_norm, self._counted)
 
-        def counted(parameter: nn.Parameter) -> bool:
-            return counted_here(parameter, coordinate, shard) and composed.counted(parameter)
-
-        return clip_grad_norm(parameters, max_norm, counted)
+    def _counted(self, parameter: nn.Parameter) -> bool:
+        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
+        return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
 
     def on_validation_end(self) -> None:
         self._applied.data.rest()

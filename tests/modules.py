@@ -32,6 +32,8 @@ class Base(LightningModule):
     batch_size = 12
     samples = 60
     optimizer = "adamw"
+    shuffled = False
+    """Samples in another order: a control for tests that allow rounding errors."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +58,9 @@ class Base(LightningModule):
 
     def _loader(self):
         wanted = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        batches = Batches(self.tensors(), self.batch_size, wanted["rank"], wanted["num_replicas"])
+        order = torch.arange(self.samples - 1, -1, -1) if self.shuffled else slice(None)
+        tensors = [tensor[order] for tensor in self.tensors()]
+        batches = Batches(tensors, self.batch_size, wanted["rank"], wanted["num_replicas"])
         return DataLoader(batches, batch_size=None, shuffle=False)
 
     def train_dataloader(self):
@@ -68,6 +72,8 @@ class Base(LightningModule):
     def configure_optimizers(self):
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.optimizer == "plain_sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.05)
         # a small epsilon would turn rounding errors of tiny gradients into steps of full size
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 

@@ -12,15 +12,16 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources"},
-    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "planner"},
+    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "planner", "launch"},
     {"comm"},
     {"communication", "batchnorm"},
     {"tensor", "pipeline", "zero"},
-    {"stages", "samples"},
+    {"stages", "samples", "opening"},
     {"state"},
     {"clip", "compose"},
     {"precision", "checkpoint", "processes", "steps"},
     {"strategy"},
+    {"front"},
     {"cli"},
     {"__main__"},
 ]

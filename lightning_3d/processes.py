@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch import distributed as dist
@@ -29,6 +29,7 @@ from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
+from lightning_3d.launch import ScriptLauncher
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
@@ -118,7 +119,7 @@ class Processes(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
 

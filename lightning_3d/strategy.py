@@ -1,7 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
@@ -35,12 +33,12 @@ from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom
-from lightning_3d.saving import Saving
-from lightning_3d.steps import PipelinedSteps, Steps
+from lightning_3d.running import Running
+from lightning_3d.steps import PipelinedSteps
 from lightning_3d.zero import step_on_shards
 
 
-class Strategy3D(Saving):
+class Strategy3D(Running):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -128,9 +126,7 @@ class Strategy3D(Saving):
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._composed: Composed | None = None
-        self._steps: Steps | None = None
         self._metrics: list[Metric] = []
-        self._in_step = False
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -161,16 +157,6 @@ class Strategy3D(Saving):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
         self._precision_plugin = None if plugin is None else precision.convert(plugin)
-
-    @property
-    def _applied(self) -> Composed:
-        assert self._composed is not None, "the module is placed from setup on"
-        return self._composed
-
-    @property
-    def _running(self) -> Steps:
-        assert self._steps is not None, "the module is placed from setup on"
-        return self._steps
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
@@ -256,48 +242,6 @@ class Strategy3D(Saving):
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._in_step = True
-        output = self._running.train(lambda: super(Strategy3D, self).training_step(*args, **kwargs), args)
-        self._in_step = False
-        if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
-            self._applied.data.end()
-            self._applied.data.rest()
-        return output
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().validation_step
-        return self._running.evaluate("validation_step", lambda: call(*args, **kwargs), args)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().test_step
-        return self._running.evaluate("test_step", lambda: call(*args, **kwargs), args)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().predict_step
-        return self._running.evaluate("predict_step", lambda: call(*args, **kwargs), args)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._running.before_backward(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self._running.after_backward()
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._applied.data.rest()
-        if self._in_step:  # manual optimization: the user's step goes on with the new parameters
-            self._applied.data.begin()
-        return output
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        self._running.hold(True)
-        try:
-            yield
-        finally:
-            self._running.hold(False)
-
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
 
@@ -311,30 +255,6 @@ class Strategy3D(Saving):
     def _counted(self, parameter: nn.Parameter) -> bool:
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size
         return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
-
-    def on_validation_end(self) -> None:
-        self._applied.data.rest()
-
-    def on_test_end(self) -> None:
-        self._applied.data.rest()
-
-    def on_predict_end(self) -> None:
-        self._applied.data.rest()
-
-    def on_validation_start(self) -> None:
-        self._share_buffers()
-
-    def on_test_start(self) -> None:
-        self._share_buffers()
-
-    def on_predict_start(self) -> None:
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
-        if self.layout.data_parallel_size > 1:
-            buffers = [buffer for buffer in self._module.buffers() if not buffer.is_meta]
-            broadcast_tensors(buffers, group=self.data_group)
 
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)

@@ -1,0 +1,88 @@
+"""What Hydra is doing in this process, and the command by which another process joins the same job."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.errors import ConfigurationError
+
+NOT_FOR_CHILDREN = ("mode", "sweep", "run", "sweeper", "launcher", "output_subdir", "runtime")
+"""Parts of `hydra` that say how a sweep is divided into jobs and where they write; a child is told its own."""
+
+
+def running_job() -> DictConfig | None:
+    """Hydra's configuration of the job that runs here: one object from the job's start to its end, None without one."""
+    return HydraConfig.instance().cfg if HydraConfig.initialized() else None
+
+
+def is_sweep() -> bool:
+    """Whether the job is one of several that this command line asked for."""
+    return running_job() is not None and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def check_launcher(processes: int) -> None:
+    """Raise where Hydra's launcher runs the job in a process that is not the user's script."""
+    name = HydraConfig.get().runtime.choices.get("hydra/launcher", "basic")
+    if name == "basic":
+        return
+    raise ConfigurationError(
+        f"This job wants {processes} processes, and hydra/launcher={name} runs it inside a worker of its own, from which"
+        f" the other {processes - 1} cannot be started: its command line is not your script's, and jobs that run at the"
+        " same time would share devices. Use hydra/launcher=basic (jobs one after the other), keep trainer.devices=1 with"
+        f" {name}, or let a cluster start the processes (hydra/launcher=submitit_slurm with tasks_per_node equal to"
+        " trainer.devices)."
+    )
+
+
+def child_command(program: Sequence[str], local_rank: int) -> tuple[list[str], str]:
+    """The command and working directory of one more process of the running job.
+
+    It is a single run with the job's own overrides, in the job's own directory, whatever sweep the job belongs to.
+
+    Args:
+        program: what runs the user's script, without arguments.
+        local_rank: the new process; it logs to a file of its own.
+    """
+    hydra = HydraConfig.get()
+    directory = hydra.runtime.output_dir
+    overrides = [*hydra.overrides.task, *filter(_is_kept, hydra.overrides.hydra)]
+    own = {"hydra.mode": "RUN", "hydra.run.dir": directory, "hydra.output_subdir": "null"}
+    own |= {
+        f"hydra.job.{name}": str(hydra.job[name]) for name in ("id", "num") if not OmegaConf.is_missing(hydra.job, name)
+    }
+    if OmegaConf.select(hydra, "job_logging.handlers.file.filename") is not None:
+        own["hydra.job_logging.handlers.file.filename"] = f"{directory}/{hydra.job.name}_rank{local_rank}.log"
+    settings = [f"{name}={value if name in _PLAIN else _quoted(value)}" for name, value in own.items()]
+    return [*program, *_config_flags(sys.argv[1:]), *overrides, *settings], hydra.runtime.cwd
+
+
+_PLAIN = ("hydra.mode", "hydra.output_subdir", "hydra.job.num")
+
+
+def _is_kept(override: str) -> bool:
+    """Whether a child gets an override of Hydra's own settings, as in `~hydra.x`, `+hydra/launcher=y` or `hydra.x=1`."""
+    name = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    return name.replace("/", ".").removeprefix("hydra.").partition(".")[0] not in NOT_FOR_CHILDREN
+
+
+def _config_flags(arguments: Sequence[str]) -> list[str]:
+    """Where the configuration is, as the user said on the command line."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for short, name in (
+        ("-cp", "--config-path"),
+        ("-cn", "--config-name"),
+        ("-cd", "--config-dir"),
+        ("-p", "--package"),
+    ):
+        parser.add_argument(name, short)
+    known, _ = parser.parse_known_args(list(arguments))
+    return [f"--{name.replace('_', '-')}={value}" for name, value in vars(known).items() if value is not None]
+
+
+def _quoted(value: str) -> str:
+    return QuotedString(value, Quote.single).with_quotes()

@@ -34,26 +34,49 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float = 2.0) -> Tensor:
-    """The norm that one process would compute. Collective over the world; the same bits on every rank."""
-    grads = [(p, p.grad) for p in parameters if p.grad is not None]
-    device = grads[0][1].device if grads else torch.device("cpu")
-    mine = [local(grad) for parameter, grad in grads if counted(parameter)]
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in mine if grad.numel()]
-    norm = torch.stack(norms) if norms else torch.zeros(1, device=device)
+def grad_norm(
+    parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float = 2.0, device: torch.device | None = None
+) -> Tensor:
+    """The norm that one process would compute. Collective over the world; the same bits on every rank.
+
+    Args:
+        parameters: may lack gradients; those that this rank does not count are left out.
+        counted: whether this rank counts its part of a parameter.
+        norm_type: 2, infinity, or any other p.
+        device: that the ranks communicate from.
+    """
+    mine = [local(p.grad) for p in parameters if p.grad is not None and counted(p)]
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)).double() for grad in mine if grad.numel()]
+    norm = torch.stack([each.to(device) for each in norms]) if norms else torch.zeros(1, dtype=torch.double)
+    norm = norm.to(device)
     if math.isinf(norm_type):
-        total = norm.max()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return total
-    total = (norm.double() ** norm_type).sum()
+        return _largest(norm)
+    total = (norm**norm_type).sum()
     dist.all_reduce(total)
-    return (total ** (1.0 / norm_type)).float()
+    return total ** (1.0 / norm_type)
+
+
+def _largest(norm: Tensor) -> Tensor:
+    """Not every backend's maximum passes NaN on, so that it travels beside."""
+    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf).max(), norm.isnan().any().to(norm)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm(
+    parameters: list[nn.Parameter],
+    max_norm: float,
+    counted: Counted,
+    norm_type: float = 2.0,
+    device: torch.device | None = None,
+) -> Tensor:
     """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
-    norm = grad_norm(parameters, counted, norm_type)
+    norm = grad_norm(parameters, counted, norm_type, device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,26 +1,55 @@
-"""Precision plugins that know about every axis: clipping over sharded, split and replicated parameters at once.
+"""Precision plugins that know about every axis: clipping over sharded, split and replicated parameters at once, and
+one decision of all ranks on whether scaled gradients have overflowed.
 
 `Trainer(precision="...")` gives the strategy one of Lightning's own plugins; `convert` returns ours that does the same.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.zero.local_step import local_tensors
 
 ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 
 
-class AxisPrecision(Precision):
-    """Clip by the norm that one process would have seen."""
+class Precision3D(Precision):
+    """What is computed in which dtype, the same in every layout.
+
+    `Trainer(precision="...")` is enough; give this as a plugin to set the rest: `plugins=[Precision3D("16-mixed", ...)]`.
+
+    Args:
+        precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
+        device: type of the device that autocast is for.
+        scaler: the loss scaler of "16-mixed", instead of one with torch's defaults.
+    """
 
     clip_norm: ClipNorm | None = None
     """Set by the strategy: clips in place, returns the norm."""
+
+    def __new__(cls, precision: Any = "32-true", *args: Any, **kwargs: Any) -> "Precision3D":
+        if cls is not Precision3D:
+            return super().__new__(cls)
+        if precision not in _KINDS:
+            raise ConfigurationError(f"precision={precision!r} is none of {', '.join(map(repr, _KINDS))}.")
+        return super().__new__(_KINDS[precision])
+
+    def __init__(
+        self, precision: Any = "32-true", device: str | None = None, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        super().__init__()
+        if scaler is not None:
+            raise ConfigurationError(
+                f"precision={precision!r} scales no loss: leave the scaler out, or use '16-mixed'."
+            )
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self.clip_norm is None:
@@ -43,20 +72,28 @@ class AxisPrecision(Precision):
         return MixedPrecisionPolicy()
 
 
-class _True(AxisPrecision):
+class _True(Precision3D):
     pass
 
 
-class _Double(AxisPrecision, DoublePrecision):
+class _Double(Precision3D, DoublePrecision):
     pass
 
 
-class _Half(AxisPrecision, HalfPrecision):
-    pass
+class _Half(Precision3D, HalfPrecision):
+    def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
+        Precision3D.__init__(self, precision, device, scaler)
+        HalfPrecision.__init__(self, precision)
 
 
-class _Mixed(AxisPrecision, MixedPrecision):
+class _Mixed(Precision3D, MixedPrecision):
     __qualname__ = "MixedPrecision"  # the checkpoint key of the loss scale: a stock 16-mixed checkpoint resumes here
+
+    def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
+        MixedPrecision.__init__(self, precision, device or _accelerator(), scaler)
+
+    def __reduce__(self) -> Any:
+        return Precision3D, (self.precision, self.device, self.scaler)  # under its own name it cannot be found
 
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
@@ -66,20 +103,71 @@ class _Mixed(AxisPrecision, MixedPrecision):
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """As Lightning's, but gradients of all kinds are unscaled, once, and all ranks step or none does.
 
-def convert(plugin: Precision | None) -> AxisPrecision:
+        A fused optimizer could unscale by itself; it is given unscaled gradients too, and only skips.
+        """
+        scaler = self.scaler
+        if scaler is None or isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        skipped = result is None and model.automatic_optimization
+        if not skipped:
+            unscale(scaler, optimizer)
+        self._after_closure(model, optimizer)
+        if skipped:
+            return result
+        output = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return output
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Divide the gradients of `optimizer` by the loss scale; an overflow on one rank is one on all. Collective.
+
+    `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank may hold no gradient of this
+    optimizer, then it has no record yet and would refuse to step.
+    """
+    with local_tensors(optimizer):
+        scaler.unscale_(optimizer)
+    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    device = next(iter(found), torch.device(scaler._device))
+    overflowed = found.get(device, torch.zeros((), device=device))
+    if dist.is_initialized():
+        dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+    found[device] = overflowed
+
+
+def _accelerator() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_KINDS: dict[str, type[Precision3D]] = {
+    "32-true": _True,
+    "64-true": _Double,
+    "bf16-true": _Half,
+    "16-true": _Half,
+    "bf16-mixed": _Mixed,
+    "16-mixed": _Mixed,
+}
+
+
+def convert(plugin: Precision | None) -> Precision3D:
     """Our plugin that does what `plugin` says, or `plugin` itself where it is one of ours."""
     if plugin is None or type(plugin) is Precision:
-        return _True()
-    if isinstance(plugin, AxisPrecision):
+        return Precision3D("32-true")
+    if isinstance(plugin, Precision3D):
         return plugin
     if type(plugin) is DoublePrecision:
-        return _Double()
+        return Precision3D("64-true")
     if type(plugin) is HalfPrecision:
-        return _Half(plugin.precision)  # type: ignore[arg-type]
+        return Precision3D(plugin.precision)
     if type(plugin) is MixedPrecision:
-        return _Mixed(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+        return Precision3D(plugin.precision, plugin.device, plugin.scaler)
     raise ConfigurationError(
         f"Strategy3D cannot keep the precision plugin {type(plugin).__name__}. Use one of precision="
-        "'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed', '16-mixed'."
+        f"{', '.join(map(repr, _KINDS))}."
     )

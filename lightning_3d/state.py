@@ -114,7 +114,13 @@ def whole_optimizer_state(
     def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _as_they_are.get():
             return state
-        return _converted(optimizer, state, part, None)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        here = {
+            key: value
+            for key, value in state.get("state", {}).items()
+            if not (isinstance(key, int) and parameters[key].is_meta)  # another stage steps it
+        }
+        return _converted(optimizer, {**state, "state": here}, part, None)
 
     return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]
 

@@ -148,9 +148,9 @@ class Strategy3D(Running):
         )
 
     @property
-    def precision_plugin(self) -> precision.AxisPrecision:
+    def precision_plugin(self) -> precision.Precision3D:
         plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
-        assert isinstance(plugin, precision.AxisPrecision)
+        assert isinstance(plugin, precision.Precision3D)
         return plugin
 
     @precision_plugin.setter
@@ -247,10 +247,10 @@ class Strategy3D(Running):
 
         That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
         """
-        return grad_norm(list(self._module.parameters()), self._counted, norm_type)
+        return grad_norm(self._module.parameters(), self._counted, norm_type, self.root_device)
 
     def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        return clip_grad_norm(parameters, max_norm, self._counted)
+        return clip_grad_norm(parameters, max_norm, self._counted, device=self.root_device)
 
     def _counted(self, parameter: nn.Parameter) -> bool:
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size

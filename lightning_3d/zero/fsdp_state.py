@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
@@ -117,6 +118,24 @@ def reduce_now(root: nn.Module) -> None:
     for group in param_groups(root):
         group.post_backward()
     state_of(root)._root_post_backward_final_callback()
+
+
+def accumulates_beside(param: Any) -> bool:
+    """Whether gradients are reduced in another dtype than they are computed in, and accumulate apart for that."""
+    return param.reduce_dtype is not None and param.reduce_dtype != param._unsharded_param.dtype
+
+
+@torch.no_grad()
+def stand_in(param: Any) -> torch.Tensor:
+    """A tensor like the whole parameter, in the dtype of reduction, with the gradient accumulated so far as `.grad`."""
+    if param.unsharded_accumulated_grad is None:
+        param.to_accumulated_grad_if_needed()
+    else:
+        param.accumulate_unsharded_grad_if_needed()
+    whole = param._unsharded_param
+    result = torch.empty_like(whole, dtype=param.reduce_dtype).requires_grad_(whole.requires_grad)
+    result.grad = param.unsharded_accumulated_grad
+    return result
 
 
 def gather(group: Any, wait: bool = True) -> None:

@@ -31,7 +31,7 @@ def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _local_tensors(optimizer):
+        with local_tensors(optimizer):
             original(**kwargs)
         return loss
 
@@ -45,7 +45,7 @@ def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
 
 
 @contextmanager
-def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
+def local_tensors(optimizer: Optimizer) -> Iterator[None]:
     """Within, parameters, gradients and states of `optimizer` are this rank's plain tensors."""
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     shards: dict[nn.Parameter, nn.Parameter] = {}

@@ -23,7 +23,7 @@ class ReplicatedData:
     def reduce(self) -> None:
         self.replicas.reduce()
 
-    def locate(self, name: str) -> nn.Parameter | None:
+    def locate(self, name: str) -> Tensor | None:
         return None
 
     def hold(self, held: bool) -> None:

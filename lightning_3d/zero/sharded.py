@@ -76,6 +76,7 @@ class ShardedData:
             for owner in _owners(group)
         ]
         self.ended: set[Any] = set()
+        self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
 
     @property
@@ -83,10 +84,21 @@ class ShardedData:
         """Whether a block's parameters are freed after its forward and gathered again for its backward."""
         return self.stage == 3 and not self.pipelined
 
-    def locate(self, name: str) -> nn.Parameter:
-        """The whole parameter, on which gradients accumulate until they are reduced."""
+    def locate(self, name: str) -> Tensor:
+        """What holds the gradient of the whole parameter until it is reduced.
+
+        Under mixed precision FSDP2 keeps an accumulated gradient beside the parameter, since its dtype is another; then
+        that is a stand-in, whose gradient `reduce` gives back.
+        """
         parameter = self.names[name]
-        return self.placed[parameter]._unsharded_param if parameter in self.placed else parameter
+        if parameter not in self.placed:
+            return parameter
+        param = self.placed[parameter]
+        if not fsdp_state.accumulates_beside(param):
+            return param._unsharded_param
+        if param not in self.stand_ins:
+            self.stand_ins[param] = fsdp_state.stand_in(param)
+        return self.stand_ins[param]
 
     def begin(self) -> None:
         fsdp_state.open_step(self.module)
@@ -120,6 +132,9 @@ class ShardedData:
             self.replicas.finish()
 
     def reduce(self) -> None:
+        for param, stand_in in self.stand_ins.items():
+            param.unsharded_accumulated_grad = stand_in.grad
+        self.stand_ins = {}
         self.hold(False)
         fsdp_state.reduce_now(self.module)
         self.seam.finish()

@@ -23,7 +23,7 @@ class DataParallel(Protocol):
     def reduce(self) -> None:
         """Average what backwards have accumulated locally until now, outside of a backward (pipelines do this)."""
 
-    def locate(self, name: str) -> nn.Parameter | None:
+    def locate(self, name: str) -> Tensor | None:
         """The tensor on which the gradient of a parameter accumulates before it is reduced; None: the parameter."""
 
     def hold(self, held: bool) -> None:
@@ -55,7 +55,7 @@ class NoData:
 
     def reduce(self) -> None: ...
 
-    def locate(self, name: str) -> nn.Parameter | None:
+    def locate(self, name: str) -> Tensor | None:
         return None
 
     def hold(self, held: bool) -> None: ...

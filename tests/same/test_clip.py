@@ -1,0 +1,85 @@
+"""Clipping and norms over every axis: each element counted once."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_3d import Strategy3D
+from tests.modules import GPT
+from tests.parity import QUIET, assert_parity
+from tests.workers import run
+
+LAYOUTS = {
+    "zero0": (2, {"zero_stage": 0}),
+    "hybrid-tensor": (8, {"zero_stage": 3, "zero_shard_size": 2, "tensor_parallel_size": 2}),
+    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "pipeline-zero3": (4, {"pipeline_parallel_size": 2, "zero_stage": 3}),
+    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
+}
+SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 4]
+NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+class Watched(GPT):
+    """Notes norms before clipping, and clips in its own way."""
+
+    planted = None
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if isinstance(self.trainer.strategy, Strategy3D):
+            norms = [float(self.trainer.strategy.grad_norm(kind)) for kind in NORMS]
+        else:
+            grads = [p.grad for p in self.parameters() if p.grad is not None]
+            norms = [float(torch.nn.utils.get_total_norm(grads, kind)) for kind in NORMS]
+        self.norms.append(norms)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+    def on_after_backward(self):
+        if self.planted is not None and self.head.weight.grad is not None:
+            self.planted(self)
+
+
+def _fit(strategy, world, planted=None):
+    seed_everything(7, verbose=False)
+    module = Watched()
+    module.planted = planted
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}).fit(module)
+    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", SMALL)
+def test_every_norm_and_an_override_of_clipping(layout):
+    world, strategy = LAYOUTS[layout]
+    ((wanted, weights),) = run(_fit, None, 1, world=1)
+    for norms, got in run(_fit, strategy, world, world=world):
+        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [name if name in SMALL else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
+@pytest.mark.parametrize("flags", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}], ids=["norm", "value"])  # fmt: skip
+def test_clipping_counts_ties_and_replicas_once(layout, flags):
+    world, strategy = LAYOUTS[layout]
+    assert_parity("GPT", world, strategy, trainer=flags | {"max_epochs": 2})
+
+
+def _not_a_number(module):
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    grad = module.head.weight.grad
+    (grad.to_local() if hasattr(grad, "to_local") else grad).fill_(math.nan)
+
+
+@pytest.mark.parametrize("layout", SMALL)
+def test_not_a_number_on_one_rank_is_seen_by_all(layout):
+    world, strategy = LAYOUTS[layout]
+    for norms, _ in run(_fit, strategy, world, _not_a_number, world=world):
+        assert all(math.isnan(norm) for norm in norms[0])

@@ -1,0 +1,138 @@
+"""Every precision in every kind of layout; the loss scale and who decides on it."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_3d import Precision3D, Strategy3D
+from lightning_3d.errors import ConfigurationError
+from tests.modules import MLP
+from tests.parity import QUIET, assert_parity, reference, train
+from tests.workers import run
+
+LAYOUTS = {
+    "zero0": (2, {"zero_stage": 0}),
+    "zero3": (2, {"zero_stage": 3}),
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
+def test_double(layout):
+    world, strategy = LAYOUTS[layout]
+    trainer = {"precision": "64-true", "gradient_clip_val": 0.5, "max_epochs": 2}
+    assert_parity("MLP", world, strategy, tolerance=1e-12, trainer=trainer)
+
+
+@pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
+@pytest.mark.parametrize(("precision", "eps"), [("bf16-true", 2**-7), ("16-true", 2**-10)])
+def test_half(layout, precision, eps):
+    world, strategy = LAYOUTS[layout]
+    trainer = {"precision": precision, "max_epochs": 2}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference("MLP", attributes, trainer)
+    for got in run(train, "MLP", world, strategy, attributes, trainer, world=world):
+        assert {weight.dtype for weight in got["weights"].values()} == {getattr(torch, _DTYPES[precision])}
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=8 * eps, atol=8 * eps)
+
+
+_DTYPES = {"bf16-true": "bfloat16", "16-true": "float16"}
+
+
+class Overflowing(MLP):
+    """One sample of one batch, which the last data rank sees, is too large for fp16.
+
+    Its gradients are infinite where it enters, in the first stage, and finite behind a tanh.
+    """
+
+    def tensors(self):
+        x, y = super().tensors()
+        x[2 * self.batch_size - 1] = 1e6
+        return x, y
+
+
+class Scales(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.seen.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def _scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+
+
+def _fit_scaled(strategy, world, path=None, resume=None, epochs=2, **flags):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module, scales = Overflowing(), Scales()
+    kind = Precision3D if strategy is not None else MixedPrecision
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": epochs, "limit_val_batches": 0, **flags}
+    flags["plugins"] = [kind("16-mixed", "cpu", _scaler())]
+    trainer = Trainer(**{**QUIET, **flags, "callbacks": [scales]})
+    trainer.fit(module, ckpt_path=resume)
+    if path is not None:
+        trainer.save_checkpoint(path)
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return scales.seen, weights, module.seen
+
+
+def _same(got, wanted):
+    scales, weights, losses = got
+    assert scales == wanted[0]
+    bound = 16 * torch.finfo(torch.float16).eps
+    torch.testing.assert_close(losses, wanted[2], rtol=bound, atol=bound, equal_nan=True)
+    for name, weight in wanted[1].items():
+        torch.testing.assert_close(weights[name], weight, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_skip_a_step_when_one_overflows(layout):
+    world, strategy = LAYOUTS[layout]
+    flags = {"gradient_clip_val": 0.5}
+    wanted = run(_with_flags, None, 1, flags, world=1)[0]
+    assert wanted[0][0] > wanted[0][1]
+    assert max(wanted[0]) > wanted[0][1]
+    for got in run(_with_flags, strategy, world, flags, world=world):
+        _same(got, wanted)
+
+
+def test_accumulation_unscales_once():
+    flags = {"accumulate_grad_batches": 2}
+    wanted = run(_with_flags, None, 1, flags, world=1)[0]
+    for layout in ("pipeline", "zero3"):
+        for got in run(_with_flags, LAYOUTS[layout][1], 2, flags, world=2):
+            _same(got, wanted)
+
+
+def _with_flags(strategy, world, flags):
+    return _fit_scaled(strategy, world, **flags)
+
+
+@pytest.mark.parametrize("layout", ["zero3", "pipeline"])
+def test_the_loss_scale_resumes_from_and_into_one_device(tmp_path, layout):
+    world, strategy = LAYOUTS[layout]
+    whole = run(_fit_scaled, None, 1, world=1)[0]
+    ours, stock = str(tmp_path / "ours.ckpt"), str(tmp_path / "stock.ckpt")
+    run(_fit_scaled, strategy, world, ours, None, 1, world=world)
+    run(_fit_scaled, None, 1, stock, None, 1, world=1)
+    assert torch.load(ours)["MixedPrecision"] == torch.load(stock)["MixedPrecision"]
+    (into_stock,) = run(_fit_scaled, None, 1, None, ours, world=1)
+    assert into_stock[0] == whole[0][5:]
+    for from_stock in run(_fit_scaled, strategy, world, None, stock, world=world):
+        assert from_stock[0] == whole[0][5:]
+
+
+def test_precision_is_checked_when_built():
+    with pytest.raises(ConfigurationError, match="'8-true' is none of"):
+        Precision3D("8-true")
+    with pytest.raises(ConfigurationError, match="scales no loss"):
+        Precision3D("32-true", scaler=_scaler())

@@ -8,9 +8,11 @@ from types import ModuleType
 from typing import NoReturn
 
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.front.train import VERBS, train
 
 COMMANDS = {
     "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
+    "inspect": ("lightning_3d.front.inspection", "how a module would be divided: tensor plan, stages, parameters"),
     "calibrate": ("lightning_3d.planner.cli_calibrate", "measure this machine, so that plans for it are right"),
 }
 """Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
@@ -20,12 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns 0, or 2 with one line on stderr where the input cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
-    if name not in COMMANDS:
+    if name is None or name not in {**COMMANDS, **VERBS}:
         return _top_level(arguments)
-    command = import_module(COMMANDS[name][0])
-    args = _parser_of(name, command).parse_args(arguments[1:])
     try:
-        return command.run(args)
+        if name in VERBS:
+            return train(arguments)
+        command = import_module(COMMANDS[name][0])
+        return int(command.run(_parser_of(name, command).parse_args(arguments[1:])))
     except Lightning3DError as error:
         print(f"lightning-3d {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -36,14 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _top_level(arguments: list[str]) -> int:
-    lines = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
+    commands = {name: line for name, (_, line) in COMMANDS.items()} | VERBS
+    lines = "\n".join(f"  {name:<12} {line}" for name, line in commands.items())
     parser = _Parser(
         prog="lightning-3d",
         description="Plan and run 3D-parallel training of an unchanged LightningModule.",
         epilog=f"commands:\n{lines}\n\n`lightning-3d COMMAND --help` shows a worked example of each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", choices=commands, metavar="COMMAND", help="one of the commands below")
     if not arguments:
         parser.print_help()
         return 2

@@ -15,7 +15,7 @@ NOT_FOR_CHILDREN = ("mode", "sweep", "run", "sweeper", "launcher", "output_subdi
 """Parts of `hydra` that say how a sweep is divided into jobs and where they write; a child is told its own."""
 
 
-def running_job() -> DictConfig | None:
+def running_job() -> object | None:
     """Hydra's configuration of the job that runs here: one object from the job's start to its end, None without one."""
     return HydraConfig.instance().cfg if HydraConfig.initialized() else None
 
@@ -31,11 +31,10 @@ def check_launcher(processes: int) -> None:
     if name == "basic":
         return
     raise ConfigurationError(
-        f"This job wants {processes} processes, and hydra/launcher={name} runs it inside a worker of its own, from which"
-        f" the other {processes - 1} cannot be started: its command line is not your script's, and jobs that run at the"
-        " same time would share devices. Use hydra/launcher=basic (jobs one after the other), keep trainer.devices=1 with"
-        f" {name}, or let a cluster start the processes (hydra/launcher=submitit_slurm with tasks_per_node equal to"
-        " trainer.devices)."
+        f"This job wants {processes} processes, and hydra/launcher={name} runs it inside a worker of its own, from"
+        f" which the other {processes - 1} cannot be started: its command line is not your script's, and jobs that run"
+        " at the same time would share devices. Use hydra/launcher=basic (jobs one after the other), keep"
+        f" trainer.devices=1 with {name}, or let a cluster start the processes (hydra/launcher=slurm_3d)."
     )
 
 
@@ -48,7 +47,7 @@ def child_command(program: Sequence[str], local_rank: int) -> tuple[list[str], s
         program: what runs the user's script, without arguments.
         local_rank: the new process; it logs to a file of its own.
     """
-    hydra = HydraConfig.get()
+    hydra: DictConfig = HydraConfig.get()  # type: ignore[assignment]
     directory = hydra.runtime.output_dir
     overrides = [*hydra.overrides.task, *filter(_is_kept, hydra.overrides.hydra)]
     own = {"hydra.mode": "RUN", "hydra.run.dir": directory, "hydra.output_subdir": "null"}
@@ -65,7 +64,7 @@ _PLAIN = ("hydra.mode", "hydra.output_subdir", "hydra.job.num")
 
 
 def _is_kept(override: str) -> bool:
-    """Whether a child gets an override of Hydra's own settings, as in `~hydra.x`, `+hydra/launcher=y` or `hydra.x=1`."""
+    """Whether a child gets an override of Hydra's own settings, as in `hydra.x=1` or `+hydra/launcher=y`."""
     name = override.lstrip("+~").partition("=")[0].partition("@")[0]
     return name.replace("/", ".").removeprefix("hydra.").partition(".")[0] not in NOT_FOR_CHILDREN
 

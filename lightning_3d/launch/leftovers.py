@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_warn
-from omegaconf import DictConfig
 from torch import distributed as dist
 
 NAMES = (
@@ -28,14 +27,14 @@ class Launched:
     """The job of a sweep whose processes this one started."""
 
     def __init__(self) -> None:
-        self.job: DictConfig | None = None
+        self.job: object | None = None
         self.children: Sequence[subprocess.Popen[bytes]] = ()
         self.failed = False
 
-    def start(self, job: DictConfig | None, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    def start(self, job: object | None, children: Sequence[subprocess.Popen[bytes]]) -> None:
         self.job, self.children, self.failed = job, children, False
 
-    def clear_before(self, job: DictConfig | None) -> None:
+    def clear_before(self, job: object | None) -> None:
         """End what an earlier job left, unless `job` is still the one that left it."""
         if self.job is job:
             return
@@ -57,7 +56,7 @@ class Launched:
             child.wait()
         if late and not self.failed:
             rank_zero_warn(
-                f"{len(late)} processes of a job that had ended were still running after {PATIENCE:.0f} s and were killed."
+                f"{len(late)} processes of a finished job were still running after {PATIENCE:.0f} s and were killed."
             )
         self.job, self.children = None, ()
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.utils import to_absolute_path
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 # private to Lightning, read in 2.6.6
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_3d.launch.hydra_job import check_launcher, child_command, is_sweep, running_job

@@ -35,7 +35,8 @@ def test_every_layout_is_a_strategy_for_the_devices_in_its_name(project, name):
     assert isinstance(strategy, Strategy3D)
     sizes = SIZES.match(name)
     if sizes is None:
-        assert config.trainer.strategy.data_parallel_size == "auto" and not name[0].isdigit()
+        assert config.trainer.strategy.data_parallel_size == "auto"
+        assert not name[0].isdigit()
     else:
         assert strategy._wanted.world_size == int(sizes[1] or 1) * int(sizes[2] or 1)
 

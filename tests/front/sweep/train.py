@@ -7,7 +7,7 @@ import warnings
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

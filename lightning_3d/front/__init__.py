@@ -1,0 +1,1 @@
+"""What people type: training and looking at a module from the command line."""

@@ -1,0 +1,90 @@
+"""`lightning-3d fit`, `inspect`, and LightningCLI in a script of the user's own."""
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_3d import Strategy3D
+from lightning_3d.cli import main
+from tests.modules import GPT, MLP
+from tests.workers import run
+
+STRATEGY = ["--trainer.strategy=lightning_3d.Strategy3D", "--trainer.strategy.tensor_parallel_size=2"]
+SMALL = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.limit_val_batches=0",
+    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+    "--trainer.use_distributed_sampler=false",
+]  # fmt: skip
+
+
+def test_a_config_can_be_printed_and_holds_every_argument(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--model=tests.modules.MLP", *STRATEGY, "--print_config"])
+    assert stopped.value.code == 0
+    strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_3d.Strategy3D"
+    assert strategy["init_args"]["tensor_parallel_size"] == 2
+    assert strategy["init_args"]["zero_stage"] == 1
+
+
+def test_a_yaml_file_names_the_strategy(tmp_path):
+    init = {"pipeline_parallel_size": 2, "zero_stage": 0}
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": {"class_path": "lightning_3d.Strategy3D", "init_args": init},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    cli = LightningCLI(MLP, run=False, args=["--config", str(tmp_path / "config.yaml")])
+    assert isinstance(cli.trainer.strategy, Strategy3D)
+    assert cli.trainer.strategy._wanted.pipeline_parallel_size == 2
+
+
+def test_arguments_are_typed_and_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.strategy.help=lightning_3d.Strategy3D"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ranks that share every large matrix. (type: int, default: 1)" in text
+    assert "{ring,native,hierarchical,auto}" in text.replace(" ", "").replace("|", ",") or "'hierarchical'" in text
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--model=tests.modules.MLP", "--trainer.strategy=lightning_3d.Strategy3D",
+              "--trainer.strategy.zero_stage=7"])  # fmt: skip
+    assert stopped.value.code == 2
+
+
+def _fit(folder, strategy):
+    assert main(["fit", "--model=tests.modules.GPT", "--trainer.devices=2", *SMALL, *strategy,
+                 f"--trainer.default_root_dir={folder}", "--trainer.enable_checkpointing=false"]) == 0  # fmt: skip
+
+
+def test_two_ranks_train_and_save_their_config(tmp_path):
+    run(_fit, str(tmp_path), STRATEGY, world=2)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["trainer"]["strategy"]["init_args"]["tensor_parallel_size"] == 2
+
+
+def test_registered_names_need_no_import(tmp_path):
+    run(_fit, str(tmp_path), ["--trainer.strategy=3d_zero2"], world=2)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["strategy"] == "3d_zero2"
+
+
+def test_inspect_shows_the_plan_the_stages_and_parameters(capsys):
+    assert main(["inspect", "tests.modules.GPT", "--tensor", "2", "--pipeline", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "c_attn.weight: dimension 0 in 3 fused sections (16, 16, 16), 24 of 48" in text
+    assert "stage 0: embed" in text
+    total = sum(parameter.numel() for parameter in GPT().parameters())
+    held = [int(line.split("holds ")[1].split()[0].replace(",", "")) for line in text.splitlines() if "holds" in line]
+    assert len(held) == 2
+    assert all(total / 5 < count < total / 2 for count in held)
+
+
+def test_inspect_of_one_rank_counts_everything(capsys):
+    assert main(["inspect", "tests.modules.MLP"]) == 0
+    total = sum(parameter.numel() for parameter in MLP().parameters())
+    assert capsys.readouterr().out == f"stage 0: each rank holds {total:,} of {total:,} parameters (100%)\n"
+
+
+def test_a_class_that_is_not_there_is_one_line(capsys):
+    assert main(["inspect", "tests.modules.Nothing"]) == 2
+    assert capsys.readouterr().err == "lightning-3d inspect: 'tests.modules' has no 'Nothing'.\n"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_3d import peers
 from lightning_3d.checkpoint.collect import Collector
 from lightning_3d.checkpoint.describe import Splits
+from lightning_3d.checkpoint.huggingface import with_configs
 from lightning_3d.checkpoint.manifest import is_sharded
 from lightning_3d.checkpoint.save import SaveFailed, carry_out, prepare
 from lightning_3d.checkpoint.single import load_file
@@ -69,7 +70,7 @@ class Keeper:
                 f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
             )
         peers.meet("save_checkpoint")
-        found = Collector(module, splits, _rank()).collect(checkpoint, optimizers, own)
+        found = Collector(module, splits, _rank()).collect(with_configs(checkpoint, module), optimizers, own)
         job = prepare(found, Path(os.path.abspath(path)), _rank(), _gather)
         try:
             carry_out(job, _gather)

@@ -45,6 +45,11 @@ class StoredTensor:
     def whole(self) -> Tensor:
         return self.part(Placement.whole(self.shape))
 
+    def read_into(self, out: Tensor) -> None:
+        """The whole of it, into `out`."""
+        for piece, slot in self.slots:
+            read_box(slot, (0,) * len(piece.size), piece.size, out[box(piece.offset, piece.size)])
+
 
 def _in_file(piece: Piece) -> Piece:
     """A box, located in the file that holds it alone."""

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import GPT, MLP
+from tests.modules import GPT, MLP, Llama
 from tests.parity import QUIET
 
 
@@ -33,7 +33,7 @@ class GroupedMLP(TwoGroups, MLP):
     pass
 
 
-MODULES = {"GPT": GroupedGPT, "MLP": GroupedMLP}
+MODULES = {"GPT": GroupedGPT, "MLP": GroupedMLP, "Llama": Llama}
 
 
 class SaveAt(Callback):

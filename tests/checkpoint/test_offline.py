@@ -1,0 +1,112 @@
+"""Offline tools: one file for stock Lightning, safetensors for everyone, in bounded memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_3d.checkpoint import cli_consolidate, cli_export
+from lightning_3d.checkpoint.consolidate import consolidate
+from lightning_3d.checkpoint.huggingface import export
+from lightning_3d.errors import CheckpointError
+from tests.checkpoint.made import save
+from tests.checkpoint.trainings import train
+from tests.workers import run
+
+
+def test_stock_to_3d_to_stock(tmp_path):
+    """Saved by stock Lightning, resumed in 3D, consolidated, resumed by stock Lightning: as if uninterrupted."""
+    (wanted,) = run(train, "GPT", 1, None, 15, world=1)
+    run(train, "GPT", 1, None, 5, None, str(tmp_path / "stock.ckpt"), world=1)
+    layout = {"zero_stage": 2, "checkpoint_format": "sharded"}
+    (first, _) = run(train, "GPT", 2, layout, 10, str(tmp_path / "stock.ckpt"), str(tmp_path / "dir.ckpt"), world=2)
+    consolidate(tmp_path / "dir.ckpt", tmp_path / "one.ckpt")
+    (last,) = run(train, "GPT", 1, None, 15, str(tmp_path / "one.ckpt"), world=1)
+    losses = wanted["losses"]
+    torch.testing.assert_close(first["losses"], losses[5:10], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last["losses"], losses[10:], rtol=1e-5, atol=1e-5)
+    for name, weight in wanted["weights"].items():
+        torch.testing.assert_close(last["weights"][name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_consolidated_is_what_full_saves(tmp_path):
+    run(train, "GPT", 2, {"zero_stage": 3, "checkpoint_format": "full"}, 5, None, str(tmp_path / "full.ckpt"), world=2)
+    run(train, "GPT", 2, {"zero_stage": 3, "checkpoint_format": "sharded"}, 5, None, str(tmp_path / "d.ckpt"), world=2)
+    parser = _parser(cli_consolidate)
+    assert cli_consolidate.run(parser.parse_args([str(tmp_path / "d.ckpt"), str(tmp_path / "one.ckpt")])) == 0
+    full, one = torch.load(tmp_path / "full.ckpt"), torch.load(tmp_path / "one.ckpt")
+    assert full.keys() == one.keys()
+    for name, tensor in full["state_dict"].items():
+        assert torch.equal(one["state_dict"][name], tensor)
+    ours, theirs = one["optimizer_states"][0], full["optimizer_states"][0]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, entry in theirs["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(ours["state"][number][key], value), (number, key)
+
+
+def _parser(command):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return parser
+
+
+def test_export_loads_with_from_pretrained(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (result, _) = run(train, "Llama", 2, {"zero_stage": 3, "checkpoint_format": "sharded"}, 2, None,
+                      str(tmp_path / "d.ckpt"), world=2)  # fmt: skip
+    arguments = [str(tmp_path / "d.ckpt"), "--out", str(tmp_path / "hf")]
+    assert cli_export.run(_parser(cli_export).parse_args(arguments)) == 0
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, result["weights"][f"model.{name}"])
+
+
+def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    tensors = {f"state_dict.w{index}": torch.randn(64, 64, dtype=torch.bfloat16) for index in range(5)}
+    assert save(tmp_path / "d.ckpt", tensors) == [None, None]
+    monkeypatch.setattr("lightning_3d.checkpoint.huggingface.SHARD_BYTES", 20000)
+    files = export(tmp_path / "d.ckpt", tmp_path / "out")
+    assert [file.name for file in files][-1] == "model.safetensors.index.json" and len(files) == 4
+    loaded = {key: value for file in files[:-1] for key, value in load_file(file).items()}
+    assert loaded.keys() == {name.removeprefix("state_dict.") for name in tensors}
+    assert all(torch.equal(loaded[name.removeprefix("state_dict.")], tensor) for name, tensor in tensors.items())
+    with pytest.raises(CheckpointError, match="no weights"):
+        export(tmp_path / "d.ckpt", tmp_path / "out", prefix="nothing.")
+
+
+PROBE = """
+import resource, sys, threading, time
+import torch
+from lightning_3d.checkpoint.consolidate import consolidate
+from lightning_3d.checkpoint.huggingface import export
+def anonymous():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
+peak, done = anonymous(), False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+before = anonymous()
+thread = threading.Thread(target=watch); thread.start()
+consolidate(sys.argv[1], sys.argv[2]); export(sys.argv[1], sys.argv[3])
+done = True; thread.join()
+print(peak - before)
+"""
+
+
+def test_memory_is_bounded_by_one_tensor(tmp_path):
+    tensors = {f"state_dict.w{index}": torch.randn(1024, 2048) for index in range(40)}  # 8 MiB each, 320 MiB in all
+    assert save(tmp_path / "d.ckpt", tensors) == [None, None]
+    arguments = [str(tmp_path / name) for name in ("d.ckpt", "one.ckpt", "out")]
+    result = subprocess.run([sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 100 * 2**20
+    assert torch.equal(torch.load(tmp_path / "one.ckpt")["state_dict"]["w7"], tensors["state_dict.w7"])

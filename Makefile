@@ -7,7 +7,7 @@ export PYTHONUNBUFFERED := 1
 
 .PHONY: demo test test-all lint types install bench clean
 
-demo: $(STAMP)  ## train a small GPT on several processes, then on one, and compare
+demo: $(STAMP)  ## train a small GPT in 3D on four processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint types  ## lint, types and tests

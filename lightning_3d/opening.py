@@ -27,15 +27,20 @@ def draw(layout: Layout, split: PipelineSplit | None = None) -> Iterator[str]:
     """The ranks as a table: a row for each pipeline rank with its blocks, a box of tensor ranks for each data rank."""
     columns = _shown(layout.data_parallel_size)
     boxes = [[_box(layout, stage, data) for data in columns] for stage in range(layout.pipeline_parallel_size)]
-    width = max(len(box) for row in boxes for box in row)
     labels = [f"stage {stage}" if layout.pipeline_parallel_size > 1 else "ranks" for stage in range(len(boxes))]
     left = max(map(len, labels))
-    heads = ["..." if data is None else f"data {data}".center(width) for data in columns]
-    if layout.data_parallel_size > 1:
-        yield f"  {'':<{left}}  {'  '.join(heads)}".rstrip()
+    heads = ["..." if data is None else f"data {data}" for data in columns]
+    several = layout.data_parallel_size > 1
+    widths = [max(map(len, column)) for column in zip(*boxes, *([heads] if several else []), strict=True)]
+    if several:
+        yield f"  {'':<{left}}  {_cells(heads, widths)}".rstrip()
     for stage, row in enumerate(boxes):
-        cells = "  ".join(box.center(width) if box != "..." else box for box in row)
+        cells = _cells(row, widths)
         yield f"  {labels[stage]:<{left}}  {cells}  {_blocks(layout, split, stage)}".rstrip()
+
+
+def _cells(row: list[str], widths: list[int]) -> str:
+    return "  ".join(cell.center(width) for cell, width in zip(row, widths, strict=True))
 
 
 def _box(layout: Layout, stage: int, data: int | None) -> str:

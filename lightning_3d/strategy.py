@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -29,6 +30,7 @@ from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.layout import Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
+from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import StartMethod
@@ -61,6 +63,7 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        quiet: do not say at the start of `fit` which rank holds what.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -87,6 +90,7 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        quiet: bool = False,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -125,6 +129,7 @@ class Strategy3D(Running):
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
+        self._quiet = quiet
         self._composed: Composed | None = None
         self._metrics: list[Metric] = []
         self._hooks: list[RemovableHandle] = []
@@ -189,6 +194,8 @@ class Strategy3D(Running):
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
         self._metrics = use_data_group(module, self.data_group, self.layout)
         plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
+        if fitting and not self._quiet:
+            rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
         self._composed = composed = compose(
             module,
             plans,

@@ -1,3 +1,5 @@
+import re
+
 from torch import nn
 
 from lightning_3d.layout import Layout
@@ -10,16 +12,16 @@ from tests.modules import GPT
 def test_every_rank_is_drawn_once_beside_its_blocks():
     layout = Layout(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     split = plan_split(GPT(), num_stages=2)
-    assert [line.split("  ") for line in map(str.strip, draw(layout))] == [
+    assert [re.split("  +", line.strip()) for line in draw(layout)] == [
         ["data 0", "data 1"], ["stage 0", "[0 1]", "[2 3]"], ["stage 1", "[4 5]", "[6 7]"],
     ]  # fmt: skip
     drawn = list(draw(layout, split))
-    assert drawn[1].endswith("[2 3]   " + split.describe().splitlines()[0].removeprefix("stage 0: "))
+    assert drawn[1].endswith("  " + split.describe().splitlines()[0].removeprefix("stage 0: "))
 
 
 def test_large_layouts_are_shortened():
     drawn = "\n".join(draw(Layout(data_parallel_size=16, tensor_parallel_size=8)))
-    assert drawn.splitlines()[1].split() == "ranks [0 1 ... 7] [8 9 ... 15] ... [120 121 ... 127]".split()
+    assert " ".join(drawn.splitlines()[1].split()) == "ranks [0 1 ... 7] [8 9 ... 15] ... [120 121 ... 127]"
 
 
 def test_virtual_stages_are_told_by_the_rank_that_holds_them():

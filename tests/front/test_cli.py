@@ -1,12 +1,14 @@
 """`lightning-3d fit`, `inspect`, and LightningCLI in a script of the user's own."""
 
+import warnings
+
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_3d import Strategy3D
 from lightning_3d.cli import main
-from tests.modules import GPT, MLP
+from tests.modules import MLP, UntiedGPT
 from tests.workers import run
 
 STRATEGY = ["--trainer.strategy=lightning_3d.Strategy3D", "--trainer.strategy.tensor_parallel_size=2"]
@@ -35,7 +37,10 @@ def test_a_yaml_file_names_the_strategy(tmp_path):
         "strategy": {"class_path": "lightning_3d.Strategy3D", "init_args": init},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
-    cli = LightningCLI(MLP, run=False, args=["--config", str(tmp_path / "config.yaml")])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # pytest's own arguments are in sys.argv
+        warnings.filterwarnings("ignore", "No seed found")
+        cli = LightningCLI(MLP, run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert isinstance(cli.trainer.strategy, Strategy3D)
     assert cli.trainer.strategy._wanted.pipeline_parallel_size == 2
 
@@ -73,10 +78,25 @@ def test_inspect_shows_the_plan_the_stages_and_parameters(capsys):
     text = capsys.readouterr().out
     assert "c_attn.weight: dimension 0 in 3 fused sections (16, 16, 16), 24 of 48" in text
     assert "stage 0: embed" in text
-    total = sum(parameter.numel() for parameter in GPT().parameters())
-    held = [int(line.split("holds ")[1].split()[0].replace(",", "")) for line in text.splitlines() if "holds" in line]
-    assert len(held) == 2
-    assert all(total / 5 < count < total / 2 for count in held)
+
+
+def held(capsys, *arguments):
+    """Parameters on a rank of each stage, as printed."""
+    assert main(["inspect", "tests.modules.UntiedGPT", *arguments]) == 0
+    text = capsys.readouterr().out
+    return text, [
+        int(line.split("holds ")[1].split()[0].replace(",", "")) for line in text.splitlines() if "holds" in line
+    ]
+
+
+def test_inspect_counts_each_parameter_on_its_ranks(capsys):
+    total = sum(parameter.numel() for parameter in UntiedGPT().parameters())
+    _, stages = held(capsys, "--pipeline", "2")
+    assert len(stages) == 2
+    assert sum(stages) == total
+    text, (rank,) = held(capsys, "--tensor", "2")
+    assert f"parameters on a rank: {rank:,} of {total:,}" in text
+    assert sum(held(capsys, "--tensor", "2", "--pipeline", "2")[1]) == rank
 
 
 def test_inspect_of_one_rank_counts_everything(capsys):

@@ -112,7 +112,9 @@ def test_a_child_is_a_single_run_of_the_job(job, monkeypatch, tmp_path):
 
 def test_launchers_that_run_jobs_side_by_side_are_refused(job):
     job("trainer.devices=2", launcher="joblib")
-    with pytest.raises(ConfigurationError, match=r"wants 2 processes, and hydra/launcher=joblib .* launcher=basic"):
+    with pytest.raises(
+        ConfigurationError, match=r"wants 2 processes, and hydra/launcher=joblib .*hydra/launcher=basic"
+    ):
         ScriptLauncher(LightningEnvironment(), 2, 1)
     ScriptLauncher(LightningEnvironment(), 1, 1)
 

@@ -1,0 +1,66 @@
+"""Every example trains in 3D with one device's losses; its module knows nothing of this package."""
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_3d import Strategy3D
+from tests.modules import Batches
+from tests.parity import QUIET
+from tests.workers import run
+
+FOLDER = Path(__file__).parents[2] / "examples"
+STEPS = 3
+SMALL = {"width": 16}
+PIPELINE, TENSOR = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+CASES = [
+    ("vision", "VisionTransformer", "Digits", {**SMALL, "layers": 2}, TENSOR),
+    ("vision", "VisionTransformer", "Digits", {**SMALL, "layers": 2}, PIPELINE),
+    ("vision", "ConvNet", "Digits", {"width": 4}, {"zero_stage": 2}),
+    ("hf_finetune", "CausalLM", "Bytes", {**SMALL, "layers": 2}, TENSOR),
+    ("hf_finetune", "TextClassifier", "Bytes", {**SMALL, "layers": 2}, {"zero_stage": 3}),
+    ("encoder_decoder", "Reverser", "Reversals", SMALL, TENSOR),
+    ("encoder_decoder", "Reverser", "Reversals", SMALL, PIPELINE),
+    ("contrastive", "Contrastive", "Digits", SMALL, {**PIPELINE, "loss_scope": "batch"}),
+]
+
+
+def losses(name, module, data, arguments, strategy, devices):
+    """The loss of each step on this rank."""
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(FOLDER))
+    example = importlib.import_module(name)
+    seed_everything(1, verbose=False)
+    made, source = getattr(example, module)(**arguments), getattr(example, data)()
+    source.setup("fit")
+    tensors = [tensor[: 8 * STEPS] for tensor in source.samples.tensors]
+    chosen = Strategy3D(**strategy, quiet=True) if strategy is not None else "auto"
+    trainer = Trainer(**QUIET, devices=devices, strategy=chosen, max_epochs=1, sync_batchnorm=strategy is not None)
+    ranks = trainer.strategy.layout.data_parallel_size if strategy is not None else 1
+    rank = trainer.strategy.coordinate.data if ranks > 1 else 0
+    kept = []
+    made.on_train_batch_end = lambda *_: kept.append(float(trainer.callback_metrics["loss"]))
+    trainer.fit(made, DataLoader(Batches(tensors, 8, rank, ranks), batch_size=None))
+    return kept
+
+
+@pytest.mark.parametrize(("name", "module", "data", "arguments", "strategy"), CASES, ids=lambda value: str(value)[:24])
+def test_an_example_has_the_losses_of_one_device(name, module, data, arguments, strategy):
+    (alone,) = run(losses, name, module, data, arguments, None, 1, world=1)
+    assert len(alone) == STEPS
+    for mine in run(losses, name, module, data, arguments, strategy, 2, world=2):
+        torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_modules_do_not_know_this_package(file):
+    if file.stem == "demo":
+        return
+    before = file.read_text().partition("def main()")[0].partition("def run(")[0]
+    assert "lightning_3d" not in before.replace("--", "")

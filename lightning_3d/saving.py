@@ -1,6 +1,6 @@
 """What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,14 +9,20 @@ from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
+from lightning_3d.checkpoint.own import own_state, restore_own, same_layout
+from lightning_3d.checkpoint.stored import RANKS, materialize
 from lightning_3d.compose import Composed
 from lightning_3d.processes import Processes
+from lightning_3d.steps import Steps
 
 
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
     _composed: Composed | None
+    _steps: Steps | None
+    _own_states: Sequence[Any] = ()
+    """What was each rank's own in the checkpoint that a run goes on from."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, **processes: Any) -> None:
         super().__init__(**processes)
@@ -49,13 +55,30 @@ class Saving(Processes):
                 module=self._module,
                 optimizers=self.optimizers,
                 splits=self._splits,
-                own={},
+                own=self._own_state(),
             )
         elif self.is_global_zero:
             self._keeper.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        self._own_states = loaded.pop(RANKS, ())
+        return loaded
+
+    def _own_state(self) -> dict[str, Any]:
+        if self._steps is None or self._communication is None:
+            return {}
+        return own_state(self.layout, self._steps.random, self._communication.compressions)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Go on with the random streams and leftovers of the checkpoint before the next epoch draws its order."""
+        if self._own_states and self._module.trainer.training:
+            states, self._own_states = self._own_states, ()
+            if len(states) == self.world_size and same_layout(states[self.global_rank], self.layout):
+                assert self._steps is not None and self._communication is not None
+                mine = materialize(states[self.global_rank])
+                restore_own(mine, self._steps.random, self._communication.compressions)
+        return super().process_dataloader(dataloader)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:

@@ -16,6 +16,8 @@ Call = Callable[[], Any]
 class Steps(Protocol):
     """What the strategy's hooks call."""
 
+    random: StepRandom
+
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
         """Run a training step: `call()` would call the user's own, with `args`."""
 

@@ -265,7 +265,7 @@ class Strategy3D(Running):
 
     def process_dataloader(self, dataloader: object) -> object:
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
-        return dataloader
+        return super().process_dataloader(dataloader)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

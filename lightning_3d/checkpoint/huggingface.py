@@ -22,16 +22,14 @@ def configs_of(module: nn.Module) -> dict[str, str]:
     """Name of each Hugging Face model in `module` -> its configuration as JSON. The outermost ones."""
     found: dict[str, str] = {}
     for name, child in module.named_modules():
-        config = getattr(child, "config", None)
+        config: Any = getattr(child, "config", None)
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if name and not inside and hasattr(child, "save_pretrained") and hasattr(config, "to_json_string"):
             found[name] = config.to_json_string()
     return found
 
 
-def export(
-    directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None
-) -> list[Path]:
+def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
     """Write the weights of the sharded checkpoint in `directory` to the folder `out`; returns the files.
 
     Where the module held a Hugging Face model, `out` is one that `from_pretrained` loads.

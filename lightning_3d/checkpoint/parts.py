@@ -142,6 +142,14 @@ def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor
     step = max(1, CHUNK_BYTES // row)
     first, last = offset[0], offset[0] + size[0]
     columns = box(offset[1:], size[1:])
+    if (
+        tuple(size[1:]) == slot.shape[1:]
+        and out.is_contiguous()
+        and out.dtype == slot.dtype
+        and out.device.type == "cpu"
+    ):
+        _read(slot, slot.start + first * row, out.view(-1).view(torch.uint8))
+        return
     for start in range(first, last, step):
         stop = min(last, start + step)
         everything: tuple[slice, ...] = (slice(None), *columns)
@@ -152,15 +160,20 @@ def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor
 def _rows(slot: Slot, start: int, stop: int) -> Tensor:
     row = math.prod(slot.shape[1:]) * slot.dtype.itemsize
     raw = torch.empty((stop - start) * row, dtype=torch.uint8)
+    _read(slot, slot.start + start * row, raw)
+    return raw.view(slot.dtype).view(stop - start, *slot.shape[1:])
+
+
+def _read(slot: Slot, at: int, raw: Tensor) -> None:
+    """Fill the bytes `raw` with those at `at` of the file."""
     with open(slot.file, "rb", buffering=0) as file:
-        file.seek(slot.start + start * row)
+        file.seek(at)
         view = memoryview(raw.numpy())  # type: ignore[arg-type]
         while len(view):
             count = file.readinto(view)
             if not count:
                 raise CheckpointError(f"{slot.file.name} ends early: it was cut short while it was read.")
             view = view[count:]
-    return raw.view(slot.dtype).view(stop - start, *slot.shape[1:])
 
 
 def checksum(path: Path) -> int:

@@ -33,7 +33,14 @@ class GroupedMLP(TwoGroups, MLP):
     pass
 
 
-MODULES = {"GPT": GroupedGPT, "MLP": GroupedMLP, "Llama": Llama}
+class NoisyGPT(GroupedGPT):
+    """Draws in every step."""
+
+    def loss(self, batch):
+        return super().loss(batch) * (1 + 0.1 * torch.rand(())) + 0.01 * float(torch.rand(()))
+
+
+MODULES = {"NoisyGPT": NoisyGPT, "GPT": GroupedGPT, "MLP": GroupedMLP, "Llama": Llama}
 
 
 class SaveAt(Callback):

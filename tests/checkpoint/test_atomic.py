@@ -1,0 +1,97 @@
+"""Whatever happens during a save, the checkpoint before it stays."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from lightning_3d.checkpoint import save as saving
+from lightning_3d.checkpoint.save import SaveFailed
+from lightning_3d.checkpoint.stored import Opened
+from tests.checkpoint.made import save
+
+OLD, NEW = {"state_dict.w": torch.zeros(8, 4)}, {"state_dict.w": torch.ones(8, 4)}
+
+
+def value(path):
+    opened = Opened.open(path)
+    opened.verify()
+    return float(opened.tensors["state_dict.w"].whole()[0, 0])
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path):
+    for tensors in (OLD, NEW):
+        assert save(tmp_path / "x.ckpt", tensors) == [None, None]
+    assert value(tmp_path / "x.ckpt") == 1
+    assert len(list((tmp_path / "x.ckpt").iterdir())) == 4  # manifest, state, two parts
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_full_disk(tmp_path, monkeypatch, before):
+    path = tmp_path / "x.ckpt"
+    if before:
+        save(path, OLD)
+    left = sorted(path.iterdir()) if before else []
+    monkeypatch.setattr(os, "fsync", full_disk)
+    problems = save(path, NEW)
+    monkeypatch.undo()
+    assert all(isinstance(problem, SaveFailed) and "No space left" in str(problem) for problem in problems)
+    assert "rank 0" in str(problems[1])
+    assert (sorted(path.iterdir()) if path.exists() else []) == left
+    assert not before or value(path) == 0
+
+
+class Killed(BaseException):
+    """Nothing is cleaned up after it, as after SIGKILL."""
+
+
+@pytest.mark.parametrize("moment", range(9))
+def test_kill_at_any_moment(tmp_path, monkeypatch, moment):
+    """One rank's save, stopped before each thing it does to the disk in turn."""
+    path = tmp_path / "x.ckpt"
+    save(path, OLD, ranks=1)
+    count = 0
+
+    def counted(original):
+        def work(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count > moment:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return work
+
+    for name in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.checkpoint.made.Thread", _InLine)
+        try:
+            save(path, NEW, ranks=1)
+            killed = False
+        except Killed:
+            killed = True
+    monkeypatch.undo()
+    assert value(path) == (0 if killed and moment < 4 else 1)
+    assert saving.SaveFailed is SaveFailed
+    save(path, NEW, ranks=1)  # and what was left half-written goes with the next save
+    assert value(path) == 1 and len(list(path.iterdir())) == 3
+
+
+class _InLine:
+    """Runs its work at once, so that what it raises is seen."""
+
+    def __init__(self, target, args):
+        target(*args)
+
+    def start(self): ...
+
+    def join(self, timeout): ...
+
+    def is_alive(self):
+        return False

@@ -68,7 +68,12 @@ class Precision3D(Precision):
         return 1.0
 
     def policy(self) -> MixedPrecisionPolicy:
-        """What FSDP2 casts parameters and gradients to."""
+        """What FSDP2 casts parameters and gradients to: nothing.
+
+        Mixed precision is autocast's business, so that the numbers are those of one device (norms and losses in fp32
+        with fp32 weights); gathering half-size parameters would save wire bytes but hand norms rounded weights, which
+        some kernels refuse.
+        """
         return MixedPrecisionPolicy()
 
 
@@ -97,11 +102,6 @@ class _Mixed(Precision3D, MixedPrecision):
 
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-
-    def policy(self) -> MixedPrecisionPolicy:
-        """Gather parameters in the compute type, reduce gradients in fp32; what else is cast is autocast's business."""
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -75,7 +75,8 @@ class Saving(Processes):
         if self._own_states and self._module.trainer.training:
             states, self._own_states = self._own_states, ()
             if len(states) == self.world_size and same_layout(states[self.global_rank], self.layout):
-                assert self._steps is not None and self._communication is not None
+                assert self._steps is not None
+                assert self._communication is not None
                 mine = materialize(states[self.global_rank])
                 restore_own(mine, self._steps.random, self._communication.compressions)
         return super().process_dataloader(dataloader)

@@ -45,25 +45,6 @@ def all_failed() -> bool:
     return bool(verdict == b"together")
 
 
-def exchange(what: str, mine: str, patience: float) -> list[str]:
-    """What every rank has to say about `what`, without a collective, so that a background thread may ask.
-
-    Raises a PeerError that names the ranks that said nothing within `patience` seconds.
-    """
-    if not dist.is_initialized():
-        return [mine]
-    store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    keys = [f"lightning_3d/said/{what}/{each}" for each in range(world)]
-    store.set(keys[rank], mine)
-    deadline = time.monotonic() + patience
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            silent = [str(each) for each, key in enumerate(keys) if not store.check([key])]
-            raise PeerError(f"{what}: rank {', '.join(silent)} did not answer rank {rank} within {patience:.0f} s.")
-        time.sleep(0.005)
-    return [store.get(key).decode() for key in keys]
-
-
 def leave() -> None:
     """Forget the process group, which is out of step, so that a later run in this process starts afresh.
 

@@ -48,18 +48,22 @@ def test_damaged_ones_are_passed_over(tmp_path, format, damage, says):
     folder = str(tmp_path)
     assert run(fit, folder, 2, format, 2, None, world=2)[0][0] == 10
     last, newest = tmp_path / "last.ckpt", tmp_path / "epoch=1.ckpt"
-    assert last.exists() and newest.exists()
+    assert last.exists()
+    assert newest.exists()
     damage(last)
     steps, seen = run(fit, folder, 2, format, 3, "last", world=2)[0]
     assert steps == 5  # goes on from the end of the second epoch
-    assert len(seen) == 1 and "last.ckpt" in seen[0] and says in seen[0]
+    assert len(seen) == 1
+    assert "last.ckpt" in seen[0]
+    assert says in seen[0]
 
 
 def test_one_that_was_named_is_not_replaced_by_another(tmp_path):
     run(fit, str(tmp_path), 1, "sharded", 2, None, world=1)
     damage_sharded(tmp_path / "last.ckpt")
     (text,) = run(_error, str(tmp_path), str(tmp_path / "last.ckpt"), world=1)
-    assert "last.ckpt" in text and "checksum" in text
+    assert "last.ckpt" in text
+    assert "checksum" in text
 
 
 def _error(folder, path):

@@ -73,7 +73,8 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
     assert save(tmp_path / "d.ckpt", tensors) == [None, None]
     monkeypatch.setattr("lightning_3d.checkpoint.huggingface.SHARD_BYTES", 20000)
     files = export(tmp_path / "d.ckpt", tmp_path / "out")
-    assert [file.name for file in files][-1] == "model.safetensors.index.json" and len(files) == 4
+    assert [file.name for file in files][-1] == "model.safetensors.index.json"
+    assert len(files) == 4
     loaded = {key: value for file in files[:-1] for key, value in load_file(file).items()}
     assert loaded.keys() == {name.removeprefix("state_dict.") for name in tensors}
     assert all(torch.equal(loaded[name.removeprefix("state_dict.")], tensor) for name, tensor in tensors.items())

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_3d.checkpoint.parts import DTYPES
 from lightning_3d.checkpoint.placement import Piece, Placement
 
 
@@ -15,11 +16,6 @@ class Entry:
     placement: Placement
     replicated: bool = True
     """Whether ranks that hold the same box hold the same values. Otherwise the first one's count."""
-
-    @property
-    def width(self) -> int:
-        """Bytes of one element, as far as sharing out the work needs them."""
-        return 8 if self.dtype.endswith("64") else 2 if self.dtype.endswith("16") else 4
 
 
 Listing = Mapping[str, Entry]
@@ -40,6 +36,6 @@ def share_out(listings: Sequence[Listing]) -> list[dict[str, tuple[Piece, ...]]]
     for (name, place), choices in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0][1].elements)):
         entry = listings[choices[0][0]][name]
         rank, piece = min(choices, key=lambda choice: load[choice[0]]) if entry.replicated else choices[0]
-        load[rank] += place.elements * entry.width
+        load[rank] += place.elements * DTYPES[entry.dtype].itemsize
         tasks[rank][name].append(piece)
     return [{name: tuple(pieces) for name, pieces in sorted(task.items())} for task in tasks]

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 (tables of cases)
+
 """Damaged and hostile checkpoints: nothing runs, nothing absurd is allocated, each is a CheckpointError."""
 
 import json

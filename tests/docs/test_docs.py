@@ -57,7 +57,7 @@ def commands():
                 yield pytest.param(shlex.split(line, comments=True), id=line[:60])
 
 
-@pytest.mark.parametrize("words", commands())
+@pytest.mark.parametrize("words", list(commands()))
 def test_commands_exist_and_take_their_flags(words):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

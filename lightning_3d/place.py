@@ -12,7 +12,7 @@ from lightning_3d.anatomy import Anatomy
 from lightning_3d.compose import Composed, Plans, keep_within_stages, plan_pipeline
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.runner import Hooks, Pipeline
-from lightning_3d.precision import AxisPrecision
+from lightning_3d.precision import Precision3D
 from lightning_3d.randomness import StepRandom
 from lightning_3d.samples import record_one_batch
 from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
@@ -71,7 +71,7 @@ def make_steps(
     *,
     mesh: DeviceMesh,
     random: StepRandom,
-    plugin: AxisPrecision,
+    plugin: Precision3D,
     device: torch.device,
 ) -> Steps:
     """What the strategy's step hooks call."""

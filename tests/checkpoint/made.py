@@ -42,7 +42,9 @@ def save(path, tensors, rest=None, ranks=2, place=None):
             for piece in placement.pieces:
                 local[box(piece.local, piece.size)] = whole[box(piece.offset, piece.size)]
             found.tensors[name], found.listing[name] = local, Entry(NAMES[whole.dtype], placement)
-        found.rest = dumps({**(rest or {}), "state_dict": _references(tensors)}, lambda value, at: value.name, "").decode()
+        found.rest = dumps(
+            {**(rest or {}), "state_dict": _references(tensors)}, lambda value, at: value.name, ""
+        ).decode()
         found.own = dumps({"rank": rank}, lambda value, at: at, "").decode()
         try:
             carry_out(prepare(found, path, rank, meeting.gather(rank)), meeting.gather(rank))

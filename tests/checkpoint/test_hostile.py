@@ -198,7 +198,9 @@ def with_objects(path):
     said({"!": "object", "v": "x"})(path)
 
     def change(content):
-        content["files"].append(["objects-1.pt", (path / "objects-1.pt").stat().st_size, checksum(path / "objects-1.pt")])
+        content["files"].append(
+            ["objects-1.pt", (path / "objects-1.pt").stat().st_size, checksum(path / "objects-1.pt")]
+        )
         content["objects"] = "objects-1.pt"
 
     sign(path, change)
@@ -230,7 +232,19 @@ for index, change in enumerate(
 ):  # fmt: skip
     CASES[f"header-{index}"] = in_header(change)
 for index, text in enumerate(
-    [b"", b"[]", b"{", b"null", b'"x"', b"[" * 200000, b'{"a":' * 200000, b"\xff\xfe", b"{}", b"9" * 5000, b"{" + b" " * 10**6]
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"null",
+        b'"x"',
+        b"[" * 200000,
+        b'{"a":' * 200000,
+        b"\xff\xfe",
+        b"{}",
+        b"9" * 5000,
+        b"{" + b" " * 10**6,
+    ]
 ):
     CASES[f"raw-header-{index}"] = raw_header(text)
 for length in (2**64 - 1, 2**63, BIG, 10**9, 2**31, 2**20):
@@ -322,7 +336,9 @@ def _not_a_dict(path):
 
 SINGLE = {"pickle": _plain_pickle, "inside": _bomb_inside, "zip-bomb": _zip_bomb, "list": _not_a_dict}
 SINGLE |= {f"cut-{at}": cut(lambda path: path, at) for at in (0, 0.001, 0.1, 0.5, 0.9, 0.999)}
-SINGLE |= {f"noise-{seed}": lambda path, s=seed: path.write_bytes(random.Random(s).randbytes(5000)) for seed in range(5)}
+SINGLE |= {
+    f"noise-{seed}": lambda path, s=seed: path.write_bytes(random.Random(s).randbytes(5000)) for seed in range(5)
+}
 
 
 @pytest.mark.parametrize("case", SINGLE)

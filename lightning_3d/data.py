@@ -1,9 +1,23 @@
-"""What the ranks of one data rank must share so that they see the same samples."""
+"""What the ranks of one data rank must share so that they see the same samples, and a check that they do."""
 
 import os
+import zlib
+from collections import Counter
 from functools import partial
+from typing import Any
 
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.errors import DivergenceError
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+
+BATCHES = 2
+"""How many batches of each kind of step are compared."""
 
 
 def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
@@ -14,3 +28,63 @@ def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
     wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
     if wanted and getattr(dataloader, "worker_init_fn", False) is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)  # type: ignore[attr-defined]
+
+
+class SampleCheck:
+    """Compares the first batches of the tensor and pipeline peers of one data rank.
+
+    Peers only: another data rank may be at another batch.
+    """
+
+    def __init__(self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device) -> None:
+        self.layout, self.coordinate, self.device = layout, coordinate, device
+        self.groups = [mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)]
+        self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+        self.seen: Counter[str] = Counter()
+
+    def check(self, step: str, batch: Any) -> None:
+        """Raise on every peer if they were given different batches. Collective over them."""
+        if self.alone or self.seen[step] >= BATCHES:
+            return
+        self.seen[step] += 1
+        table = torch.tensor([fingerprint(batch)], device=self.device)
+        for group in self.groups:
+            parts = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, table, group=group)
+            table = torch.cat(parts)
+        if (table != table[0]).any():
+            self._raise(step, table.view(self.layout.pipeline_parallel_size, -1).tolist())
+
+    def _raise(self, step: str, table: list[list[int]]) -> None:
+        data = self.coordinate.data
+        ranks: dict[int, list[int]] = {}
+        for pipeline, row in enumerate(table):
+            for tensor, mark in enumerate(row):
+                place = Coordinate(pipeline=pipeline, data=data, tensor=tensor)
+                ranks.setdefault(mark, []).append(self.layout.rank(place))
+        sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
+        raise DivergenceError(
+            f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
+            f" same samples (equal on: {sets}). Do not shuffle or shard by global rank: use"
+            " trainer.distributed_sampler_kwargs, and seed augmentation alike with seed_everything(workers=True)."
+        )
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that depends on every tensor, number and text in `batch`, in order."""
+    mark = 0
+
+    def add(leaf: Any) -> None:
+        nonlocal mark
+        mark = zlib.crc32(_bytes(leaf), mark)
+
+    apply_to_collection(batch, (Tensor, str, int, float), add)
+    return mark
+
+
+def _bytes(leaf: Any) -> bytes | memoryview:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf).encode()
+    if leaf.layout != torch.strided:
+        return repr((leaf.shape, leaf.dtype)).encode()
+    return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

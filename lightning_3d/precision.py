@@ -24,8 +24,7 @@ ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 class Precision3D(Precision):
     """What is computed in which dtype, the same in every layout.
 
-    `Trainer(precision="...")` is enough; give this as a plugin to set the rest:
-    `plugins=[Precision3D("16-mixed", ...)]`.
+    `Trainer(precision="...")` is enough; to set the rest give a plugin: `plugins=[Precision3D("16-mixed", ...)]`.
 
     Args:
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".

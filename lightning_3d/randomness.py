@@ -61,15 +61,20 @@ class StepRandom:
 
 
 def share_random_state(group: dist.ProcessGroup, group_src: int = 0) -> None:
-    """Give every rank of `group` the random state (torch's on the CPU, Python's, numpy's) of rank `group_src`."""
+    """Give every rank of `group` the random state (torch's, Python's, numpy's) of rank `group_src`."""
     if dist.get_world_size(group) == 1:
         return
     import numpy
 
-    states: list[Any] = [(torch.initial_seed(), torch.get_rng_state(), random.getstate(), numpy.random.get_state())]
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    states: list[Any] = [
+        (torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state())
+    ]
     dist.broadcast_object_list(states, group=group, group_src=group_src)
-    seed, torch_state, python_state, numpy_state = states[0]
+    seed, torch_state, cuda, python_state, numpy_state = states[0]
     torch.default_generator.manual_seed(seed)
     torch.set_rng_state(torch_state)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -56,8 +57,12 @@ def _first_batch(trainer: Trainer) -> Any:
     }[trainer.state.fn]  # type: ignore[index]
     loop.setup_data()
     combined = loop._combined_loader
-    batch, _, _ = next(iter(combined))
-    iter(combined)  # afresh: the loop reads its length and its first batch from here
+    try:
+        batch, _, _ = next(iter(combined))
+    finally:
+        combined.reset()
+        with suppress(Exception):  # the loop will raise it, in its own place
+            iter(combined)  # afresh: the loop reads its length and its first batch from here
     return batch
 
 

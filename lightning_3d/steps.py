@@ -31,6 +31,9 @@ class Steps(Protocol):
     def hold(self, held: bool) -> None:
         """While held, batches only add to an accumulation window."""
 
+    def close(self) -> None:
+        """Leave the module as it was placed."""
+
 
 class PlainSteps:
     """The user's step on the user's batch."""
@@ -58,6 +61,8 @@ class PlainSteps:
 
     def hold(self, held: bool) -> None:
         self.data.hold(held)
+
+    def close(self) -> None: ...
 
 
 class PipelinedSteps:
@@ -112,6 +117,9 @@ class PipelinedSteps:
 
     def hold(self, held: bool) -> None:
         self.held = held
+
+    def close(self) -> None:
+        self.pipeline.close()
 
     def _begin(self) -> None:
         self.data.hold(True)

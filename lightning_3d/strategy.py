@@ -21,22 +21,24 @@ from torchmetrics import Metric
 from lightning_3d import peers, precision, state
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_module
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
-from lightning_3d.data import seed_workers_by_data_rank
-from lightning_3d.layout import Layout, Offload, Schedule, ZeroStage
+from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import StartMethod
-from lightning_3d.randomness import StepRandom
+from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.running import Running
-from lightning_3d.steps import PipelinedSteps
+from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
 from lightning_3d.zero import step_on_shards
 
 
@@ -64,6 +66,8 @@ class Strategy3D(Running):
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
         quiet: do not say at the start of `fit` which rank holds what.
+        verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
+            compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -91,6 +95,7 @@ class Strategy3D(Running):
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
         quiet: bool = False,
+        verify: Verify | None = None,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -124,6 +129,9 @@ class Strategy3D(Running):
             offload=offload,
         )
         self._choices = Choices(pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan)
+        if verify not in (None, "first_step", "replicas"):
+            raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
+        self._verify = verify
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
@@ -192,6 +200,11 @@ class Strategy3D(Running):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
+        for axis in (TENSOR_AXIS, PIPELINE_AXIS):
+            share_random_state(self.mesh.get_group(axis))
+        plugin, first = self.precision_plugin, None
+        if fitting and self._verify == "first_step":
+            first = FirstStep(module, plugin.forward_context)
         self._metrics = use_data_group(module, self.data_group, self.layout)
         plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
         if fitting and not self._quiet:
@@ -202,7 +215,7 @@ class Strategy3D(Running):
             self.layout,
             self.mesh,
             self._sending,
-            self.precision_plugin.policy(),
+            plugin.policy(),
             training=fitting,
         )
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
@@ -211,16 +224,29 @@ class Strategy3D(Running):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._steps = make_steps(
+        random = StepRandom(self.coordinate, self.root_device)
+        steps = make_steps(
             trainer,
             composed,
             plans,
             self.layout,
             self._choices,
             mesh=self.mesh,
-            random=StepRandom(self.coordinate, self.root_device),
-            plugin=self.precision_plugin,
+            random=random,
+            plugin=plugin,
             device=self.root_device,
+        )
+        replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
+        self._steps = CheckedSteps(
+            steps,
+            SampleCheck(self.layout, self.coordinate, self.mesh, self.root_device),
+            replicas,
+            first,
+            composed=composed,
+            group=self.data_group,
+            random=random,
+            loss_scale=plugin.loss_scale,
+            window=lambda: trainer.accumulate_grad_batches,
         )
 
     def _to_device(self, batch: Any) -> Any:
@@ -287,8 +313,8 @@ class Strategy3D(Running):
         for undo in self._undo:
             undo()
         self._hooks, self._undo = [], []
-        if isinstance(self._steps, PipelinedSteps):
-            self._steps.pipeline.close()
+        if self._steps is not None:
+            self._steps.close()
         if self._composed is not None:
             self._composed.undo(self.optimizers)
         if self._mesh is not None and self.lightning_module is not None:

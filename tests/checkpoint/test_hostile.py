@@ -1,4 +1,3 @@
-
 """Damaged and hostile checkpoints: nothing runs, nothing absurd is allocated, each is a CheckpointError."""
 
 import json

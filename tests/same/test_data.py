@@ -1,0 +1,101 @@
+"""All peers of a data rank see the same samples; where they do not, the error says who."""
+
+import multiprocessing
+import os
+import random
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_3d import Strategy3D
+from lightning_3d.data import fingerprint
+from lightning_3d.errors import DivergenceError
+from tests.modules import MLP
+from tests.parity import QUIET
+from tests.workers import run
+
+GRIDS = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "data-tensor": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+}
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + random.random() + torch.rand(()), y
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for _ in range(24):
+            yield torch.randn(8), torch.randn(1)
+
+
+class Kept(MLP):
+    """Keeps what it was given."""
+
+    kind = "shuffled"
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.given.append(fingerprint(batch))
+
+    def train_dataloader(self):
+        if self.kind == "by_rank":
+            torch.manual_seed(int(os.environ["RANK"]))
+        data = Augmented(torch.randn(48, 8), torch.randn(48, 1))
+        if self.kind == "stream":
+            return DataLoader(Stream(), batch_size=8)
+        workers = 1 if self.kind == "workers" else 0
+        return DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
+
+
+def _given(kind, strategy, world, seeded):
+    # the ranks of a test are daemons, which may not start dataloader workers
+    multiprocessing.current_process()._config["daemon"] = False
+    if seeded:
+        seed_everything(7, workers=True, verbose=False)
+    else:
+        torch.manual_seed(int(os.environ["RANK"]))
+        random.seed(int(os.environ["RANK"]))
+        os.environ.pop("PL_SEED_WORKERS", None)
+    module = Kept()
+    module.kind = kind
+    flags = {"devices": world, "strategy": Strategy3D(**strategy), "max_epochs": 2, "limit_val_batches": 0}
+    try:
+        Trainer(**{**QUIET, **flags, "use_distributed_sampler": kind != "stream"}).fit(module)
+    except DivergenceError as error:
+        return str(error)
+    return module.given
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize("grid", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", pytest.param("workers", marks=pytest.mark.long)])
+def test_peers_see_the_same_samples(kind, grid, seeded):
+    first, second = run(_given, kind, GRIDS[grid], 2, seeded, world=2)
+    assert len(first) > 5
+    assert len(set(first)) == len(first)
+    assert first == second
+
+
+def test_data_ranks_augment_differently():
+    ranks = run(_given, "workers", GRIDS["data-tensor"], 4, True, world=4)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert not set(ranks[0]) & set(ranks[2])
+
+
+@pytest.mark.parametrize("grid", ["tensor", "data-tensor"])
+def test_different_samples_are_refused_with_the_ranks(grid):
+    world = 2 if grid == "tensor" else 4
+    for rank, said in enumerate(run(_given, "by_rank", GRIDS[grid], world, True, world=world)):
+        assert "batch 0 of training_step is not the same" in said
+        assert ("2 | 3" if rank > 1 else "0 | 1") in said

@@ -99,7 +99,12 @@ class _Mixed(Precision3D, MixedPrecision):
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     def policy(self) -> MixedPrecisionPolicy:
-        """Gather parameters in the compute type, reduce gradients in fp32; what else is cast is autocast's business."""
+        """Gather parameters in the compute type, reduce gradients in fp32; what else is cast is autocast's business.
+
+        On a CPU autocast leaves norms alone, and they refuse parameters of another type than their input.
+        """
+        if self.device == "cpu":
+            return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 

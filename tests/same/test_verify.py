@@ -35,10 +35,9 @@ class Wrong(GPT):
     drift = False
 
     def on_after_backward(self):
-        if self.drift:
-            if os.environ["RANK"] == "1":
-                weight = self.norm.weight
-                (weight.to_local() if hasattr(weight, "to_local") else weight).data.add_(1e-6)
+        if self.drift and os.environ["RANK"] == "1":
+            weight = self.norm.weight
+            (weight.to_local() if hasattr(weight, "to_local") else weight).data.add_(1e-6)
 
     def loss(self, batch):
         split = any(p.is_meta or hasattr(p, "to_local") for p in self.parameters())

@@ -3,7 +3,6 @@
 import inspect
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -61,8 +60,7 @@ def _first_batch(trainer: Trainer) -> Any:
         batch, _, _ = next(iter(combined))
     finally:
         combined.reset()
-        with suppress(Exception):  # the loop will raise it, in its own place
-            iter(combined)  # afresh: the loop reads its length and its first batch from here
+        loop._combined_loader = None  # the loop sets its data up anew: its iterator draws what one device would draw
     return batch
 
 

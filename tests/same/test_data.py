@@ -86,6 +86,7 @@ def test_peers_see_the_same_samples(kind, grid, seeded):
     assert first == second
 
 
+@pytest.mark.long
 def test_data_ranks_augment_differently():
     ranks = run(_given, "workers", GRIDS["data-tensor"], 4, True, world=4)
     assert ranks[0] == ranks[1]
@@ -99,3 +100,9 @@ def test_different_samples_are_refused_with_the_ranks(grid):
     for rank, said in enumerate(run(_given, "by_rank", GRIDS[grid], world, True, world=world)):
         assert "batch 0 of training_step is not the same" in said
         assert ("2 | 3" if rank > 1 else "0 | 1") in said
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_samples_are_those_of_one_device(kind):
+    (alone,) = run(_given, kind, {"zero_stage": 0}, 1, True, world=1)
+    assert run(_given, kind, GRIDS["tensor"], 2, True, world=2) == [alone, alone]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.precision import _Mixed
 from tests.modules import MLP
 from tests.parity import QUIET, assert_parity, reference, train
 from tests.workers import run
@@ -136,3 +138,27 @@ def test_precision_is_checked_when_built():
         Precision3D("8-true")
     with pytest.raises(ConfigurationError, match="scales no loss"):
         Precision3D("32-true", scaler=_scaler())
+
+
+class Gathered(_Mixed):
+    """Gathers parameters in bf16 on a CPU too, as on other devices."""
+
+    def __reduce__(self):
+        return Gathered, ("bf16-mixed", "cpu")
+
+    def policy(self):
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ties_find_gradients_that_accumulate_in_another_type(stage):
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference("GPT", attributes, {**trainer, "precision": "bf16-mixed"})
+    strategy = {"pipeline_parallel_size": 2, "zero_stage": stage, "precision_plugin": Gathered("bf16-mixed", "cpu")}
+    for got in run(train, "GPT", 4, strategy, attributes, trainer, world=4):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-2, atol=2e-2)
+        change = got["weights"]["head.weight"] - wanted["before"]["head.weight"]
+        expected = wanted["weights"]["head.weight"] - wanted["before"]["head.weight"]
+        assert (change - expected).norm() < 0.04 * expected.norm()
+        torch.testing.assert_close(got["weights"]["head.weight"], got["weights"]["embed.weight"], rtol=0, atol=0)

@@ -1,0 +1,104 @@
+"""Metrics and logged values on every rank are those of one process over the same samples."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
+
+from lightning_3d import Strategy3D
+from tests.modules import Encoder
+from tests.parity import QUIET
+from tests.workers import run
+
+LAYOUTS = {
+    "data": (2, {"zero_stage": 1}),
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "data-tensor": (4, {"tensor_parallel_size": 2}),
+    "data-pipeline": (4, {"pipeline_parallel_size": 2, "zero_stage": 3}),
+}
+
+
+def _kinds():
+    several = MetricCollection({"recall": MulticlassRecall(5), "micro": MulticlassAccuracy(5, average="micro")})
+    return nn.ModuleDict({"accuracy": MulticlassAccuracy(5), "several": several, "area": BinaryAUROC()})
+
+
+class Measured(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.kinds = nn.ModuleDict({stage: _kinds() for stage in ("in_train", "in_val")})
+        self.plain = {"mean": [MeanMetric()]}  # no submodule: Lightning does not see it
+        self.evaluations = []
+
+    def measure(self, batch, stage):
+        x, y = batch
+        scores = self.head(self.encoder(x + self.positions).mean(1))
+        loss = nn.functional.cross_entropy(scores, y)
+        kinds = self.kinds[f"in_{stage}"]
+        kinds["accuracy"](scores, y)
+        kinds["several"].update(scores, y)
+        kinds["area"].update(scores[:, 0].sigmoid(), (y == 0).long())
+        shared = {"on_step": False, "on_epoch": True}
+        self.log(f"{stage}_accuracy", kinds["accuracy"], **shared)
+        self.log_dict({f"{stage}_{name}": metric for name, metric in kinds["several"].items()}, **shared)
+        self.log(f"{stage}_area", kinds["area"], **shared)
+        total = scores.detach().square().sum()
+        for how in ("mean", "sum", "max", "min"):
+            value = total if how == "sum" else loss.detach()
+            if how in ("max", "min"):
+                value = getattr(y, how)().float()
+            self.log(f"{stage}_{how}", value, reduce_fx=how, sync_dist=True, **shared)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        loss = self.measure(batch, "train")
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.measure(batch, "val")
+        self.plain["mean"][0].update(loss.detach(), len(batch[0]))
+
+    def on_validation_epoch_end(self):
+        self.evaluations.append(float(self.plain["mean"][0].compute()))
+        self.plain["mean"][0].reset()
+
+
+def _fit(strategy, world):
+    seed_everything(7, verbose=False)
+    module = Measured()
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    trainer = Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_epochs": 2})
+    trainer.fit(module)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.evaluations
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_of_metric(layout):
+    world, strategy = LAYOUTS[layout]
+    ((wanted, evaluations),) = run(_fit, None, 1, world=1)
+    assert len(wanted) == 17
+    for got, plain in run(_fit, strategy, world, world=world):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain, evaluations, rtol=1e-5, atol=1e-5)
+
+
+def _gather(strategy, world):
+    class Gathering(Measured):
+        gathered = None
+
+        def on_train_end(self):
+            self.gathered = self.all_gather(torch.tensor(self.trainer.global_rank))
+
+    module = Gathering()
+    Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), "max_steps": 1}).fit(module)
+    return module.gathered.tolist()
+
+
+def test_all_gather_is_over_the_world():
+    """Documented so: every rank's value, whatever axis it is on, as with any other strategy."""
+    for gathered in run(_gather, {"tensor_parallel_size": 2}, 2, world=2):
+        assert gathered == [0, 1]

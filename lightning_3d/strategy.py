@@ -261,6 +261,8 @@ class Strategy3D(Running):
             check_supported(self._module, self.optimizers)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
+            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[parameter]  # some fill their state when they are built (Adagrad)
             self._undo.append(step_on_shards(optimizer))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet

@@ -15,7 +15,7 @@ LAYOUTS = {
 KINDS = {
     "fused": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),
     "foreach": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True),
-    "adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-2),
+    "adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-2, eps=1e-2),
     "rmsprop": lambda parameters: optim.RMSprop(parameters, lr=1e-4, eps=1e-3),
     "adamax": lambda parameters: optim.Adamax(parameters, lr=1e-3, eps=1e-4),
 }

@@ -164,7 +164,14 @@ _pool = Pool()
 atexit.register(_pool.kill)
 
 
-def run(function: Callable[..., Any], *args: Any, world: int, timeout: float = 60.0, group: bool = False) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    world: int,
+    timeout: float = 60.0,
+    group: bool = False,
+    fresh: bool = False,
+) -> list[Any]:
     """What `function(*args)` returned on each of `world` ranks.
 
     Args:
@@ -173,5 +180,8 @@ def run(function: Callable[..., Any], *args: Any, world: int, timeout: float = 6
         world: number of ranks.
         timeout: seconds before the job is killed and the test fails, naming where each rank stood.
         group: start a gloo process group first (a `Trainer` starts its own).
+        fresh: on new processes. DTensor's own redistribution remembers meshes of process groups that are gone.
     """
+    if fresh:
+        _pool.kill()
     return _pool.run(function, args, world, timeout, group)

@@ -7,7 +7,7 @@ import argparse
 
 from lightning_3d.checkpoint.consolidate import consolidate
 
-EXAMPLE = "example:\n  lightning-3d consolidate checkpoints/last.ckpt last-single.ckpt"
+EXAMPLE = "examples:\n  lightning-3d consolidate checkpoints/last.ckpt last-single.ckpt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import argparse
 
 from lightning_3d.checkpoint.huggingface import export
 
-EXAMPLE = "example:\n  lightning-3d export checkpoints/last.ckpt --to safetensors --out my-model"
+EXAMPLE = "examples:\n  lightning-3d export checkpoints/last.ckpt --to safetensors --out my-model"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -75,14 +75,16 @@ def t5_blocks(module):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_zero_on_the_same_modules(reshard, sequence_parallel):
     job = (models.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
-    for worst, drift in workers.run(with_zero, *job, world=4, group=True):
+    for worst, drift in workers.run(with_zero, *job, world=4, group=True, fresh=True):
         assert worst < 1e-5
         assert drift < 1e-5
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
-    for worst, drift in workers.run(with_zero, models.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True):
+    for worst, drift in workers.run(
+        with_zero, models.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True
+    ):
         assert worst < 1e-5
         assert drift < 1e-5
 
@@ -197,5 +199,5 @@ def clipped():
 
 
 def test_gradients_gather_in_source_order():
-    for worst in workers.run(clipped, world=2, group=True):
+    for worst in workers.run(clipped, world=2, group=True, fresh=True):
         assert worst < 1e-4

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
 
+from lightning_3d.comm.buckets import local
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.zero.local_step import local_tensors
 
@@ -60,8 +61,7 @@ class Precision3D(Precision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         grads = [parameter.grad for parameter in self.main_params(optimizer) if parameter.grad is not None]
         for grad in grads:
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
-            local.clamp_(-clip_val, clip_val)
+            local(grad).clamp_(-clip_val, clip_val)
 
     def loss_scale(self) -> float:
         """What the loss is multiplied with before backward, against underflow."""

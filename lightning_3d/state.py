@@ -166,8 +166,3 @@ def swap_parameters(
             del optimizer.state[old]
         if entries is not None:
             optimizer.state.update({parameters[place]: entry for place, entry in entries[index].items()})
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_3d.comm.buckets import local
 from lightning_3d.compose import Composed
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
@@ -19,7 +20,6 @@ from lightning_3d.mesh import SHARD_AXIS
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import LogTap, Record
 from lightning_3d.pipeline.step import loss_of
-from lightning_3d.state import local
 
 Verify = Literal["first_step", "replicas"]
 EVERY = 25

@@ -15,7 +15,7 @@ from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.precision import Precision3D
 from lightning_3d.randomness import StepRandom
 from lightning_3d.samples import record_one_batch
-from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
+from lightning_3d.steps import PipelinedSteps, PlacedSteps, PlainSteps
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.plan import TensorPlan
 
@@ -73,7 +73,7 @@ def make_steps(
     random: StepRandom,
     plugin: Precision3D,
     device: torch.device,
-) -> Steps:
+) -> PlacedSteps:
     """What the strategy's step hooks call."""
     split = plans.split
     if split is None:

@@ -13,14 +13,14 @@ from lightning_3d.checkpoint.own import own_state, restore_own, same_layout
 from lightning_3d.checkpoint.stored import RANKS, materialize
 from lightning_3d.compose import Composed
 from lightning_3d.processes import Processes
-from lightning_3d.steps import Steps
+from lightning_3d.steps import PlacedSteps
 
 
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
     _composed: Composed | None
-    _steps: Steps | None
+    _steps: PlacedSteps | None
     _own_states: Sequence[Any] = ()
     """What was each rank's own in the checkpoint that a run goes on from."""
 

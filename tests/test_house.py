@@ -13,6 +13,7 @@ ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources", "names"},
     {"randomness"},
+    {"workers"},
     {"mesh", "broadcast", "data", "position", "metrics", "checks", "peers", "planner", "launch"},
     {"comm"},
     {"communication", "batchnorm", "fitloop"},

@@ -65,6 +65,8 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
+            time; what went wrong is told at the next one, and the last is awaited at the end.
         quiet: do not say at the start of `fit` which rank holds what.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
@@ -94,6 +96,7 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
         quiet: bool = False,
         verify: Verify | None = None,
         timeout: timedelta | float = 1800.0,
@@ -108,6 +111,7 @@ class Strategy3D(Running):
         self._default_precision = precision.convert(None)
         super().__init__(
             checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,

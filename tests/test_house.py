@@ -12,9 +12,11 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources", "names"},
-    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "planner", "launch"},
+    {"randomness"},
+    {"workers"},
+    {"mesh", "broadcast", "data", "position", "metrics", "checks", "peers", "planner", "launch"},
     {"comm"},
-    {"communication", "batchnorm"},
+    {"communication", "batchnorm", "fitloop"},
     {"tensor", "pipeline", "zero"},
     {"stages", "samples", "opening"},
     {"state"},

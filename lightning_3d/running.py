@@ -9,11 +9,12 @@ from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.compose import Composed
-from lightning_3d.saving import Saving
+from lightning_3d.faults import flight
+from lightning_3d.resuming import Resuming
 from lightning_3d.steps import Steps
 
 
-class Running(Saving):
+class Running(Resuming):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
     _steps: Steps | None = None
@@ -30,6 +31,8 @@ class Running(Saving):
         return self._steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = self._module.trainer
+        flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
         output = self._running.train(lambda: super(Running, self).training_step(*args, **kwargs), args)
         self._in_step = False
@@ -39,14 +42,17 @@ class Running(Saving):
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        flight.at("validation_step")
         call = super().validation_step
         return self._running.evaluate("validation_step", lambda: call(*args, **kwargs), args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        flight.at("test_step")
         call = super().test_step
         return self._running.evaluate("test_step", lambda: call(*args, **kwargs), args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        flight.at("predict_step")
         call = super().predict_step
         return self._running.evaluate("predict_step", lambda: call(*args, **kwargs), args)
 
@@ -57,6 +63,7 @@ class Running(Saving):
         self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        flight.at("optimizer_step", self._module.trainer.global_step)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._applied.data.rest()
         if self._in_step:  # manual optimization: the user's step goes on with the new parameters

@@ -12,6 +12,7 @@ from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optim
 from lightning_3d.checkpoint.own import own_state, restore_own, same_layout
 from lightning_3d.checkpoint.stored import RANKS, materialize
 from lightning_3d.compose import Composed
+from lightning_3d.faults import flight
 from lightning_3d.processes import Processes
 from lightning_3d.steps import Steps
 
@@ -48,6 +49,7 @@ class Saving(Processes):
         return self._composed.splits if self._composed is not None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        flight.at(f"saving {filepath}")
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             self._keeper.save(
                 checkpoint,
@@ -61,6 +63,7 @@ class Saving(Processes):
             self._keeper.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._own_states = loaded.pop(RANKS, ())
         return loaded

@@ -35,7 +35,7 @@ class Resuming(Saving):
             raise ConfigurationError(f'resume={resume!r} is neither None nor "auto".')
         self._resume = resume
         self._given_path: object = None
-        self._found: Found | None = None
+        self._earlier: Found | None = None
         self._refitted: Layout | None = None
         self._preemption: Preemption | None = None
 
@@ -46,13 +46,13 @@ class Resuming(Saving):
 
     def _before_layout(self) -> None:
         trainer = self._module.trainer
-        self._found = self._refitted = None
+        self._earlier = self._refitted = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resume != "auto" or not fitting or self._given_path is not None or trainer.global_step > 0:
             return
         found: Found = self.from_rank_zero(lambda: find_run(trainer))
         if found.checkpoints:
-            self._found = found
+            self._earlier = found
             self._load_from(trainer, found)
             if found.note is not None:
                 self._keep_global_batch(trainer, found.note)
@@ -129,7 +129,7 @@ class Resuming(Saving):
                 rank_zero_warn(f'A later start with resume="auto" will not know of this run: {error}')
 
     def _note(self, trainer: Trainer) -> RunNote:
-        old = self._found.note if self._found is not None else None
+        old = self._earlier.note if self._earlier is not None else None
         accumulated, data = trainer.accumulate_grad_batches, self.layout.data_parallel_size
         folders = dict.fromkeys([*folders_of(trainer), *(old.folders if old is not None else ())])
         if old is not None and data * accumulated == old.windows:

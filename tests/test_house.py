@@ -12,10 +12,11 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources", "names"},
-    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "refit", "planner", "launch"},
+    {"randomness"},
+    {"mesh", "broadcast", "data", "position", "metrics", "checks", "peers", "refit", "planner", "launch"},
     {"faults"},
     {"comm"},
-    {"communication", "batchnorm"},
+    {"communication", "batchnorm", "fitloop"},
     {"tensor", "pipeline", "zero"},
     {"stages", "samples", "opening"},
     {"state"},

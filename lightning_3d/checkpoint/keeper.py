@@ -71,9 +71,9 @@ class Keeper:
             )
         peers.meet("save_checkpoint")
         found = Collector(module, splits, _rank()).collect(with_configs(checkpoint, module), optimizers, own)
-        job = prepare(found, Path(os.path.abspath(path)), _rank(), _gather)
+        job = prepare(found, Path(os.path.abspath(path)), _rank(), gather)
         try:
-            carry_out(job, _gather)
+            carry_out(job, gather)
         except SaveFailed as error:
             self.failed.add(str(path))
             rank_zero_warn(f"{error} Training goes on.")
@@ -93,7 +93,7 @@ class Keeper:
 
         Where the last one was asked for, pass over those that are damaged, with a warning for each.
         """
-        path, instead = _gather((path, self.instead))[0]
+        path, instead = gather((path, self.instead))[0]
         older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
         self.instead = []
         for candidate in older:
@@ -111,7 +111,7 @@ class Keeper:
             loaded = self._load(path, weights_only, io)
         except Exception as error:  # told to the others first: they would wait
             problem = error
-        said = _gather(None if problem is None else f"{problem}")
+        said = gather(None if problem is None else f"{problem}")
         if problem is not None and (isinstance(problem, CheckpointError) or None not in said):
             raise problem
         for rank, text in enumerate(said):
@@ -149,7 +149,7 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather(mine: Any) -> list[Any]:
     everyone = [mine] * _world()
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)

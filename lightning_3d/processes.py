@@ -250,8 +250,10 @@ class Processes(ParallelStrategy):
     def _told(self, error: Exception) -> Exception:
         if self._watch is None:
             return error
-        told = self._watch.explained(error)
-        self._fail(in_step=not is_communication(error))
+        told, own = self._watch.explained(error), not is_communication(error)
+        self._fail(in_step=own)
+        if own and self._failed:
+            self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return told
 
     def _fail(self, *, in_step: bool) -> None:
@@ -267,11 +269,12 @@ class Processes(ParallelStrategy):
         if self._failed:
             if self._watch is not None:
                 self._watch.linger()
+                self._watch.close(ended=False)
             peers.leave()
 
     def teardown(self) -> None:
         if self._watch is not None and not self._failed:
-            self._watch.close()
+            self._watch.close(ended=True)
             self._watch = None
         if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
             super().teardown()

@@ -63,8 +63,11 @@ class Watch:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """Stop watching."""
+    def close(self, ended: bool) -> None:
+        """Stop watching. Once one rank has `ended` well, others may be silent: nobody waits for anybody any more."""
+        if ended:
+            with suppress(StoreGone, RuntimeError):  # rank 0 has ended before, and its store with it
+                self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
         self._stop.set()
         self._threads[0].join(2 * self.beat)
 
@@ -84,6 +87,8 @@ class Watch:
 
     def _exchange(self, count: int) -> None:
         self.store.set(self._beat_of(self.rank), json.dumps([count, flight.standing()]))
+        if self.store.check([f"{self.key}/ended"]):
+            self._stop.set()
         if self.verdict is None and self.store.check([f"{self.key}/verdict"]):
             self._learn(Verdict.loads(self.store.get(f"{self.key}/verdict")))
         after = self._beat_of((self.rank + 1) % len(self.places))
@@ -120,7 +125,6 @@ class Watch:
         """What to raise instead of `error`: if another rank caused it, an error that says which, and where it was."""
         self.failing = True
         where = flight.failing(error)
-        self.record(f"{type(error).__name__}: {error}", where)
         try:
             verdict = self._find(error, where)
         except (StoreGone, RuntimeError):

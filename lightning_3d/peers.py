@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,8 +15,6 @@ PATIENCE = 60.0
 """Seconds that a rank waits for the others to ask for the same thing."""
 PATIENCE_AFTER_ERROR = 5.0
 """Seconds that a failing rank waits for the others to fail too."""
-_occasions: Counter[tuple[object, str]] = Counter()
-"""How often each thing was met for, so that every occasion has a key of its own in the store."""
 
 
 def meet(what: str) -> None:
@@ -43,12 +40,11 @@ def all_failed(in_step: bool) -> bool:
     if not dist.is_initialized():
         return False
     store, mine = _get_default_store(), dist.get_rank()
-    occasion = _occasions[id(store), "failure"]
-    _occasions[id(store), "failure"] += 1
-    keys = [f"lightning_3d/failure/{occasion}/{rank}" for rank in range(dist.get_world_size())]
-    verdict = f"lightning_3d/verdict/{occasion}"
 
     def agree() -> bool:
+        occasion = _occasion(store, "failure", mine)
+        keys = [f"lightning_3d/failure/{occasion}/{rank}" for rank in range(dist.get_world_size())]
+        verdict = f"lightning_3d/verdict/{occasion}"
         store.set(keys[mine], "here")
         deadline = time.monotonic() + PATIENCE_AFTER_ERROR
         together = False
@@ -105,12 +101,11 @@ def _missing(what: str, patience: float) -> list[int]:
     """Ranks that did not announce `what` in time."""
     store: Any = _get_default_store()
     world, mine = dist.get_world_size(), dist.get_rank()
-    occasion = _occasions[id(store), what]
-    _occasions[id(store), what] += 1
-    keys = [f"lightning_3d/{what}/{occasion}/{rank}" for rank in range(world)]
     patience = min(patience, store.timeout.total_seconds())
 
     def announce() -> list[int]:
+        occasion = _occasion(store, what, mine)
+        keys = [f"lightning_3d/{what}/{occasion}/{rank}" for rank in range(world)]
         store.set(keys[mine], "here")
         deadline = time.monotonic() + patience
         while not store.check(keys):
@@ -123,3 +118,8 @@ def _missing(what: str, patience: float) -> list[int]:
         return bounded(announce, patience + 5.0)
     except (RuntimeError, StoreGone):
         return [rank for rank in range(world) if rank != mine]  # the rank that serves the store is gone
+
+
+def _occasion(store: Any, what: str, rank: int) -> int:
+    """How often this rank has met for `what`, so that every occasion has keys of its own in the store."""
+    return int(store.add(f"lightning_3d/{what}/count/{rank}", 1))

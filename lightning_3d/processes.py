@@ -62,7 +62,7 @@ class Processes(ParallelStrategy):
         self._num_nodes = 1
         self._mesh: DeviceMesh | None = None
         self._communication: Communication | None = None
-        self._failed = False
+        self._failed = self._judged = False
         self._watch: Watch | None = None
 
     # ---- who and where -------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Processes(ParallelStrategy):
         self._communication = Communication(
             layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
-        self._failed = False
+        self._failed = self._judged = False
         self._module._device_mesh = self._mesh
 
     def _before_layout(self) -> None:
@@ -248,24 +248,23 @@ class Processes(ParallelStrategy):
             raise told from error
 
     def _told(self, error: Exception) -> Exception:
-        if self._watch is None:
-            return error
-        told, own = self._watch.explained(error), not is_communication(error)
+        """What to raise for `error`, after all ranks know of it."""
+        own = not is_communication(error)
+        told = self._watch.explained(error) if self._watch is not None else error
         self._fail(in_step=own)
-        if own and self._failed:
+        if own and self._failed and self._watch is not None:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return told
 
     def _fail(self, *, in_step: bool) -> None:
-        self._failed = not peers.all_failed(in_step)
-        if self._failed:
-            self._module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
+        """Find out whether all ranks fail alike; if not, nothing that takes all of them may be tried any more."""
+        self._judged, self._failed = True, not peers.all_failed(in_step)
+        if self._failed and self.lightning_module is not None:
+            self.lightning_module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SystemExit):
-            return  # agreed by all ranks
-        if not self._failed and not isinstance(exception, Exception):
-            self._fail(in_step=True)
+        if not self._judged:
+            self._fail(in_step=not is_communication(exception))
         if self._failed:
             if self._watch is not None:
                 self._watch.linger()
@@ -273,11 +272,12 @@ class Processes(ParallelStrategy):
             peers.leave()
 
     def teardown(self) -> None:
-        if self._watch is not None and not self._failed:
+        if self._failed:
+            return  # what is in parts stays so, and cannot be moved to the CPU
+        if self._watch is not None:
             self._watch.close(ended=True)
             self._watch = None
-        if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
-            super().teardown()
+        super().teardown()
 
 
 def flight_folder(run: str) -> Path:

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +26,6 @@ GRACE = 30.0
 LINGER = 5.0
 """Seconds that rank 0 stays for the others once the job has failed."""
 EXIT_CODE = 1
-_runs: Counter[int] = Counter()
-"""How many runs each store has seen."""
 
 
 class Watch:
@@ -42,10 +39,10 @@ class Watch:
     """
 
     def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
-        job = _get_default_store()
-        self.store, self._main_store = _connection(job), _connection(job)  # while one blocks, another may ask
-        _runs[id(job)] += 1
-        self.key = f"lightning_3d/watch/{_runs[id(job)]}"
+        self._job = _get_default_store()
+        self._connections: dict[str, Store] = {}
+        run = self._job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
+        self.key = f"lightning_3d/watch/{run}"
         self.rank, self.places, self.folder = rank, places, folder
         self.timeout = timeout
         self.beat = min(max(timeout / 20, 0.2), 1.0)
@@ -81,30 +78,31 @@ class Watch:
             try:
                 self._exchange(count)
             except RuntimeError:  # whoever served the store is gone: nothing more to be learnt
-                self._decide(self._store_lost())
+                self._learn(self._store_lost())
                 return
             self._answered = time.monotonic()
 
     def _exchange(self, count: int) -> None:
-        self.store.set(self._beat_of(self.rank), json.dumps([count, flight.standing()]))
-        if self.store.check([f"{self.key}/ended"]):
+        store = self._store("beside")
+        store.set(self._beat_of(self.rank), json.dumps([count, flight.standing()]))
+        if store.check([f"{self.key}/ended"]):
             self._stop.set()
-        if self.verdict is None and self.store.check([f"{self.key}/verdict"]):
-            self._learn(Verdict.loads(self.store.get(f"{self.key}/verdict")))
+        if self.verdict is None and store.check([f"{self.key}/verdict"]):
+            self._learn(Verdict.loads(store.get(f"{self.key}/verdict")))
         after = self._beat_of((self.rank + 1) % len(self.places))
-        heard = self.store.get(after) if self.store.check([after]) else b""
+        heard = store.get(after) if store.check([after]) else b""
         if heard != self._neighbour:
             self._neighbour, self._changed = heard, time.monotonic()
         elif self.verdict is None and time.monotonic() - self._changed > self.silence:
             lost = (self.rank + 1) % len(self.places)
-            self._post(self.store, Verdict("lost", {lost: _standing(heard)}))
+            self._post(store, Verdict("lost", {lost: _standing(heard)}))
 
     def _guard(self) -> None:
         """End this process if it cannot end itself: it touches nothing that could block."""
         while not self._stop.wait(0.2):
             now = time.monotonic()
             if self.verdict is None and now - self._answered > self.silence + self.beat and self._threads[0].is_alive():
-                self._decide(self._store_lost())
+                self._learn(self._store_lost())
             if self.verdict is not None and not self.failing and now > self.known_since + self._patience(self.verdict):
                 self._end(self.verdict)
 
@@ -129,7 +127,7 @@ class Watch:
             verdict = self._find(error, where)
         except (StoreGone, RuntimeError):
             verdict = self._store_lost()
-        self._decide(verdict)
+        self._learn(verdict)
         assert self.verdict is not None
         if not is_communication(error):
             return error
@@ -186,7 +184,13 @@ class Watch:
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         """Ask the store, but not for longer than it takes a store to answer."""
-        return bounded(lambda: question(self._main_store), 5.0)
+        return bounded(lambda: question(self._store("main")), 5.0)
+
+    def _store(self, thread: str) -> Store:
+        """The job's store over a connection of this thread's own: while one blocks, another may ask."""
+        if thread not in self._connections:
+            self._connections[thread] = _connection(self._job)
+        return self._connections[thread]
 
     def _wait(self, seconds: float, holds: Callable[[Store], bool]) -> bool:
         deadline = time.monotonic() + seconds
@@ -205,8 +209,6 @@ class Watch:
     def _learn(self, verdict: Verdict) -> None:
         if self.verdict is None:
             self.verdict, self.known_since = verdict, time.monotonic()
-
-    _decide = _learn
 
     def _store_lost(self) -> Verdict:
         if _agent_serves():

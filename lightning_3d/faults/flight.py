@@ -17,7 +17,7 @@ LENGTH = 100
 DEPTH = 12
 """Innermost calls of each thread that are written down."""
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
-_LIBRARIES = ("site-packages", os.path.dirname(os.__file__))
+_LIBRARIES = ("site-packages", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
 
 
 @dataclass

@@ -16,7 +16,8 @@ from tests.faults.squad import squad
 from tests.modules import MODULES
 from tests.parity import QUIET
 
-TIMEOUT = 6.0
+TIMEOUT, SLACK = 5.0, 8.0
+"""Seconds after which ranks give up, and until they have agreed on who it was, on a busy machine."""
 LAYOUTS = {
     "ring": {"zero_stage": 0},
     "zero": {"zero_stage": 2},
@@ -62,16 +63,21 @@ def train(rank, layout, how, folder):
     trainer.fit(MODULES["MLP"]())
 
 
+def case(layout, how, marks=()):
+    return pytest.param(layout, how, id=f"{layout}-{how}", marks=marks)
+
+
 CASES = [
-    ("ring", "raise"),
-    ("zero", "kill"),
-    ("tensor", "kill"),
-    ("pipeline", "kill"),
-    ("ring", "stop"),
-    ("pipeline", "stop"),
-    ("zero", "hang"),
-    ("tensor", "astray"),
-]
+    case("zero", "kill"),
+    case("pipeline", "stop"),
+    *[
+        case(layout, how, pytest.mark.long)
+        for layout, how in (
+            ("ring", "raise"), ("tensor", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
+            ("ring", "stop"), ("zero", "stop"), ("tensor", "stop"), ("zero", "hang"), ("tensor", "astray"),
+        )
+    ],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "how"), CASES)
@@ -81,7 +87,8 @@ def test_survivors_name_who_and_where(tmp_path, layout, how):
         assert job.wait(60, survivors) == []
         ended = job.ended
         moment = float((tmp_path / "fault").read_text())
-        print(layout, how, [round(job.file(rank).stat().st_mtime - moment, 1) for rank in survivors])
+        took = [job.file(rank).stat().st_mtime - moment for rank in survivors]
+    assert max(took) < TIMEOUT + SLACK
     for rank in survivors:
         assert ended[rank]["raised"] == "PeerError"
         text = ended[rank]["text"]

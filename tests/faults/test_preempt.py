@@ -7,6 +7,7 @@ import time
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -79,6 +80,7 @@ def test_sigterm_saves_once_at_a_boundary_and_the_run_goes_on(tmp_path):
         assert rest[rank]["weights"] == whole[rank]["weights"]
 
 
+@pytest.mark.long
 def test_slurm_is_asked_to_requeue_at_a_boundary(tmp_path):
     tool = tmp_path / "bin" / "scontrol"
     tool.parent.mkdir()
@@ -112,6 +114,7 @@ def sleep(rank, folder):
     Trainer(**QUIET, devices=2, strategy=Strategy3D(quiet=True), default_root_dir=folder).test(Slow())
 
 
+@pytest.mark.long
 def test_outside_of_a_fit_sigterm_ends_at_once(tmp_path):
     with squad(sleep, str(tmp_path), world=2, folder=tmp_path / "ended") as job:
         deadline = time.monotonic() + 60

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
+from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError
 
 NOTE = "lightning_3d-run.json"
@@ -65,10 +66,15 @@ def find_run(trainer: Trainer) -> Found:
     """The checkpoints of this run, and its note. Reads only."""
     note = next((n for n in (RunNote.read(path) for path in _notes(trainer)) if n is not None), None)
     folders = dict.fromkeys([*_given(trainer), *(note.folders if note is not None else ())])
-    found = [path for folder in folders for path in checkpoints_in(Path(folder))]
+    found = [path for folder in folders for path in checkpoints_in(Path(folder)) if _was_saved(Path(path))]
     if SLURMEnvironment.detect():
         found += [str(path) for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
     return Found(tuple(newest_first(found)), note)
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether a save to `path` ever ended: a first one that was interrupted leaves nothing to go on from."""
+    return path.is_file() or (path / NAME).exists()
 
 
 def leave_note(trainer: Trainer, note: RunNote) -> None:

@@ -38,7 +38,7 @@ def test_what_runs_in_the_background_is_told_apart():
     assert "(in the background: reduce_scatter on data_parallel)" in flight.standing()
     leave.set()
     thread.join()
-    assert "background" not in flight.standing()
+    assert "(in the background" not in flight.standing()
 
 
 def test_the_first_that_failed_is_where_it_failed():

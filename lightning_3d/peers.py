@@ -19,11 +19,13 @@ PATIENCE_AFTER_ERROR = 5.0
 
 def meet(what: str) -> None:
     """Return once every rank is here for `what`; raise a PeerError that names those that did not come."""
-    missing = _missing(what, PATIENCE)
+    store: Any = _get_default_store()
+    patience = min(PATIENCE, store.timeout.total_seconds())
+    missing = _missing(what, patience)
     if missing:
         raise PeerError(
             f"{what} was called on rank {dist.get_rank()} but not on rank {', '.join(map(str, missing))} within"
-            f" {PATIENCE:.0f} s. What is sharded is gathered from all ranks, so call it on every rank and, where only"
+            f" {patience:.0f} s. What is sharded is gathered from all ranks, so call it on every rank and, where only"
             " one should write, write on rank 0."
         )
 
@@ -101,7 +103,6 @@ def _missing(what: str, patience: float) -> list[int]:
     """Ranks that did not announce `what` in time."""
     store: Any = _get_default_store()
     world, mine = dist.get_world_size(), dist.get_rank()
-    patience = min(patience, store.timeout.total_seconds())
 
     def announce() -> list[int]:
         occasion = _occasion(store, what, mine)

@@ -47,7 +47,6 @@ def begun(folder):
     assert run(fit, str(folder), 4, 9, world=4)[0]["began"] == 0
 
 
-@pytest.mark.long
 def test_same_ranks(tmp_path, whole):
     begun(tmp_path)
     (got, *_) = run(fit, str(tmp_path), 4, 14, world=4)
@@ -84,7 +83,6 @@ def test_what_the_user_set_is_not_overruled(tmp_path):
             assert "4 data ranks" in text
 
 
-@pytest.mark.long
 def test_a_given_path_is_taken_as_it_is(tmp_path):
     begun(tmp_path)
     path = sorted((tmp_path / "kept").glob("*.ckpt"), key=lambda p: p.stat().st_mtime)[0]
@@ -122,7 +120,6 @@ def test_a_misspelt_choice():
         Strategy3D(resume="always")
 
 
-@pytest.mark.long
 def test_three_ranks_that_four_batches_cannot_be_dealt_to_become_a_pipeline(tmp_path, whole):
     begun(tmp_path)
     (got, *_) = run(fit, str(tmp_path), 3, 14, world=3)

@@ -155,6 +155,7 @@ def drill(folder, layout, format, steps, kills, draw, report):
     while not (run / "done").exists():
         _, _, saved = read(run)
         _start(run, layout, format, steps, draw, report, may_kill=report.kills < kills)
+        print(report, flush=True)
         _, resumed, _ = read(run)
         assert not resumed or resumed[-1] >= saved or len(resumed) < report.starts, (
             f"went on from step {resumed[-1]}, but step {saved} had been saved"

@@ -40,6 +40,8 @@ class SignalAt(Callback):
 def train(rank, folder, signum, slurm):
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
+    if slurm:
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
     callback, saves = SignalAt(rank, signum), []
     trainer = Trainer(
         **{**QUIET, "use_distributed_sampler": True}, devices=2, max_steps=STEPS, max_epochs=-1, limit_val_batches=0,

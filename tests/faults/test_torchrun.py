@@ -24,7 +24,7 @@ def test_goes_on_from_the_last_checkpoint(tmp_path):
     ]
     done = subprocess.run(
         [*command, "-m", "tests.faults.restarted", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("attempt 0 begins at 0") == 2

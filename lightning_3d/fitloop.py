@@ -103,7 +103,7 @@ def _take_up(fit_loop: Any, was: Was, batches: int) -> int:
     for loader in combined.flattened:
         _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
     skips = {
-        len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches))
+        len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches), was.same_data_ranks)
         for counter, place in zip(counters, known, strict=True)
         if counter is not None
     }
@@ -138,8 +138,11 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
     waiting = fit_loop._combined_loader_states_to_load
     if not waiting and all(counter_of(loader) is None for loader in combined.flattened):
         return
+    combined.reset()  # ends the workers that were started for the older iteration
     for loader in combined.flattened:
         _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+        if (counter := counter_of(loader)) is not None:
+            counter.restart()
     fit_loop._combined_loader_states_to_load = []
     combined._load_state_dicts(states)
     iter(fit_loop._data_fetcher)

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_3d.randomness import Streams, main_streams, set_main_streams
+from lightning_3d.workers import WorkerStreams, note_streams
 
 Place = dict[str, Any]
 """A position as plain values, to be saved: see `Counted.place`."""
@@ -32,7 +33,8 @@ def counted(loader: object) -> object:
     loader._iterator = None
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     # a DataLoader refuses to have its sampler set; what is set here deals out the very same
-    object.__setattr__(loader, name, Counted(getattr(loader, name), batched=name == "batch_sampler"))
+    counter = Counted(getattr(loader, name), name == "batch_sampler", note_streams(loader))
+    object.__setattr__(loader, name, counter)
     return loader
 
 
@@ -50,10 +52,11 @@ class Counted(Sampler[Any]):
     Args:
         inner: whose batches it deals out.
         batched: whether `inner` deals out lists.
+        workers: the random streams of the loader's workers, if it has any.
     """
 
-    def __init__(self, inner: Any, batched: bool) -> None:
-        self.inner, self.batched = inner, batched
+    def __init__(self, inner: Any, batched: bool, workers: WorkerStreams | None = None) -> None:
+        self.inner, self.batched, self.workers = inner, batched, workers
         self.sampler: Any = getattr(inner, "sampler", None) if batched else inner
         self._next: tuple[Place | None, int] = (None, 0)
         self._skipped = self._samples = 0
@@ -93,6 +96,8 @@ class Counted(Sampler[Any]):
             place |= {"seed": self.sampler.seed, "samples": self._had(batches)}
         if self._drawn:
             place |= {"streams": self._streams, "now": main_streams(self._generator)}
+        if self.workers is not None:
+            place["workers"] = self.workers.after(batches - self._skipped)
         return place
 
     def _had(self, batches: int) -> int:
@@ -103,7 +108,13 @@ class Counted(Sampler[Any]):
 
     # ---- going on ------------------------------------------------------------------------------------------------
 
-    def go_on_from(self, place: Place | None, batches: int) -> int:
+    def restart(self) -> None:
+        """The loader starts anew; what was dealt out so far came to nothing."""
+        self._ends = array("q")
+        if self.workers is not None:
+            self.workers.restart()
+
+    def go_on_from(self, place: Place | None, batches: int, same_data_ranks: bool) -> int:
         """Have the next iteration go on from `place`, or leave out `batches` where there is none.
 
         Returns how many batches that leaves out, in those of now: another number of data ranks cuts the epoch into
@@ -117,6 +128,9 @@ class Counted(Sampler[Any]):
         else:  # the same share of the epoch
             skip = min(length, round(place["batches"] * length / max(1, place["length"])))
         self._next = (place, skip)
+        streams = place.get("workers", [])
+        if self.workers is not None and same_data_ranks and len(streams) == self.workers.workers:
+            self.workers.starts = streams
         return skip
 
     def _rest(self, place: Place) -> Any:
@@ -149,6 +163,8 @@ class Counted(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         place, _ = self._next
         if place is None:
+            if self.workers is not None:
+                self.workers.starts = None
             return self._from_start([main_streams(self._generator)] if self._drawn else [])
         return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
 
@@ -180,6 +196,8 @@ class Counted(Sampler[Any]):
         self._streams = place.get("streams", [])
         if first and self._drawn:
             self._streams = [*self._streams, main_streams(self._generator)]
+        if self.workers is not None:
+            self.workers.next_epoch(len(self._ends))
         self._skipped, self._samples, self._ends = skip, place.get("samples", 0), array("q")
         had = 0
         for batch in batches:

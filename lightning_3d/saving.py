@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_3d import state
@@ -13,11 +14,15 @@ from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
+from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, loader_states, places
 from lightning_3d.position import counted
 from lightning_3d.processes import Processes
 from lightning_3d.steps import Steps
+
+PATIENCE = 60.0
+"""Seconds that a failing rank gives a save in the background."""
 
 
 class Saving(Processes):
@@ -28,9 +33,9 @@ class Saving(Processes):
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
 
-    def __init__(self, *, checkpoint_format: CheckpointFormat, **processes: Any) -> None:
+    def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
-        self._keeper = Keeper(checkpoint_format)
+        self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._composed is not None:
@@ -65,9 +70,8 @@ class Saving(Processes):
             )
             return
         owns = gather(own)
-        if self.is_global_zero:
-            whole = {**checkpoint, RANKS: owns} if own else checkpoint
-            self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
+        whole = {**checkpoint, RANKS: owns} if own else checkpoint
+        self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
@@ -88,7 +92,7 @@ class Saving(Processes):
             self.layout,
             self.coordinate,
             self._steps.random,
-            self._communication.compressions,
+            self._communication,
             places(loop),
             loader_states(loop),
         )
@@ -102,9 +106,9 @@ class Saving(Processes):
         super().on_train_start()
         assert self._steps is not None
         assert self._communication is not None
-        random, compressions = self._steps.random, self._communication.compressions
+        random, communication = self._steps.random, self._communication
         found, self._found = self._found, Found()
-        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, compressions))
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:
@@ -115,6 +119,20 @@ class Saving(Processes):
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
             _optimizers_to_device([optimizer], self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save that is under way come to its end while there is a process group."""
+        try:
+            self._keeper.wait(PATIENCE)
+        except CheckpointError as error:
+            rank_zero_warn(f"{error}")
+        super().on_exception(exception)
+        if self._failed:
+            self._keeper.forget()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._keeper.close()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

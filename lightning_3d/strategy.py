@@ -67,6 +67,8 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
+            time; what went wrong is told at the next one, and the last is awaited at the end.
         resume: "auto" goes on from the newest whole checkpoint of this run when `fit` is given no `ckpt_path`, also on
             another number of ranks, with the same global batch.
         quiet: do not say at the start of `fit` which rank holds what.
@@ -98,6 +100,7 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
         resume: Resume | None = None,
         quiet: bool = False,
         verify: Verify | None = None,
@@ -114,6 +117,7 @@ class Strategy3D(Running):
         super().__init__(
             resume=resume,
             checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,

@@ -13,6 +13,7 @@ ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources", "names"},
     {"randomness"},
+    {"workers"},
     {"mesh", "broadcast", "data", "position", "metrics", "checks", "peers", "refit", "planner", "launch"},
     {"faults"},
     {"comm"},

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.stored import materialize
-from lightning_3d.comm import Compression
+from lightning_3d.communication import Communication
 from lightning_3d.data import fingerprint
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate, Layout
@@ -21,7 +21,7 @@ def own_state(
     layout: Layout,
     coordinate: Coordinate,
     step_random: StepRandom,
-    compressions: Sequence[Compression],
+    communication: Communication,
     places: Any,
     loaders: Any,
 ) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def own_state(
         "streams": main_streams(),
         "cuda": torch.cuda.get_rng_state(step_random.device) if step_random.device.type == "cuda" else None,
         "step": list(step_random.states),
-        "compressions": [compression.state_dict() for compression in compressions],
+        "communication": communication.state_dict(),
         "places": places if leads else None,  # the same on all ranks of a data rank
         "loaders": loaders if leads else [],
     }
@@ -89,7 +89,7 @@ def _one_for_all(leaders: Mapping[int, Own]) -> list[Any]:
     return []
 
 
-def restore_own(found: Found, step_random: StepRandom, compressions: Sequence[Compression]) -> None:
+def restore_own(found: Found, step_random: StepRandom, communication: Communication) -> None:
     """Go on with the random streams of this data rank, and in the same layout with what compression left over."""
     state = found.same or found.data
     if state is None:
@@ -101,7 +101,6 @@ def restore_own(found: Found, step_random: StepRandom, compressions: Sequence[Co
         if found.same_data_ranks and len(state["step"]) == len(step_random.states):
             step_random.states = list(state["step"])
         if found.same is not None:
-            for compression, saved in zip(compressions, state["compressions"], strict=True):
-                compression.load_state_dict(saved)
+            communication.load_state_dict(state["communication"])
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the random states of this rank cannot be taken up: {error}") from error

@@ -1,8 +1,10 @@
 """Trainings that tell which samples they were given; run by the workers of `tests/workers.py`."""
 
 import multiprocessing
+import random
 import warnings
 
+import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
@@ -21,6 +23,14 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor(float(index))
+
+
+class Augmented(Numbers):
+    """With random changes that are made where the sample is read."""
+
+    def __getitem__(self, index):
+        more = torch.rand(()) + random.random() + numpy.random.rand()
+        return super().__getitem__(index) + more / 4
 
 
 class Own(BatchSampler):
@@ -55,7 +65,7 @@ class Stateful(IterableDataset):
 class Reader(LightningModule):
     """Remembers its samples; its loss depends on them, on dropout and on everything before."""
 
-    loader, workers, estimates = "shuffled", 0, False
+    loader, workers, estimates, augmented, persistent = "shuffled", 0, False, False, False
 
     def __init__(self):
         super().__init__()
@@ -81,7 +91,9 @@ class Reader(LightningModule):
         return DataLoader(Numbers(), batch_size=30)
 
     def train_dataloader(self):
-        data, more = Numbers(), {"num_workers": self.workers}
+        data, more = Augmented() if self.augmented else Numbers(), {"num_workers": self.workers}
+        if self.persistent:
+            more["persistent_workers"] = True
         rank = self.trainer.strategy.coordinate.data
         if self.loader == "two":
             return [DataLoader(data, BATCH, shuffle=True, **more), DataLoader(range(20), BATCH, shuffle=True, **more)]

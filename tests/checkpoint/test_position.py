@@ -15,8 +15,11 @@ OWN = {"use_distributed_sampler": False}
     ("attributes", "trainer", "stop", "world"),
     [
         ({}, {}, 11, 2),
-        ({"workers": 1}, {}, 11, 2),
-        ({"workers": 1, "estimates": True}, {}, 17, 1),
+        ({"workers": 1, "augmented": True}, {}, 11, 2),
+        ({"workers": 2, "estimates": True}, {}, 17, 1),
+        ({"workers": 2, "augmented": True}, {}, 18, 1),
+        ({"workers": 2, "augmented": True, "persistent": True}, {}, 21, 1),
+        ({"augmented": True}, {}, 17, 1),
         ({"loader": "weighted"}, {}, 5, 2),
         ({}, {"limit_train_batches": 5}, 7, 1),
         ({}, {"accumulate_grad_batches": 2}, 10, 1),

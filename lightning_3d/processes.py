@@ -135,6 +135,9 @@ class Processes(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        self._failed, self._judged, self._watch = False, False, None
+        if vars(self._module.trainer).get("save_checkpoint") is _not_saved:
+            del self._module.trainer.save_checkpoint  # an earlier run with this Trainer failed
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -153,7 +156,6 @@ class Processes(ParallelStrategy):
         self._communication = Communication(
             layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
-        self._failed = self._judged = False
         self._module._device_mesh = self._mesh
 
     def _before_layout(self) -> None:

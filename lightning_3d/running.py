@@ -9,12 +9,13 @@ from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.compose import Composed
-from lightning_3d.saving import Saving
+from lightning_3d.faults import flight
+from lightning_3d.resuming import Resuming
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
 from lightning_3d.zero import DataParallel, NoData
 
 
-class Running(Saving):
+class Running(Resuming):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
     _steps: PlacedSteps | None = None
@@ -34,6 +35,8 @@ class Running(Saving):
         return self._composed.data if self._composed is not None else NoData()
 
     def training_step(self, *args: Any) -> Any:
+        trainer = self._module.trainer
+        flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
         output = self._running.train(super().training_step, args)
         self._in_step = False
@@ -43,12 +46,15 @@ class Running(Saving):
         return output
 
     def validation_step(self, *args: Any) -> Any:
+        flight.at("validation_step")
         return self._running.evaluate("validation_step", super().validation_step, args)
 
     def test_step(self, *args: Any) -> Any:
+        flight.at("test_step")
         return self._running.evaluate("test_step", super().test_step, args)
 
     def predict_step(self, *args: Any) -> Any:
+        flight.at("predict_step")
         return self._running.evaluate("predict_step", super().predict_step, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -58,6 +64,7 @@ class Running(Saving):
         self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        flight.at("optimizer_step", self._module.trainer.global_step)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._data.rest()
         if self._in_step:  # manual optimization: the user's step goes on with the new parameters

@@ -15,6 +15,7 @@ from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
 from lightning_3d.errors import CheckpointError
+from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, loader_states, places
 from lightning_3d.position import counted
 from lightning_3d.processes import Processes
@@ -56,6 +57,7 @@ class Saving(Processes):
         return self._composed.splits if self._composed is not None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        flight.at(f"saving {filepath}")
         own = self._own_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             self._keeper.save(
@@ -72,6 +74,7 @@ class Saving(Processes):
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_3d.compose import Composed
 from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.pipeline.whole import Whole
 from lightning_3d.randomness import StepRandom
 
 Call = Callable[..., Any]
@@ -131,6 +132,15 @@ class PipelinedSteps:
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         with self.random.step():
             return self.pipeline.eval_step(name, *args)
+
+    def prove(self, whole: Whole) -> None:
+        """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
+        self.data.hold(True)
+        self.data.begin()
+        self.pipeline.prove(whole)
+        self.data.end()
+        self.data.rest()
+        self.data.hold(False)
 
     def before_backward(self, loss: Tensor) -> None:
         self.pipeline.backward(loss)

@@ -17,6 +17,7 @@ from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
 from lightning_3d.tensor.trace import tensors_in
+from lightning_3d.tensor.unproven import Change, form_of, made_whole
 
 Shadow = Callable[[Tensor], Tensor]
 
@@ -122,12 +123,16 @@ class ShardedForward:
 class UnitForward:
     """A block's forward: its arguments and results at the edge, the dropouts inside."""
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo) -> None:
-        self.module, self.plan, self.axis, self.memo = module, plan, axis, memo
+    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo, changes: list[Change]) -> None:
+        self.module, self.plan, self.axis, self.memo, self.changes = module, plan, axis, memo, changes
+        self.forms = frozenset(plan.forms)
         self.original = module.__dict__.get("forward")
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
+            with made_whole(self.module, self.plan, self.changes, self.axis):
+                return self.module.forward(*whole(args), **whole(kwargs))
         shadows: list[tuple[dict[str, Any], str]] = []
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
@@ -168,6 +173,8 @@ class UnitForward:
         return [(owner.__dict__, name) for owner, name in places]
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # What follows tells the stream from the other arguments by identity, which gathering on use would lose.
+        args, kwargs = _numbered(lambda index, t: t if index == plan.stream else whole(t), (args, kwargs))
         tensors = tensors_in((args, kwargs))
         stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
         if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:

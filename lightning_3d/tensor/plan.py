@@ -65,6 +65,9 @@ class UnitPlan:
     dropouts: tuple[bool, ...] = ()
     """For each random call of a training forward, in order: whether it acts on a shard (masks differ over ranks)."""
 
+    forms: tuple[Any, ...] = ()
+    """(training mode, form of the arguments) of the calls that are proven; without any, every call is trusted."""
+
     def merged(self, other: "UnitPlan") -> "UnitPlan":
         """Both regions of one block."""
         union = lambda ours, theirs: tuple(dict.fromkeys((*ours, *theirs)))  # noqa: E731

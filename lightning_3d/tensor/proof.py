@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import ThreadAxis, run_shards
 from lightning_3d.tensor.trace import tensors_in
+from lightning_3d.tensor.unproven import form_of
 
 TOLERANCE = 2e-4
 """Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split
@@ -69,21 +71,54 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
 
 
 class Prover:
-    """Proves candidates for one block. What the whole block gives is computed once."""
+    """Proves candidates for one block. What the whole block gives is computed once for each call.
+
+    The calls of the first sample's form decide. A plan that computes something else in a call of another form (with a
+    cache, say, as in evaluation) is right all the same: such calls are not among its proven ones, and compute whole.
+    """
 
     def __init__(self, scratch: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
         self.scratch, self.ranks = scratch, ranks
-        self.cases: list[tuple[bool, Sample, Outcome]] = []
-        for training in (True, False):
-            scratch.train(training)
-            self.cases += [(training, sample, outcome(shard_copy(scratch, _same), sample)) for sample in samples]
+        first = _form(samples[0])
+        self.cases = [self._case(training, s) for training in (True, False) for s in samples if _form(s) == first]
+        self.others: list[list[Case]] = []
+        for form in dict.fromkeys(_form(s) for s in samples if _form(s) != first):
+            with suppress(Exception):  # such a call may not be possible without what came before it
+                alike = [s for s in samples if _form(s) == form]
+                self.others.append([self._case(s.training, s) for s in alike])
+
+    def _case(self, training: bool, sample: Sample) -> "Case":
+        self.scratch.train(training)
+        return training, sample, outcome(shard_copy(self.scratch, _same), sample)
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
-        """`plan` with what the run taught about it (gathered outputs, dropouts), or `Refused`."""
-        for training, sample, whole in self.cases:
+        """`plan` with what the run taught about it (gathered outputs, dropouts, proven forms), or `Refused`."""
+        plan = replace(plan, forms=())  # a call that no proof covered would compute whole, which proves nothing
+        plan = self._agree(self.cases, plan)
+        proven = [self.cases, *(cases for cases in self.others if self._covers(cases, plan))]
+        forms = [(training, _form(sample)) for cases in proven for training, sample, _ in cases]
+        return replace(plan, forms=tuple(dict.fromkeys(forms)))
+
+    def _agree(self, cases: Sequence["Case"], plan: UnitPlan) -> UnitPlan:
+        for training, sample, whole in cases:
             self.scratch.train(training)
             plan = _prove_once(self.scratch, sample, whole, plan, self.ranks)
         return plan
+
+    def _covers(self, cases: Sequence["Case"], plan: UnitPlan) -> bool:
+        try:
+            seen = self._agree(cases, plan)
+        except Exception:  # a plan that does not fit a call breaks the block's own code in any way it likes
+            return False
+        return replace(seen, summed_per_position=plan.summed_per_position) == plan
+
+
+Case = tuple[bool, Sample, Outcome]
+"""Training mode, a call, and what the whole block gave."""
+
+
+def _form(sample: Sample) -> Any:
+    return form_of((sample.args, sample.kwargs))
 
 
 def _same(_: str, value: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ def _split_region(
 ) -> tuple[UnitPlan | None, str]:
     reason = "its parts depend on one another (a norm or a mix over all of them)"
     given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
-    for division in chain([given] if given else [], () if must and given else _divisions(known, region)):
+    inferred = () if must and given else _divisions(known, region)
+    for division in chain([given] if given else [], inferred):
         refusals: list[str] = []
         for candidate in _candidates(known, region, division):
             try:
@@ -154,6 +155,8 @@ def _split_region(
 
 def _divisions(known: Study, region: Region) -> Iterator[Division]:
     """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
+    if not region.sinks:
+        return  # half of a region, which only a written plan can ask for
     later: list[Division] = []
     sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
     bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)

@@ -86,7 +86,7 @@ def _deal(
     """`rank`'s share of each sink's input, as computed and as the product turns it into an output."""
     backward, forward = [], []
     for sink in region.sinks:
-        for call in flow.calls[sink]:
+        for call in flow.calls.get(sink, ()):  # an expert that no token went to in this run has none
             if -dim > call.before.dim():
                 return None
             size = call.before.shape[dim]
@@ -102,6 +102,10 @@ def _deal(
 
 def _collect(touched: Touched, probes: list[Tensor], targets: Mapping[str, Tensor], generator: torch.Generator) -> None:
     if not targets:
+        return
+    if not probes:
+        for name, target in targets.items():
+            touched[name].append([torch.zeros(size, dtype=torch.bool) for size in target.shape])
         return
     total = torch.stack([(probe * torch.randn(probe.shape, generator=generator)).sum() for probe in probes]).sum()
     grads = torch.autograd.grad(total, list(targets.values()), retain_graph=True, allow_unused=True)
@@ -135,6 +139,8 @@ def divide(region: Region, touched: Touched) -> Division | None:
                 return None
             shared.append(name)
         elif split is not None and name in source_names:
+            if not all(split.pieces):
+                return None  # A rank that needs nothing of a matrix has nothing to compute with it.
             slices[name] = split
         else:
             summed.append(name)

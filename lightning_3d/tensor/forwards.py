@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, reduce, take
-from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
@@ -87,7 +87,8 @@ class ShardedForward:
     def __init__(self, module: nn.Module, axis: Axis, memo: Memo) -> None:
         self.module, self.axis, self.memo = module, axis, memo
         self.original = module.__dict__.get("forward")
-        self.enters = self.leaves = self.gathers = False
+        self.enters = self.emits = self.leaves = self.gathers = False
+        self.mixes: TensorSplit | None = None
         self.width: int | None = None
         self.shadows: list[tuple[nn.Module, str, Shadow]] = []
         self.__signature__ = inspect.signature(module.forward)
@@ -99,6 +100,8 @@ class ShardedForward:
             args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
         if self.enters:
             args, kwargs = each_tensor(self.memo, args), each_tensor(self.memo, kwargs)
+        if self.mixes is not None:
+            args, kwargs = each_tensor(self._all_channels, args), each_tensor(self._all_channels, kwargs)
         try:
             for owner, name, shadow in self.shadows:
                 owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
@@ -106,6 +109,10 @@ class ShardedForward:
         finally:
             for owner, name, _ in self.shadows:
                 owner.__dict__.pop(name, None)
+        if self.mixes is not None:
+            result = each_tensor(self._own_channels, result)
+        if self.emits:
+            result = each_tensor(self.memo, result)
         return each_tensor(self._reduce, result) if self.leaves else result
 
     def _reduce(self, tensor: Tensor) -> Tensor:
@@ -114,6 +121,18 @@ class ShardedForward:
 
     def _sum(self, tensor: Tensor) -> Tensor:
         return reduce(tensor, self.axis)
+
+    def _all_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.local_size(self.axis.rank):
+            return tensor
+        return enter(tensor, self.axis, TensorSplit(tensor.dim() - 1, split.pieces))
+
+    def _own_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.size:
+            return tensor
+        return local_part(tensor, TensorSplit(tensor.dim() - 1, split.pieces), self.axis.rank)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
         width = self.width
@@ -203,6 +222,9 @@ class UnitForward:
         split = self.plan.inputs[index]
         if split is None or tensor.shape[split.dim] == 1:
             return self.memo(tensor)
+        if index in self.plan.folded and tensor.shape[split.dim] % split.size == 0:
+            rows = whole(tensor).unflatten(split.dim, (-1, split.size))
+            return take(rows, self.axis, TensorSplit(split.dim + 1, split.pieces)).flatten(split.dim, split.dim + 1)
         if tensor.shape[split.dim] != split.size:
             raise TensorPlanError(
                 f"{type(self.module).__name__} was planned with {split.size} in dimension {split.dim} of an argument"

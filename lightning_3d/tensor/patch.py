@@ -48,11 +48,14 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
     forwards: dict[str, ShardedForward] = {}
-    for name in (*plan.copies, *plan.reduces, *plan.decoys, *entries, *(holder for _, holder in plan.holders)):
+    edges = (*plan.copies, *plan.emits, *plan.mixes, *plan.reduces, *plan.decoys, *entries)
+    for name in (*edges, *(holder for _, holder in plan.holders)):
         forwards.setdefault(name, ShardedForward(unit.get_submodule(name), axis, memo))
     for name, forward in forwards.items():
-        forward.enters, forward.leaves = name in plan.copies, name in plan.reduces
-        forward.gathers = name in entries
+        forward.enters, forward.emits, forward.leaves = (
+            name in found for found in (plan.copies, plan.emits, plan.reduces)
+        )
+        forward.gathers, forward.mixes = name in entries, plan.mixes.get(name)
         forward.width = plan.decoys[name][axis.rank] if name in plan.decoys else None
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")

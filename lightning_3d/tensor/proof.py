@@ -1,7 +1,7 @@
 """Run a block whole and in shards on the same random input and compare everything that training depends on."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,6 +99,21 @@ class Prover:
         forms = [(training, _form(sample)) for cases in proven for training, sample, _ in cases]
         return replace(plan, forms=tuple(dict.fromkeys(forms)))
 
+    def difference(self, plan: UnitPlan) -> list[str]:
+        """By how much a plan that may not run computes something else: nothing where it does not.
+
+        Every rank has matrices of full size in which what others hold is zero, so that all shapes fit.
+        """
+        training, sample, whole = self.cases[0]
+        self.scratch.train(training)
+        plan = replace(plan, attributes={}, decoys={}, inputs=dict.fromkeys(plan.inputs), slices={})
+        shards = run_shards(self.ranks, lambda axis: _forward(self.scratch, sample, plan, axis, _masked))
+        try:
+            _compare("output {}", dict(enumerate(whole.outputs)), dict(enumerate(shards[0])))
+        except Refused as refusal:
+            return [f"{refusal}, each tensor rank with what it holds and zeros elsewhere"]
+        return []
+
     def _agree(self, cases: Sequence["Case"], plan: UnitPlan) -> UnitPlan:
         for training, sample, whole in cases:
             self.scratch.train(training)
@@ -156,7 +171,7 @@ def _split_outputs(
     shards = run_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
     found: dict[int, TensorSplit] = {}
     for index, expected in enumerate(whole.outputs):
-        shapes = [shard[index] for shard in shards]
+        shapes = [shard[index].shape for shard in shards]
         if all(shape == expected.shape for shape in shapes):
             continue
         for dim in range(expected.dim()):
@@ -167,13 +182,25 @@ def _split_outputs(
     return found
 
 
-def _forward(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> list[torch.Size]:
-    shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
+def _forward(
+    scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis, held: Callable[..., Tensor] = local_value
+) -> list[Tensor]:
+    shard = shard_copy(scratch, lambda name, value: held(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
     call = sample.fresh()
     with torch.no_grad(), Quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [result.shape for result in tensors_in(shard(*call.args, **call.kwargs))]
+        return tensors_in(shard(*call.args, **call.kwargs))
+
+
+def _masked(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
+    split = plan.splits.get(name)
+    if split is None:
+        return value
+    masked = torch.zeros_like(value)
+    for start, stop in split.pieces[rank]:
+        masked.narrow(split.dim, start, stop - start).copy_(value.narrow(split.dim, start, stop - start))
+    return masked
 
 
 def _compare_parameters(whole: Outcome, shards: Sequence[Outcome], plan: UnitPlan) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_3d.tensor.attributes import combinations, watch_reads
+from lightning_3d.tensor.mixers import find_mixers, gather_around, without_mixing
 from lightning_3d.tensor.plan import Attribute, UnitPlan
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import Flow, Region, Site
@@ -18,7 +19,7 @@ from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.touched import Division, divide, measure, merge
-from lightning_3d.tensor.trace import Trace, trace
+from lightning_3d.tensor.trace import Trace, leaves, trace
 
 LOOKS = 4
 """Runs whose gradients are put together: a unit that was off in one is on in another."""
@@ -45,6 +46,8 @@ class Study:
     def __init__(self, make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> None:
         self.make, self.samples, self.ranks = make, samples, ranks
         self.looks: list[Look] = []
+        self.mixers: tuple[str, ...] = ()
+        """Norms that the looks take for what acts on each channel alone."""
         self.scratch = make(0)
         with warnings.catch_warnings(), watch_reads(self.scratch) as read:
             warnings.simplefilter("ignore")
@@ -139,6 +142,8 @@ def _split_region(
     for division in chain([given] if given else [], inferred):
         refusals: list[str] = []
         for candidate in _candidates(known, region, division):
+            if must and division is given and not refusals:
+                refusals += known.prover.difference(base.merged(candidate))
             try:
                 return known.prover.prove(base.merged(candidate)), ""
             except Refused as refusal:
@@ -150,6 +155,10 @@ def _split_region(
         reason = f"{len(refusals)} candidates tried, none computes the same: {refusals[0]}"
     if must and given:
         raise Refused(reason)
+    mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
+    if mixers:
+        found, _ = _split_region(without_mixing(known, mixers), region, base, {}, must)
+        return found, reason
     return None, reason
 
 
@@ -205,14 +214,27 @@ def _units(known: Study, size: int) -> list[int]:
 
 def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
     """Every combination of numbers that might shrink, first as they are read, then with the width of the input too."""
-    plain = _candidate(known, region, division)
     near, forced = _near(known, region), _forced(known, region, division)
-    for decoys in ({}, _decoys(known, region, division)):
-        for must in [forced, {}] if forced else [{}]:
-            for attributes in combinations(near, division.fractions, must):
-                yield replace(plain, attributes=attributes, decoys=decoys)
-        if not _decoys(known, region, division):
-            return
+    for plain in _with_tail(known, region, _candidate(known, region, division)):
+        for decoys in ({}, _decoys(known, region, division)):
+            for must in [forced, {}] if forced else [{}]:
+                for attributes in combinations(near, division.fractions, must):
+                    yield replace(plain, attributes=attributes, decoys=decoys)
+            if not _decoys(known, region, division):
+                break
+
+
+def _with_tail(known: Study, region: Region, plain: UnitPlan) -> Iterator[UnitPlan]:
+    """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
+    inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
+    results = [(f"{module}.", t) for module in plain.reduces for t in known.looks[0].trace.results[module]]
+    used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in leaves(t)}
+    tail = tuple(sorted({name for at, name in used if name.startswith(at)} - inside))
+    holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
+    if tail:
+        yield replace(plain, shared=(*plain.shared, *tail), holders=holders)
+        yield replace(plain, summed=(*plain.summed, *tail), holders=holders)
+    yield plain
 
 
 def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
@@ -234,19 +256,22 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
     holders = {name: _holder(name, called) for name in names}
     holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
-    sources = tuple(dict.fromkeys(map(module_of, region.sources)))
+    sources = tuple(dict.fromkeys(module_of(site) for site in region.sources if site not in region.joined))
     around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
-    return UnitPlan(
+    plan = UnitPlan(
         edges=(tuple(dict.fromkeys(modules for modules in around if modules != ("",))),),
         splits=division.splits,
         slices=division.slices,
         summed=division.summed,
         shared=division.shared,
         copies=sources,
+        emits=tuple(dict.fromkeys(map(module_of, region.joints))),
         reduces=tuple(dict.fromkeys(map(module_of, region.sinks))),
         holders=tuple(holders.items()),
         inputs=division.inputs,
+        folded=division.folded,
     )
+    return gather_around(plan, known.mixers) if known.mixers else plan
 
 
 def _holder(name: str, called: set[str]) -> str:

@@ -36,6 +36,8 @@ class Division:
     """Parameters added at the end of the region: biases of row-split products."""
     inputs: Mapping[int, TensorSplit | None]
     """Arguments of the block: whole, or the part of each rank."""
+    folded: tuple[int, ...] = ()
+    """Arguments whose split is that of one row: rows and heads are folded into one dimension."""
 
     @property
     def fractions(self) -> list[tuple[tuple[int, int], ...]]:
@@ -121,17 +123,19 @@ def _along(hit: Tensor, dim: int) -> Tensor:
 
 def divide(region: Region, touched: Touched) -> Division | None:
     """Each parameter's role; None where the region does not fall apart."""
-    splits, slices, summed, shared, inputs = {}, {}, [], [], {}
+    splits, slices, summed, shared, inputs, folded = {}, {}, [], [], {}, []
     source_names = {name for site in region.sources for name in site}
     sink_names = {name for site in region.sinks for name in site}
     for name, ranks in touched.items():
         split, disjoint = _pieces(ranks)
         if name.startswith(INPUT):
+            index = int(name.removeprefix(INPUT))
             if disjoint and split is not None and len(split.parts) > 1:
-                return (
-                    None  # Rows and heads folded into one dimension: its size, and so the split, is another each batch.
-                )
-            inputs[int(name.removeprefix(INPUT))] = split if disjoint else None
+                split = split.period()  # of every row, whose number is another each batch
+                if split is None:
+                    return None
+                folded.append(index)
+            inputs[index] = split if disjoint else None
         elif split is not None and disjoint:
             splits[name] = split
         elif name in sink_names:
@@ -144,8 +148,11 @@ def divide(region: Region, touched: Touched) -> Division | None:
             slices[name] = split
         else:
             summed.append(name)
-    matrices = [name for name in splits if name in source_names and len(touched[name][0]) > 1]
-    return Division(splits, slices, tuple(summed), tuple(shared), inputs) if matrices else None
+    divided = source_names & {*splits, *slices}
+    matrices = [name for name in splits if len(touched[name][0]) > 1]
+    if not divided or not matrices:
+        return None
+    return Division(splits, slices, tuple(summed), tuple(shared), inputs, tuple(folded))
 
 
 def _pieces(touched: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:

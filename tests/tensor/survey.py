@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.units import find_units
 from tests.tensor.families import BATCHES, FAMILIES, loss_of
 
 

@@ -63,7 +63,7 @@ def _act_alone(twin: nn.Module, mixers: Collection[str]) -> nn.Module:
 def _scaling(vectors: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
     def scale(tensor: Tensor) -> Tensor:
         for vector in vectors:
-            tensor = tensor * vector
+            tensor = tensor * vector if tensor.shape[-1] == vector.numel() else tensor
         return tensor
 
     return scale

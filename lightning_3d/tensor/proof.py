@@ -24,7 +24,7 @@ TOLERANCE = 2e-4
 """Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split
 by
 more than 1e-2."""
-FLOOR = 1e-3
+FLOOR = 5e-3
 """Gradients this much smaller than a block's largest are compared with that instead: a key bias has none but
 rounding."""
 

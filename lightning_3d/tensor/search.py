@@ -17,6 +17,7 @@ from lightning_3d.tensor.regions import Flow, Region, Site
 from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
+from lightning_3d.tensor.siblings import with_siblings
 from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.touched import Division, divide, measure, merge
 from lightning_3d.tensor.trace import Trace, leaves, trace
@@ -102,6 +103,7 @@ def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[Uni
                 whole.setdefault(name, known.flow.why_not(site))
     if not known.flow.calls:
         whole[""] = "it has no product of an activation with a matrix"
+    plan = with_siblings(plan, known.scratch, known.called)
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
 
 
@@ -140,19 +142,19 @@ def _split_region(
     given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     inferred = () if must and given else _divisions(known, region)
     for division in chain([given] if given else [], inferred):
-        refusals: list[str] = []
+        refusals, broken = list[str](), list[str]()
         for candidate in _candidates(known, region, division):
-            if must and division is given and not refusals:
-                refusals += known.prover.difference(base.merged(candidate))
             try:
                 return known.prover.prove(base.merged(candidate)), ""
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
             except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
-                refusals.append(
-                    f"it does not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-                )
-        reason = f"{len(refusals)} candidates tried, none computes the same: {refusals[0]}"
+                first = str(error).splitlines()[0] if str(error) else ""
+                broken.append(f"it does not run ({type(error).__name__}: {first})")
+        tried = len(refusals) + len(broken)
+        if must and division is given and not refusals:
+            refusals = known.prover.difference(base.merged(_candidate(known, region, division)))
+        reason = f"{tried} candidates tried, none computes the same: {(refusals or broken)[0]}"
     if must and given:
         raise Refused(reason)
     mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
@@ -227,9 +229,11 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
 def _with_tail(known: Study, region: Region, plain: UnitPlan) -> Iterator[UnitPlan]:
     """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
     inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
-    results = [(f"{module}.", t) for module in plain.reduces for t in known.looks[0].trace.results[module]]
+    results = [
+        (f"{module}." if module else "", t) for module in plain.reduces for t in known.looks[0].trace.results[module]
+    ]
     used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in leaves(t)}
-    tail = tuple(sorted({name for at, name in used if name.startswith(at)} - inside))
+    tail = tuple(sorted({name for at, name in used if name and name.startswith(at)} - inside))
     holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
     if tail:
         yield replace(plain, shared=(*plain.shared, *tail), holders=holders)

@@ -54,9 +54,6 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
         eval_gap = abs(float(loss_of(module, batches[0])) - float(loss_of(reference, batches[0])))
     replicated = {n: p.detach().clone() for n, p in parameters.items() if n not in plan.splits}
     applied.undo()
-    inside = [n for n in whole_sizes if any(not u or n.startswith(u + ".") for u in plan.units)]
-    from lightning_3d.tensor.units import find_units
-
     blocks = [n for n in whole_sizes if any(not u or n.startswith(u + ".") for u in find_units(module))]
     return {
         "loss": max(abs(a - b) for a, b in zip(expected, losses, strict=True)),

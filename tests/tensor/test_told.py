@@ -56,7 +56,7 @@ def test_whole_is_kept_whole():
 
 
 def test_a_column_with_no_row_is_refused():
-    with pytest.raises(TensorPlanError, match="does not compute the same.*off by [0-9.]+"):
+    with pytest.raises(TensorPlanError, match=r"does not compute the same.*off by [0-9.]+"):
         plan({"net.0": "row"}, Wrapped())
 
 

@@ -23,7 +23,7 @@ from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.search import Study, find_plan, with_sequence
 from lightning_3d.tensor.told import Way, declared_plan, read_plan
 from lightning_3d.tensor.units import find_units, structure
-from lightning_3d.tensor.vocabulary import find_vocabulary
+from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
 
 SEED = 20_240_229
 SEQUENCE = "(sequence parallelism)"
@@ -71,9 +71,12 @@ def plan_tensor(
     samples = calls.samples if calls else {}
     told = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
+    vocabulary, headed = _vocabulary(module, told, calls, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         for name in find_units(module):
+            if name in headed:
+                continue
             unit = module.get_submodule(name)
             made_up = None if name in samples else _made_up(unit)
             calls_of = samples.get(name, ()) if made_up is None else (made_up,)
@@ -91,24 +94,27 @@ def plan_tensor(
                 units[name] = plan if made_up is None else replace(plan, forms=())
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
     _warn_whole(module, whole)
-    vocabulary = _vocabulary(module, told, calls, size)
     return _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
 
 
 def _vocabulary(
     module: nn.Module, told: Mapping[str, Way], calls: Recording | None, size: int
-) -> dict[str, TensorSplit]:
+) -> tuple[dict[str, TensorSplit], list[str]]:
+    """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
     units = find_units(module)
+    headed = [] if calls is None else holding_heads(module, units, size)
     elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
-    found = find_vocabulary(module, units, elsewhere, size)
+    blocks = [unit for unit in units if unit not in headed]
+    found = find_vocabulary(module, blocks, elsewhere, size, seen=calls is not None)
+    headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
     for name, way in told.items():
-        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units)
+        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
         if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
             raise TensorPlanError(
                 f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or"
                 ' set it to "whole".'
             )
-    return found
+    return found, headed
 
 
 def _plan_unit(

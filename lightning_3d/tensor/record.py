@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -79,9 +80,14 @@ class _Elsewhere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             users = self.users.get(id(value), []) if isinstance(value, nn.Parameter) and not _is_question(func) else []
-            if users and not any(owner in self.inside[-1:] for _, owner in users):
+            if users and not any(owner in self.inside[-1:] and _is_its_use(owner, func) for _, owner in users):
                 self.found.update(name for name, _ in users)
         return func(*args, **(kwargs or {}))
+
+
+def _is_its_use(owner: nn.Module, func: Any) -> bool:
+    """Whether a module's own forward may do this to its weight: an embedding's of another class may only look up."""
+    return func is F.embedding or not isinstance(owner, nn.Embedding)
 
 
 def _is_question(func: Any) -> bool:

@@ -55,7 +55,7 @@ class Family:
         _silence(config)
         model = getattr(transformers, self.model)(config)
         for parameter in model.parameters():
-            if float(parameter.abs().max()) < 1e-3:  # a norm would blow up the first steps of what is all but zero
+            if parameter.abs().max().item() < 1e-3:  # a norm would blow up the first steps of what is all but zero
                 torch.nn.init.normal_(parameter, std=0.02)
         return model
 

@@ -28,6 +28,17 @@ def survey(names, size, steps, options):
     return found
 
 
+def share_of_blocks(module, plan):
+    """Of the parameters of the blocks, what the first tensor rank holds."""
+    blocks = find_units(module)
+    inside = {n: p.numel() for n, p in module.named_parameters() if any(not b or n.startswith(f"{b}.") for b in blocks)}
+    held = [
+        size // plan.splits[name].size * plan.splits[name].local_size(0) if name in plan.splits else size
+        for name, size in inside.items()
+    ]
+    return sum(held) / max(1, sum(inside.values()))
+
+
 def _one(name, size, steps, options, mesh) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     family = FAMILIES[name]
@@ -39,9 +50,8 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
     start = time.perf_counter()
     plan = plan_tensor(module, size, calls=record_calls(module, lambda: loss_of(module, batches[0])), **options)
     planning = time.perf_counter() - start
-    whole_sizes = {n: p.numel() for n, p in module.named_parameters()}
+    share = share_of_blocks(module, plan)
     applied = apply_tensor(module, plan, mesh)
-    local = {n: p.to_local().numel() if n in plan.splits else p.numel() for n, p in module.named_parameters()}
     losses = _train(module, batches)
     parameters = dict(module.named_parameters())
     drift = {
@@ -54,12 +64,11 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
         eval_gap = abs(float(loss_of(module, batches[0])) - float(loss_of(reference, batches[0])))
     replicated = {n: p.detach().clone() for n, p in parameters.items() if n not in plan.splits}
     applied.undo()
-    blocks = [n for n in whole_sizes if any(not u or n.startswith(u + ".") for u in find_units(module))]
     return {
         "loss": max(abs(a - b) for a, b in zip(expected, losses, strict=True)),
         "drift": (drift[worst], worst),
         "eval": eval_gap,
-        "share": sum(local[n] for n in blocks) / max(1, sum(whole_sizes[n] for n in blocks)),
+        "share": share,
         "whole": dict(plan.whole),
         "replicated": replicated,
         "planning": planning,

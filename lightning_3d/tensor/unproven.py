@@ -43,7 +43,7 @@ def form_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dim(), value.is_floating_point()
     if isinstance(value, tuple | list):
-        return type(value).__name__, *map(form_of, value)
+        return isinstance(value, tuple), *map(form_of, value)
     if isinstance(value, dict):
         return tuple((key, form_of(item)) for key, item in value.items())
     return value if isinstance(value, bool | str | None) else type(value).__qualname__

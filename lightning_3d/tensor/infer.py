@@ -72,7 +72,7 @@ def plan_tensor(
     told = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
     vocabulary, headed = _vocabulary(module, told, calls, size)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):  # what is looked at must run
         torch.manual_seed(SEED)
         for name in find_units(module):
             if name in headed:

@@ -28,6 +28,7 @@ from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.dryrun import DryLauncher, current_world
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
@@ -142,6 +143,13 @@ class Strategy3D(Running):
         self._metrics: list[Metric] = []
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
+
+    def _configure_launcher(self) -> None:
+        world = current_world()
+        if world is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = DryLauncher(world)
 
     @property
     def layout(self) -> Layout:

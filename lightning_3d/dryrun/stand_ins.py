@@ -1,0 +1,146 @@
+"""What one rank alone does where it would hear from others: the only place where a dry run departs from a real one.
+
+The process group is torch's fake one, which does nothing; whatever computes on what arrives runs as it is, since only
+shapes count. Listed here is the code of ours and of Lightning that looks at values that arrive, or at numbers that fake
+tensors do not have. It is replaced for good: a simulated rank is a process of its own that ends with its report.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors import data_connector
+from torch import Tensor
+from torch import distributed as dist
+
+# private to torch, read in 2.13
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_3d import communication, data, peers, place, processes, samples
+from lightning_3d.comm import replicate, ring
+from lightning_3d.comm.engine import Engine, Handle, Job
+from lightning_3d.dryrun import rehearsal
+from lightning_3d.dryrun.world import World
+from lightning_3d.pipeline import rehearse, stage, traced, wire
+from lightning_3d.pipeline.traced import Traced
+
+
+def stand_alone(world: World) -> None:
+    """Make this process one rank that has no peers."""
+    pretend = world.pretend
+    sizes = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        sizes(storage, size)
+        pretend.memory.resize(storage)
+        return storage
+
+    def share(wire_: wire.Wire, value: Any, source: int, site: Any) -> Any:
+        mine = wire_.rank == source
+        return wire_._share_mine(value, site) if mine else rehearsal.results(wire_, value, site)
+
+    def empty(spec: wire.Spec, device: torch.device) -> Tensor:
+        return pretend.made(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+
+    replacements: Sequence[tuple[Any, str, Any]] = [
+        (torch.UntypedStorage, "resize_", resize),
+        (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
+        (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
+        (processes.Processes, "from_rank_zero", _decide),
+        (processes.Processes, "_streams", property(lambda _: world.streams)),
+        (peers, "all_failed", lambda: False),
+        (communication, "Engine", InlineEngine),
+        (data.SampleCheck, "check", _nothing),
+        (replicate, "exchange", _everyone_says_mine),
+        (ring, "_turn", _count_only),
+        (samples, "record_calls", _in_step(pretend, samples.record_calls)),
+        (place, "plan_tensor", _with_numbers(place.plan_tensor)),
+        (rehearse, "_run_whole", rehearsal.run_whole(world)),
+        (rehearse, "differ", _same),
+        (rehearse, "fingerprint", _no_prints),
+        (stage, "differ", _same),
+        (stage, "fingerprint", _no_prints),
+        (wire.Wire, "share", share),
+        (wire.Spec, "empty", empty),
+        (traced, "as_kind", _as_kind),
+    ]
+    for owner, name, replacement in replacements:
+        if not hasattr(owner, name):
+            raise AttributeError(f"a dry run replaces {owner.__name__}.{name}, which is no longer there")
+        setattr(owner, name, replacement)
+
+
+class InlineEngine(Engine):
+    """Runs jobs at once: what would be sent in the background is only counted, and fake tensors know one thread."""
+
+    def __init__(self, *, threaded: bool = True) -> None:
+        super().__init__(threaded=False)
+        self._says_threaded = threaded
+
+    @property
+    def threaded(self) -> bool:
+        return self._says_threaded
+
+    def submit(self, job: Job) -> Handle:
+        handle = Handle(job)
+        self._run(handle)
+        return handle
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _decide(strategy: Any, decide: Callable[[], Any]) -> Any:
+    return decide()
+
+
+def _everyone_says_mine(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return message.expand(group.size(), *message.shape)
+
+
+def _count_only(
+    flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, group: Any, average: bool, segment_bytes: int
+) -> int:
+    """The bytes that the ring would send: a large one has more messages than a dry run has time for."""
+    return len(hops) * sum(own.numel() * own.element_size() for own in owns)
+
+
+def _same(*_: Any) -> bool:
+    return False
+
+
+def _no_prints(*_: Any) -> list[list[float]]:
+    return []
+
+
+def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with pretend.step():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs `function` on real numbers: the proof of a tensor plan makes its own."""
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+class _TracedFake(Traced, FakeTensor):
+    """torch has one class for each tensor; the class of a fake one can only be changed afterwards."""
+
+
+def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    if not isinstance(tensor, FakeTensor):
+        return tensor.as_subclass(kind)  # type: ignore[arg-type]
+    same = torch.ops.aten.alias(tensor)
+    same.__class__ = _TracedFake if kind is Traced else FakeTensor
+    return same

@@ -22,6 +22,7 @@ ORDER = [
     {"verify"},
     {"precision", "checkpoint", "processes", "steps"},
     {"place", "checked"},
+    {"dryrun"},
     {"saving"},
     {"running"},
     {"strategy"},

@@ -4,3 +4,4 @@ from lightning_3d.dryrun.launcher import DryLauncher as DryLauncher
 from lightning_3d.dryrun.world import current_world as current_world
 from lightning_3d.dryrun.world import in_world as in_world
 from lightning_3d.dryrun.world import parse_cluster as parse_cluster
+from lightning_3d.dryrun.world import world_for as world_for

@@ -1,6 +1,7 @@
 """In place of starting processes: simulate some ranks of the cluster and print what they report."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_3d.dryrun.rank import SimulatedRank
 from lightning_3d.dryrun.report import DryRunReport, RankReport
 from lightning_3d.dryrun.world import World
-from lightning_3d.errors import LayoutError, UnsupportedError
+from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Coordinate, Layout
 
 
@@ -32,9 +33,11 @@ class DryLauncher(_Launcher):
         """Simulate `function`; what it would return there is not."""
         assert trainer is not None
         if trainer.state.fn != TrainerFn.FITTING:
-            raise UnsupportedError(f"a dry run shows trainer.fit, not trainer.{trainer.state.fn}. Leave that call out.")
+            warnings.warn(f"trainer.{trainer.state.fn} is left out: a dry run shows trainer.fit.", stacklevel=2)
+            return []
         report = self._simulate(trainer, lambda: function(*args, **kwargs), _module(args, kwargs))
         self.world.reports.append(report)
+        self.world.show(report)
         return None
 
     def _simulate(self, trainer: Trainer, fit: Callable[[], Any], module: Any) -> DryRunReport:
@@ -44,13 +47,20 @@ class DryLauncher(_Launcher):
         except LayoutError as error:
             failed = RankReport(rank=0, where="every rank", error=f"LayoutError: {error}")
             return DryRunReport(cluster=self.world.cluster, layout="none", ranks=(failed,))
-        self.world.fake_parameters(module)
         chosen = list(self.world.ranks or one_of_each_stage(layout))
         reports: list[RankReport] = []
         at_once = max(1, min(4, os.cpu_count() or 1))
         while chosen:
-            now, chosen = chosen[:at_once], chosen[at_once:]
-            reports += [rank.report() for rank in [SimulatedRank(self.world, r, trainer, fit) for r in now]]
+            running = [SimulatedRank(self.world, rank, trainer, module, fit) for rank in chosen[:at_once]]
+            chosen = chosen[at_once:]
+            while running:
+                try:
+                    reports.append(running[0].report())
+                except BaseException:
+                    for rank in running:
+                        rank.kill()
+                    raise
+                running.pop(0)
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(reports))
 
 

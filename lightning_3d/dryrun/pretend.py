@@ -5,10 +5,11 @@ is made of nothing but the user's batch stays real, so that masks, positions and
 that would be large are fake from the start.
 """
 
+import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 LARGE = 1 << 20
@@ -37,19 +38,23 @@ class Pretend(TorchDispatchMode):
         self.flops = 0
         self.thrifty = False
         """Whether large tensors that are made of real ones are fake: in steps, not where data is loaded."""
-        self.read: Counter[str] = Counter()
-        """Values that there are none of and that were read nevertheless, by operation."""
+        self.reads: set[str] = set()
+        """Where a step read a value that there is none of."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented  # DTensor and its like come back with the tensors that they consist of
+        if _asking():
+            return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0])
         faked = any(issubclass(kind, FakeTensor) for kind in types)
         if faked and func is torch.ops.aten.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]], *args[2:])
         result = self._run(func, args, kwargs, faked)
+        if isinstance(result, FakeTensor) and result.device.type == "meta":  # absent here: as it would be otherwise
+            return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
         if func._overloadpacket in flop_registry:
             self.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
@@ -70,11 +75,12 @@ class Pretend(TorchDispatchMode):
         return guess
 
     def _number(self, tensor: Tensor) -> Any:
-        """The value, or 1 where there is none."""
+        """The value, or 1 (false, for a condition) where there is none."""
         if not isinstance(tensor, FakeTensor):
             return torch.ops.aten._local_scalar_dense.default(tensor)
-        self.read["a number"] += 1
-        return torch.ones((), dtype=tensor.dtype).tolist()
+        if self.thrifty:
+            self.reads.add(_place())
+        return False if tensor.dtype is torch.bool else torch.ones((), dtype=tensor.dtype).tolist()
 
     def made(self, tensor: Tensor) -> Tensor:
         """A fake tensor like `tensor`, on the CPU."""
@@ -141,6 +147,23 @@ class Memory:
 def held(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once."""
     return sum({id(storage): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
+
+
+def _asking() -> bool:
+    """Whether DTensor asks, with a fake mode of its own, only for the shape of a result."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _place() -> str:
+    """The innermost line that runs and is not torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _of_torch(frame)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] == "torch"
 
 
 def _tensors(value: Any) -> list[Tensor]:

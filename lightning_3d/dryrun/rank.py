@@ -2,8 +2,11 @@
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch, read in 2.13
 
 from lightning_3d.dryrun.report import RankReport
@@ -25,10 +29,10 @@ from lightning_3d.errors import Lightning3DError
 class SimulatedRank:
     """A child process that ends with a report."""
 
-    def __init__(self, world: World, rank: int, trainer: Trainer, fit: Callable[[], Any]) -> None:
+    def __init__(self, world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> None:
         strategy: Any = trainer.strategy
         self.rank, self.where = rank, str(strategy.layout.coordinate(rank))
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the child has ended)
         self._read, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -37,8 +41,13 @@ class SimulatedRank:
             os.close(self._read)
             os.dup2(self.log.fileno(), 1)
             os.dup2(self.log.fileno(), 2)
-            _live(world, rank, trainer, fit, write)
+            _live(world, rank, trainer, module, fit, write)
         os.close(write)
+
+    def kill(self) -> None:
+        """Stop early."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
     def report(self) -> RankReport:
         """Wait for the end."""
@@ -56,12 +65,13 @@ class SimulatedRank:
         return RankReport(rank=self.rank, where=self.where, log=log if found.get("error") else "", **found)
 
 
-def _live(world: World, rank: int, trainer: Trainer, fit: Callable[[], Any], write: int) -> NoReturn:
-    code = 0
+def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any], write: int) -> NoReturn:
+    code, parent = 0, os.getppid()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            found = _run(world, rank, trainer, fit)
+            found = _run(world, rank, trainer, module, fit)
         found["warnings"] = (*_texts(caught), *found.get("warnings", ()))
         with os.fdopen(write, "wb") as pipe:
             pickle.dump(found, pipe)
@@ -75,11 +85,18 @@ def _live(world: World, rank: int, trainer: Trainer, fit: Callable[[], Any], wri
     raise AssertionError
 
 
+def _leave_with(parent: int) -> None:
+    """End when the process that waits for the report is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 class _Over(BaseException):
     """Ends a simulated rank once everything is measured. Not an Exception: users' handlers let it pass."""
 
 
-def _run(world: World, rank: int, trainer: Trainer, fit: Callable[[], Any]) -> dict[str, Any]:
+def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def done(measured: dict[str, Any]) -> None:
@@ -88,12 +105,13 @@ def _run(world: World, rank: int, trainer: Trainer, fit: Callable[[], Any]) -> d
 
     try:
         _become(world, rank)
-        stand_alone(world)
+        stand_alone(world, trainer.strategy)
+        world.fake_parameters(module)
         _shorten(trainer, Watch(world.pretend, done))
         with world.pretend:
             fit()
     except _Over:
-        return {**found, "warnings": _about_values(world)}
+        return {**found, "warnings": _about_values(world.pretend.reads)}
     except Lightning3DError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except BaseException as error:
@@ -112,15 +130,17 @@ def _shorten(trainer: Trainer, watch: Watch) -> None:
     """Nothing is logged or saved, and training ends with the watch."""
     trainer.num_sanity_val_steps = 0
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    trainer.callbacks.insert(0, watch)
+    trainer.callbacks = [watch, *trainer.callbacks]  # type: ignore[attr-defined]
 
 
 def _texts(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning))
 
 
-def _about_values(world: World) -> tuple[str, ...]:
-    return tuple(
-        f"the step reads {what} from a tensor ({times} times), which a dry run does not have; it went on with 1"
-        for what, times in world.pretend.read.items()
+def _about_values(places: set[str]) -> tuple[str, ...]:
+    if not places:
+        return ()
+    return (
+        "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with"
+        f" 1, and with the branch for false: {', '.join(sorted(places))}",
     )

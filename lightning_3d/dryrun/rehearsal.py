@@ -65,7 +65,7 @@ def results(wire: Wire, value: Any, site: Any) -> Any:
 @contextmanager
 def _present(module: nn.Module, world: World) -> Iterator[None]:
     """Give an absent block parameters and buffers for a while."""
-    absent = [
+    absent: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, name, tensor)
         for owner in module.modules()
         for held in (owner._parameters, owner._buffers)

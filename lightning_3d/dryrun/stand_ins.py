@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors import data_connector
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 # private to torch, read in 2.13
@@ -22,12 +22,18 @@ from lightning_3d import communication, data, peers, place, processes, samples
 from lightning_3d.comm import replicate, ring
 from lightning_3d.comm.engine import Engine, Handle, Job
 from lightning_3d.dryrun import rehearsal
-from lightning_3d.dryrun.world import World
+from lightning_3d.dryrun.proof import plan_large
+from lightning_3d.dryrun.world import World, apply_to_fakes
+from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
 from lightning_3d.pipeline import rehearse, stage, traced, wire
 from lightning_3d.pipeline.traced import Traced
+from lightning_3d.tensor import infer, sample
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.sample import _plain_tensor
 
 
-def stand_alone(world: World) -> None:
+def stand_alone(world: World, strategy: Any) -> None:
     """Make this process one rank that has no peers."""
     pretend = world.pretend
     sizes = torch.UntypedStorage.resize_
@@ -46,6 +52,7 @@ def stand_alone(world: World) -> None:
 
     replacements: Sequence[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resize),
+        (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
         (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
         (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
         (processes.Processes, "from_rank_zero", _decide),
@@ -55,11 +62,15 @@ def stand_alone(world: World) -> None:
         (data.SampleCheck, "check", _nothing),
         (replicate, "exchange", _everyone_says_mine),
         (ring, "_turn", _count_only),
-        (samples, "record_calls", _in_step(pretend, samples.record_calls)),
-        (place, "plan_tensor", _with_numbers(place.plan_tensor)),
+        (strategy, "training_step", _in_step(pretend, strategy.training_step)),
+        (samples, "record_calls", _in_step(pretend, record_calls)),
+        (place, "plan_tensor", _with_numbers(plan_tensor)),
+        (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
+        (sample, "_plain_tensor", _without_values),
         (rehearse, "_run_whole", rehearsal.run_whole(world)),
         (rehearse, "differ", _same),
         (rehearse, "fingerprint", _no_prints),
+        (pipeline_rehearsal, "fingerprint", _no_prints),
         (stage, "differ", _same),
         (stage, "fingerprint", _no_prints),
         (wire.Wire, "share", share),
@@ -68,7 +79,7 @@ def stand_alone(world: World) -> None:
     ]
     for owner, name, replacement in replacements:
         if not hasattr(owner, name):
-            raise AttributeError(f"a dry run replaces {owner.__name__}.{name}, which is no longer there")
+            raise AttributeError(f"a dry run replaces {name} of {owner}, which is no longer there")
         setattr(owner, name, replacement)
 
 
@@ -132,6 +143,15 @@ def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return inside
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """An argument of a block as the proof takes it: an activation gets random numbers there anyway."""
+    if not isinstance(tensor, FakeTensor):
+        return _plain_tensor(tensor)
+    if tensor.is_floating_point():
+        return torch.empty(tensor.shape, device="meta")
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 class _TracedFake(Traced, FakeTensor):

@@ -1,12 +1,13 @@
 """What a script finds in a dry run: a cluster that is not there, and modules whose parameters take no memory."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.dryrun.pretend import Pretend
 from lightning_3d.dryrun.report import DryRunReport
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, RunError
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 
@@ -35,7 +36,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 class World:
-    """One cluster, as every Trainer of this process sees it, and the mode that stands for its devices."""
+    """One cluster, as a Trainer of this process sees it, and the mode that stands for its devices."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.pretend = cluster, Pretend()
@@ -44,6 +45,16 @@ class World:
         """Ranks to simulate; None for one of each pipeline stage."""
         self.reports: list[DryRunReport] = []
         """One for each `fit`."""
+        self.quiet = False
+        """Whether someone else shows the reports."""
+
+    def show(self, report: DryRunReport) -> None:
+        """Called with the report of each `fit`: print it, and fail where the job would."""
+        if self.quiet:
+            return
+        print(report)
+        if report.errors:
+            raise RunError(f"the job would fail: {report.errors[0]}")
 
     @property
     def streams(self) -> bool:
@@ -118,14 +129,34 @@ def current_world() -> World | None:
     return _worlds[-1] if _worlds else None
 
 
+def world_for(strategy: object, cluster: Cluster) -> World:
+    """A dry run of the one Trainer that is given `strategy`; its module is the caller's own and stays as it is."""
+    world, before, owner = World(cluster), Trainer.__init__, weakref.ref(strategy)
+    dry = _on_cluster(before, world)
+
+    def init(trainer: Trainer, *args: Any, **flags: Any) -> None:
+        if flags.get("strategy") is not owner():
+            before(trainer, *args, **flags)
+            return
+        if Trainer.__init__ is init:
+            Trainer.__init__ = before  # type: ignore[method-assign]
+        dry(trainer, *args, **flags)
+
+    Trainer.__init__ = wraps(before)(init)  # type: ignore[method-assign, assignment]
+    return world
+
+
 @contextmanager
 def in_world(cluster: Cluster) -> Iterator[World]:
     """Inside, Trainers find `cluster` and modules are built without memory for parameters."""
     world = World(cluster)
-    handle = _build_without_memory(world)
+    world.quiet = True
+    handle: RemovableHandle = register_module_parameter_registration_hook(
+        lambda module, name, parameter: None if parameter is None else world.fake_parameter(parameter)  # type: ignore[arg-type, return-value]
+    )
     before, apply = Trainer.__init__, nn.Module._apply
     Trainer.__init__ = _on_cluster(before, world)  # type: ignore[method-assign]
-    nn.Module._apply = _apply_to_fakes(apply)  # type: ignore[method-assign]
+    nn.Module._apply = apply_to_fakes(apply)  # type: ignore[method-assign]
     _worlds.append(world)
     try:
         yield world
@@ -135,17 +166,12 @@ def in_world(cluster: Cluster) -> Iterator[World]:
         handle.remove()
 
 
-def _build_without_memory(world: World) -> RemovableHandle:
-    return register_module_parameter_registration_hook(
-        lambda module, name, parameter: None if parameter is None else world.fake_parameter(parameter)
-    )
-
-
-def _apply_to_fakes(apply: Any) -> Any:
+def apply_to_fakes(apply: Any) -> Any:
     """`Module._apply` (`to`, `half` ...) that keeps fake parameters the objects that they are; torch swaps them."""
 
-    def apply_to_fakes(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        fakes = {name: p for name, p in module._parameters.items() if isinstance(p, Pretend.kind)}
+    def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, Pretend.kind)}
         for name in fakes:
             module._parameters[name] = None
         apply(module, function, recurse)
@@ -155,7 +181,7 @@ def _apply_to_fakes(apply: Any) -> Any:
                 module._parameters[name] = parameter
         return module
 
-    return apply_to_fakes
+    return apply_all
 
 
 def _on_cluster(init: Any, world: World) -> Any:

@@ -33,7 +33,7 @@ class DryLauncher(_Launcher):
         """Simulate `function`; what it would return there is not."""
         assert trainer is not None
         if trainer.state.fn != TrainerFn.FITTING:
-            warnings.warn(f"trainer.{trainer.state.fn} is left out: a dry run shows trainer.fit.", stacklevel=2)
+            warnings.warn(f"trainer.{trainer.state.fn.value} is left out: a dry run shows trainer.fit.", stacklevel=2)
             return []
         report = self._simulate(trainer, lambda: function(*args, **kwargs), _module(args, kwargs))
         self.world.reports.append(report)

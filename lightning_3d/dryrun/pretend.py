@@ -78,8 +78,9 @@ class Pretend(TorchDispatchMode):
         """The value, or 1 (false, for a condition) where there is none."""
         if not isinstance(tensor, FakeTensor):
             return torch.ops.aten._local_scalar_dense.default(tensor)
-        if self.thrifty:
-            self.reads.add(_place())
+        reader = _reader() if self.thrifty else None
+        if reader is not None:
+            self.reads.add(reader)
         return False if tensor.dtype is torch.bool else torch.ones((), dtype=tensor.dtype).tolist()
 
     def made(self, tensor: Tensor) -> Tensor:
@@ -154,16 +155,17 @@ def _asking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def _place() -> str:
-    """The innermost line that runs and is not torch's."""
+def _reader() -> str | None:
+    """The line that reads a value: the innermost that is not torch's; None where it is none of the user's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _of_torch(frame)):
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _package(frame) == "torch"):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    ours = _package(frame) in ("lightning", "lightning_3d", "torchmetrics")
+    return None if ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _of_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).split(".")[0] == "torch"
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _tensors(value: Any) -> list[Tensor]:

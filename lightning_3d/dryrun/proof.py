@@ -30,8 +30,8 @@ def plan_large(pretend: Pretend, plan_unit: Callable[..., Any]) -> Callable[...,
         if not ways:
             raise UnsupportedError(
                 f"{type(unit).__name__} has {count:,} parameters, too many to find out in a dry run how it is split"
-                f" over tensor ranks (at most {PROVEN:,}). Write it down with tensor_plan={{...}}, or give the module fewer"
-                " or narrower blocks for the dry run."
+                f" over tensor ranks (the most is {PROVEN:,}). Say how with tensor_plan={{...}}, or give the module"
+                " narrower blocks for the dry run."
             )
         with _on_shapes(pretend):
             return plan_unit(unit, sample, size, kinds, ways, *rest)

@@ -39,8 +39,9 @@ class SimulatedRank:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._read)
-            os.dup2(self.log.fileno(), 1)
-            os.dup2(self.log.fileno(), 2)
+            for stream in (1, 2):
+                os.dup2(self.log.fileno(), stream)
+            sys.stdout = sys.stderr = self.log
             _live(world, rank, trainer, module, fit, write)
         os.close(write)
 

@@ -198,7 +198,7 @@ def _on_cluster(init: Any, world: World) -> Any:
             plugins=[*plugins, FakeClusterEnvironment(world)],
         )
         init(trainer, *args, **flags)
-        if not hasattr(trainer.strategy, "coordinate"):
+        if not hasattr(type(trainer.strategy), "coordinate"):
             raise ConfigurationError(
                 f"the script's Trainer has strategy={type(trainer.strategy).__name__}: a dry run shows what Strategy3D"
                 ' would do. Give the Trainer strategy=Strategy3D(...), or a name such as "3d_zero1".'

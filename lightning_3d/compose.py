@@ -149,6 +149,7 @@ def compose(
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(module, plans.split, group, ranks)
+        _let_go(result.swaps)
     if plans.tensor is not None and plans.tensor.splits:
         lazy = plans.split is None
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger, lazy=lazy)
@@ -157,6 +158,12 @@ def compose(
     if result.stages is not None:
         result.stages.locate_parameters(module)
     return result
+
+
+def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Free what other stages hold: optimizers find their parameters by the old ones, which live on, empty."""
+    for old in swaps:
+        old.data = old.data.new_empty(0)
 
 
 def _shard(

@@ -1,8 +1,10 @@
 """In place of starting processes: simulate some ranks of the cluster and print what they report."""
 
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -32,6 +34,7 @@ class DryLauncher(_Launcher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Simulate `function`; what it would return there is not."""
         assert trainer is not None
+        assert trainer.state.fn is not None
         if trainer.state.fn != TrainerFn.FITTING:
             warnings.warn(f"trainer.{trainer.state.fn.value} is left out: a dry run shows trainer.fit.", stacklevel=2)
             return []
@@ -48,20 +51,28 @@ class DryLauncher(_Launcher):
             failed = RankReport(rank=0, where="every rank", error=f"LayoutError: {error}")
             return DryRunReport(cluster=self.world.cluster, layout="none", ranks=(failed,))
         chosen = list(self.world.ranks or one_of_each_stage(layout))
-        reports: list[RankReport] = []
-        at_once = max(1, min(4, os.cpu_count() or 1))
-        while chosen:
-            running = [SimulatedRank(self.world, rank, trainer, module, fit) for rank in chosen[:at_once]]
-            chosen = chosen[at_once:]
-            while running:
-                try:
-                    reports.append(running[0].report())
-                except BaseException:
-                    for rank in running:
-                        rank.kill()
-                    raise
-                running.pop(0)
+        with tempfile.NamedTemporaryFile() as file:
+            self.world.decisions = file.name
+            reports = self._run(chosen, trainer, module, fit)
+        if layout.offload == "all":
+            reports = [replace(rank, offloaded=True) for rank in reports]
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(reports))
+
+    def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
+        """What `ranks` report, as many at a time as there are cores."""
+        reports: list[RankReport] = []
+        running: list[SimulatedRank] = []
+        try:
+            while ranks or running:
+                while ranks and len(running) < (os.cpu_count() or 1):
+                    running.append(SimulatedRank(self.world, ranks.pop(0), trainer, module, fit))
+                reports.append(running[0].report())
+                running.pop(0)
+        except BaseException:
+            for rank in running:
+                rank.kill()
+            raise
+        return reports
 
 
 def one_of_each_stage(layout: Layout) -> Sequence[int]:

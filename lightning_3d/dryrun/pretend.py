@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 # private to torch, read in 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from lightning_3d.errors import UnsupportedError
 
 LARGE = 1 << 20
 """Bytes from which what a step makes is not computed."""
@@ -52,7 +59,7 @@ class Pretend(TorchDispatchMode):
         faked = any(issubclass(kind, FakeTensor) for kind in types)
         if faked and func is torch.ops.aten.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]], *args[2:])
-        result = self._run(func, args, kwargs, faked)
+        result = self._run(func, types, args, kwargs, faked)
         if isinstance(result, FakeTensor) and result.device.type == "meta":  # absent here: as it would be otherwise
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
@@ -60,8 +67,16 @@ class Pretend(TorchDispatchMode):
             self.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any, faked: bool) -> Any:
-        if faked or not self.thrifty or func.is_view or _writes(func):
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any, faked: bool) -> Any:
+        if faked:
+            try:
+                return self.fake.dispatch(func, types, args, kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise UnsupportedError(
+                    f"{_reader() or 'the step'}: the shape of what {func} gives depends on values, and a dry run has"
+                    " shapes only. Nothing is wrong with the job itself, but its memory cannot be known beforehand."
+                ) from error
+        if not self.thrifty or func.is_view or _writes(func):
             return func(*args, **kwargs)
         if "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.dryrun.stand_ins import stand_alone
-from lightning_3d.dryrun.watch import Watch
+from lightning_3d.dryrun.watch import Watch, steps_of
 from lightning_3d.dryrun.world import World
 from lightning_3d.errors import Lightning3DError
 
@@ -72,6 +72,7 @@ def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Cal
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP2's seam compares them
             found = _run(world, rank, trainer, module, fit)
         found["warnings"] = (*_texts(caught), *found.get("warnings", ()))
         with os.fdopen(write, "wb") as pipe:
@@ -108,7 +109,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         _become(world, rank)
         stand_alone(world, trainer.strategy)
         world.fake_parameters(module)
-        _shorten(trainer, Watch(world.pretend, done))
+        _shorten(trainer, Watch(world.pretend, steps_of(module), done))
         with world.pretend:
             fit()
     except _Over:
@@ -118,7 +119,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
     except BaseException as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": "training ended before the second optimizer step: the dry run needs a few batches"}
+    return {"error": "training ended before the dry run saw enough optimizer steps: it needs the batches of two"}
 
 
 def _become(world: World, rank: int) -> None:

@@ -36,6 +36,8 @@ class RankReport:
     """Most bytes alive at once before training: the whole module is there until it is divided."""
     flops: int = 0
     """Of matrix products, convolutions and attention in one optimizer step."""
+    offloaded: bool = False
+    """Whether parameters, gradients and optimizer states are in host memory."""
     sent: tuple[Sent, ...] = ()
     warnings: tuple[str, ...] = ()
     error: str | None = None
@@ -74,11 +76,12 @@ class DryRunReport:
     def _errors(self, rank: RankReport) -> Iterator[str]:
         if rank.error is not None:
             yield rank.error
-        for what, needed in (("before training", rank.setup_peak), ("in a training step", rank.peak)):
+        step = rank.rest if rank.offloaded else rank.peak
+        for what, needed in (("before training", rank.setup_peak), ("in a training step", step)):
             if needed > self.room:
                 yield (
                     f"rank {rank.rank} ({rank.where}) does not fit: {show_bytes(needed)} {what}, and a"
-                    f" {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors."
+                    f" {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors. {_REMEDIES[what]}"
                 )
 
     def data(self) -> dict[str, Any]:
@@ -114,6 +117,11 @@ class DryRunReport:
                 yield from (f"  - {text}" for text in texts)
 
 
+_REMEDIES = {
+    "before training": 'Every rank holds the whole module until it is divided; precision="bf16-true" halves that.',
+    "in a training step": "Raise zero_stage, tensor_parallel_size, pipeline_parallel_size or num_microbatches, or take"
+    " a smaller batch; `lightning-3d plan` searches for what fits.",
+}
 _MEMORY = ("rank", "where", "parameters", "gradients", "optimizer", "activations", "peak", "at set-up", "FLOPs a step")
 _SENT = ("rank", "axis", "collective", "calls", "bytes")
 

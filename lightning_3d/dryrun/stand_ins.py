@@ -5,6 +5,8 @@ shapes count. Listed here is the code of ours and of Lightning that looks at val
 tensors do not have. It is replaced for good: a simulated rank is a process of its own that ends with its report.
 """
 
+import fcntl
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,7 +27,7 @@ from lightning_3d.dryrun import rehearsal
 from lightning_3d.dryrun.proof import plan_large
 from lightning_3d.dryrun.world import World, apply_to_fakes
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
-from lightning_3d.pipeline import rehearse, stage, traced, wire
+from lightning_3d.pipeline import rehearse, runner, stage, traced, wire
 from lightning_3d.pipeline.traced import Traced
 from lightning_3d.tensor import infer, sample
 from lightning_3d.tensor.infer import plan_tensor
@@ -64,9 +66,10 @@ def stand_alone(world: World, strategy: Any) -> None:
         (ring, "_turn", _count_only),
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (samples, "record_calls", _in_step(pretend, record_calls)),
-        (place, "plan_tensor", _with_numbers(plan_tensor)),
+        (place, "plan_tensor", _once(world.decisions, plan_tensor)),
         (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
         (sample, "_plain_tensor", _without_values),
+        (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
         (rehearse, "_run_whole", rehearsal.run_whole(world)),
         (rehearse, "differ", _same),
         (rehearse, "fingerprint", _no_prints),
@@ -135,12 +138,33 @@ def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def _with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs `function` on real numbers: the proof of a tensor plan makes its own."""
+def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rehearsal happens once, in the first step, and is no part of what a step takes."""
+
+    def inside(pipeline: Any, *args: Any) -> Any:
+        flops = pretend.flops
+        with pipeline.wire.ledger.aside():
+            trace = function(pipeline, *args)
+        pretend.flops = flops
+        pretend.memory.restart()
+        return trace
+
+    return inside
+
+
+def _once(decisions: str, plan: Callable[..., Any]) -> Callable[..., Any]:
+    """The plan of the first simulated rank that comes, for all, as rank 0 decides in a real job. On real numbers: the
+    proof makes its own."""
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
+        with open(decisions, "r+b") as file, _disable_current_modes():
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            decided = file.read()
+            if decided:
+                return pickle.loads(decided)
+            found = plan(*args, **kwargs)
+            pickle.dump(found, file)
+            return found
 
     return inside
 

@@ -4,24 +4,32 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.comm.buckets import local
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.dryrun.pretend import Pretend, held
 from lightning_3d.dryrun.report import Sent
 
-STEPS = 2
-"""Optimizer steps of which the last is reported: the first makes optimizer states and rehearses the pipeline."""
+LARGE = 500_000_000
+"""Parameters from which one optimizer step is run, not two."""
+
+
+def steps_of(module: nn.Module) -> int:
+    """Two optimizer steps, of which the second is reported, since the first may send in other buckets; one where each
+    takes long."""
+    return 1 if sum(parameter.numel() for parameter in module.parameters()) > LARGE else 2
 
 
 class Watch(Callback):
-    """Takes the measurements of one training step and hands them to `done`."""
+    """Takes the measurements of the last of so many optimizer steps and hands them to `done`."""
 
-    def __init__(self, pretend: Pretend, done: Callable[[dict[str, Any]], None]) -> None:
-        self.pretend, self.done = pretend, done
+    def __init__(self, pretend: Pretend, steps: int, done: Callable[[dict[str, Any]], None]) -> None:
+        self.pretend, self.steps, self.done = pretend, steps, done
         self.seen: dict[str, Any] = {}
-        self.steps = 0
+        self.stepped = 0
+        self.peak = 0
         self.begun = False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -30,38 +38,42 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.begun:
             self.begun = True
+            self.before = _states(trainer)
             self.pretend.memory.restart()
             self.pretend.flops = 0
-            _ledger(trainer).reset()
+            ledger_of(trainer).reset()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        grads = [local(p.grad) for p in module.parameters() if p.grad is not None]
-        self.seen["gradients"] = held(grads)
+        self.seen["gradients"] = held([local(p.grad) for p in module.parameters() if p.grad is not None])
+        self.peak = self.pretend.memory.restart()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.steps:
+        if trainer.global_step == self.stepped:
             return
-        self.steps, self.begun = trainer.global_step, False
-        if self.steps >= STEPS:
+        self.stepped, self.begun = trainer.global_step, False
+        if self.stepped >= self.steps:
             self.done(self._measured(trainer, module))
 
     def _measured(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         parameters = [local(parameter.detach()) for parameter in module.parameters() if not parameter.is_meta]
-        sent = tuple(Sent(**row._asdict()) for row in _ledger(trainer).rows())
+        states = _states(trainer)
         return {
             **self.seen,
             "parameters": held(parameters),
-            "optimizer": held([local(value) for optimizer in trainer.optimizers for value in _states(optimizer)]),
-            "peak": self.pretend.memory.peak,
+            "optimizer": states,
+            # before the first step of an optimizer its states are not there yet, in all others they are
+            "peak": max(self.peak + states - self.before, self.pretend.memory.peak),
             "flops": self.pretend.flops,
-            "sent": sent,
+            "sent": tuple(Sent(**row._asdict()) for row in ledger_of(trainer).rows()),
         }
 
 
-def _states(optimizer: Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+def _states(trainer: Trainer) -> int:
+    """Bytes of optimizer states."""
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    return held([local(value) for state in states for value in state.values() if isinstance(value, Tensor)])
 
 
-def _ledger(trainer: Trainer) -> Any:
+def ledger_of(trainer: Trainer) -> Ledger:
     strategy: Any = trainer.strategy
     return strategy._sending.ledger

@@ -18,6 +18,7 @@ from lightning_3d.dryrun.report import DryRunReport
 from lightning_3d.errors import ConfigurationError, RunError
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.here import CALIBRATED
 
 MOST_RANKS = 4096
 _COUNTED = "h100"
@@ -45,6 +46,8 @@ class World:
         """Ranks to simulate; None for one of each pipeline stage."""
         self.reports: list[DryRunReport] = []
         """One for each `fit`."""
+        self.decisions = ""
+        """A file for what one simulated rank decides for all."""
         self.quiet = False
         """Whether someone else shows the reports."""
 
@@ -59,7 +62,8 @@ class World:
     @property
     def streams(self) -> bool:
         """Whether devices overlap by streams and the backend's own collectives are used, as on GPUs."""
-        return self.cluster.accelerator.name != "cpu"
+        name = self.cluster.accelerator.name
+        return name != "cpu" and (name != CALIBRATED or torch.cuda.is_available())
 
     def fake_parameters(self, module: nn.Module) -> None:
         """Make what is real or on meta fake, in place, tied parameters once. Buffers keep their values."""

@@ -22,7 +22,7 @@ def real_rank(name, strategy, flags):
     seed_everything(7, verbose=False)
     pretend, found = Pretend(), {}
     _count_resizes(pretend)
-    watch = Watch(pretend, found.update)
+    watch = Watch(pretend, 2, found.update)
     own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [watch], "max_steps": 2}
     trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=Strategy3D(**strategy))
     with pretend:

@@ -59,7 +59,9 @@ def test_a_script_runs_unchanged_until_its_fit_is_over(script, capfd):
     assert "the script's own words" in err
     assert (report["cluster"], report["world_size"]) == ("2x8xh100", 16)
     assert report["layout"] == "data 8 x tensor 2 x pipeline 1, ZeRO 1"
-    assert report["ranks"][0]["parameters"] == 4 * (2 * 8 + 2 + 16 + 1)  # of 16 x 8 and 16 two rows, of 1 x 16 and 1 the only one
+    assert report["ranks"][0]["parameters"] == 4 * (
+        2 * 8 + 2 + 16 + 1
+    )  # of 16 x 8 and 16 two rows, of 1 x 16 and 1 the only one
     assert not script.with_name("after").exists()
     assert not script.with_name("logs").exists()
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.errors import UnsupportedError
 
@@ -45,11 +46,15 @@ class Pretend(TorchDispatchMode):
         self.flops = 0
         self.thrifty = False
         """Whether large tensors that are made of real ones are fake: in steps, not where data is loaded."""
+        self.twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Fake tensors for real ones that met fake ones."""
         self.reads: set[str] = set()
         """Where a step read a value that there is none of."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
             return NotImplemented  # DTensor and its like come back with the tensors that they consist of
         if _asking():
@@ -59,8 +64,12 @@ class Pretend(TorchDispatchMode):
         faked = any(issubclass(kind, FakeTensor) for kind in types)
         if faked and func is torch.ops.aten.index.Tensor:
             args = (args[0], [_positions(index) for index in args[1]], *args[2:])
+        if faked:
+            args, kwargs = self._all_fake(args), self._all_fake(kwargs)
         result = self._run(func, types, args, kwargs, faked)
-        if isinstance(result, FakeTensor) and result.device.type == "meta":  # absent here: as it would be otherwise
+        if (
+            isinstance(result, FakeTensor) and result.fake_device.type == "meta"
+        ):  # absent here: as it would be otherwise
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
         if func._overloadpacket in flop_registry:
@@ -88,6 +97,21 @@ class Pretend(TorchDispatchMode):
         if sum(tensor.numel() * tensor.element_size() for tensor in _tensors(guess)) < LARGE:
             return func(*args, **kwargs)
         return guess
+
+    def _all_fake(self, value: Any) -> Any:
+        """`value` with fake tensors in place of real ones. torch's own way keeps views, which takes long."""
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                return value
+            if value not in self.twins:
+                with self.fake:
+                    self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return self.twins[value]
+        if isinstance(value, dict):
+            return {key: self._all_fake(item) for key, item in value.items()}
+        return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value
 
     def _number(self, tensor: Tensor) -> Any:
         """The value, or 1 (false, for a condition) where there is none."""

@@ -15,7 +15,8 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1):
         said = {key: getattr(rank, key) for key in EXACT}
         assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
         assert rank.peak == pytest.approx(found["peak"], rel=peak)
-        assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
+        if "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
+            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
 
 
 def test_sharded_data_ranks():

@@ -29,6 +29,7 @@ from lightning_3d.dryrun.world import World, apply_to_fakes
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
 from lightning_3d.pipeline import rehearse, runner, stage, traced, wire
 from lightning_3d.pipeline.traced import Traced
+from lightning_3d.samples import record_one_batch
 from lightning_3d.tensor import infer, sample
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
@@ -37,7 +38,7 @@ from lightning_3d.tensor.sample import _plain_tensor
 
 def stand_alone(world: World, strategy: Any) -> None:
     """Make this process one rank that has no peers."""
-    pretend = world.pretend
+    pretend, decision = world.pretend, _Decision(world.decisions)
     sizes = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -66,7 +67,8 @@ def stand_alone(world: World, strategy: Any) -> None:
         (ring, "_turn", _count_only),
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (samples, "record_calls", _in_step(pretend, record_calls)),
-        (place, "plan_tensor", _once(world.decisions, plan_tensor)),
+        (place, "record_one_batch", decision.record),
+        (place, "plan_tensor", decision.plan),
         (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
         (sample, "_plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
@@ -152,21 +154,28 @@ def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[...
     return inside
 
 
-def _once(decisions: str, plan: Callable[..., Any]) -> Callable[..., Any]:
-    """The plan of the first simulated rank that comes, for all, as rank 0 decides in a real job. On real numbers: the
-    proof makes its own."""
+class _Decision:
+    """The tensor plan of the first simulated rank that comes, for all, as rank 0 decides in a real job."""
 
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with open(decisions, "r+b") as file, _disable_current_modes():
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-            decided = file.read()
-            if decided:
-                return pickle.loads(decided)
-            found = plan(*args, **kwargs)
-            pickle.dump(found, file)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.decided = b""
+
+    def record(self, *args: Any) -> Any:
+        """The calls to prove on, where this rank is the first. Others wait here until it has decided."""
+        self.file = open(self.path, "r+b")  # noqa: SIM115 (closed, and so unlocked, by `plan`)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        self.decided = self.file.read()
+        return None if self.decided else record_one_batch(*args)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan, on real numbers: the proof makes its own."""
+        with self.file, _disable_current_modes():
+            if self.decided:
+                return pickle.loads(self.decided)
+            found = plan_tensor(*args, **kwargs)
+            pickle.dump(found, self.file)
             return found
-
-    return inside
 
 
 def _without_values(tensor: Tensor) -> Tensor:

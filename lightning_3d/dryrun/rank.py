@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.dryrun.stand_ins import stand_alone
 from lightning_3d.dryrun.watch import Watch, steps_of
-from lightning_3d.dryrun.world import World
+from lightning_3d.dryrun.world import World, ignore_pointers
 from lightning_3d.errors import Lightning3DError
 
 
@@ -72,7 +72,7 @@ def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Cal
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP2's seam compares them
+            ignore_pointers()
             found = _run(world, rank, trainer, module, fit)
         found["warnings"] = (*_texts(caught), *found.get("warnings", ()))
         with os.fdopen(write, "wb") as pipe:

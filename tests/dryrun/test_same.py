@@ -35,7 +35,7 @@ def test_tensor_and_pipeline_ranks():
         ("UntiedGPT", 8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 3}, {}),
         ("Llama", 8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"accumulate_grad_batches": 2}),
         ("GPT", 2, {"zero_stage": 3}, {"gradient_clip_val": 1.0}),
-        ("MLP", 2, {"zero_stage": 0}, {}),
+        ("GPT", 2, {"zero_stage": 0}, {}),
         ("Encoder", 4, {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
         ("GPT", 4, {"zero_stage": 3, "zero_shard_size": 2}, {}),
         ("GPT", 4, {"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}, {}),

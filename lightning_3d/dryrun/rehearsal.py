@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.dryrun.world import World
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.microbatch import map_leaves
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
@@ -73,7 +74,14 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
 
 def results(wire: Wire, value: Any, site: Any) -> Any:
     """What another rank shares: at the end of a step what the rehearsal of it gave, in the rehearsal the value."""
-    return wire.rehearsed if site == "results" else value  # type: ignore[attr-defined]
+    if site != "results":
+        return value
+    if not hasattr(wire, "rehearsed"):
+        raise UnsupportedError(
+            "a pipeline with all blocks on one stage is not simulated. Use pipeline_parallel_size=1, which does the same"
+            " work with less memory."
+        )
+    return wire.rehearsed
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_3d import communication, data, peers, place, processes, samples
+from lightning_3d import communication, data, peers, place, processes, samples, verify
 from lightning_3d.comm import replicate, ring
 from lightning_3d.comm.engine import Engine, Handle, Job
 from lightning_3d.dryrun import rehearsal
@@ -63,6 +63,8 @@ def stand_alone(world: World, strategy: Any) -> None:
         (peers, "all_failed", lambda: False),
         (communication, "Engine", InlineEngine),
         (data.SampleCheck, "check", _nothing),
+        (verify.FirstStep, "compare", _nothing),
+        (verify.ReplicaCheck, "check", _nothing),
         (replicate, "exchange", _everyone_says_mine),
         (ring, "_turn", _count_only),
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),

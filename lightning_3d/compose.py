@@ -152,6 +152,7 @@ def compose(
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(module, plans.split, group, ranks)
+        _let_go(result.swaps)
     if plans.tensor is not None and plans.tensor.splits:
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
     result.data = _shard(module, plans, layout, mesh, communication, policy, training)
@@ -159,6 +160,12 @@ def compose(
     if result.stages is not None:
         result.stages.locate_parameters(module)
     return result
+
+
+def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Free what other stages hold: optimizers find their parameters by the old ones, which live on, empty."""
+    for old in swaps:
+        old.data = old.data.new_empty(0)
 
 
 def _shard(

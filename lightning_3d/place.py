@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.anatomy import Anatomy
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.compose import Composed, Plans, keep_within_stages, plan_pipeline
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.runner import Hooks, Pipeline
@@ -80,6 +81,7 @@ def make_steps(
     random: StepRandom,
     plugin: Precision3D,
     device: torch.device,
+    ledger: Ledger,
 ) -> PlacedSteps:
     """What the strategy's step hooks call."""
     split = plans.split
@@ -96,6 +98,7 @@ def make_steps(
             num_microbatches=layout.num_microbatches,
             loss_scope=choices.loss_scope,
             hooks=hooks,
+            ledger=ledger,
         )
 
     def scale() -> float:

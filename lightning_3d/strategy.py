@@ -28,6 +28,7 @@ from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
@@ -74,6 +75,8 @@ class Strategy3D(Running):
         quiet: do not say at the start of `fit` which rank holds what.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
+        dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
+            shapes only, what ranks of that cluster would hold and send, and what would go wrong.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -104,6 +107,7 @@ class Strategy3D(Running):
         resume: Resume | None = None,
         quiet: bool = False,
         verify: Verify | None = None,
+        dry_run: str | None = None,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -148,10 +152,18 @@ class Strategy3D(Running):
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
+        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
         self._composed: Composed | None = None
         self._metrics: list[Metric] = []
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
+
+    def _configure_launcher(self) -> None:
+        world = current_world() or self._dry_world
+        if world is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = DryLauncher(world)
 
     @property
     def layout(self) -> Layout:
@@ -249,6 +261,7 @@ class Strategy3D(Running):
             random=random,
             plugin=plugin,
             device=self.root_device,
+            ledger=self._sending.ledger,
         )
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
         self._steps = CheckedSteps(

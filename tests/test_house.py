@@ -25,6 +25,7 @@ ORDER = [
     {"verify"},
     {"precision", "checkpoint", "processes", "steps"},
     {"place", "checked", "resume"},
+    {"dryrun"},
     {"saving"},
     {"resuming"},
     {"running"},

@@ -136,7 +136,7 @@ class Tape:
             leaf, absent = self.values[node], False
         if not absent:
             self.on_made(node, leaf)
-        traced = leaf.as_subclass(Traced)  # type: ignore[arg-type]
+        traced = as_kind(leaf, Traced)
         traced.node, traced.absent = node, absent
         return traced
 
@@ -196,7 +196,12 @@ def _untraced(leaf: Any) -> Any:
     if not isinstance(leaf, Traced):
         return leaf
     with torch._C.DisableTorchFunctionSubclass():
-        return leaf.as_subclass(Tensor)  # type: ignore[arg-type]
+        return as_kind(leaf, Tensor)
+
+
+def as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    """The same tensor seen as a `kind` (a dry run, whose tensors are of a class of their own, has another way)."""
+    return tensor.as_subclass(kind)  # type: ignore[arg-type]
 
 
 def _changes_input(name: str) -> bool:

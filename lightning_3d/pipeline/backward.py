@@ -56,6 +56,40 @@ def input_half(
     return half
 
 
+def halves_agree(
+    outputs: list[Tensor],
+    grads: list[Tensor | None],
+    inputs: list[Tensor],
+    parameters: list[Tensor],
+    wanted: Sequence[Tensor | None],
+) -> bool:
+    """Whether a backward in two halves gives `wanted`, the gradients of the inputs that need one and of `parameters`.
+
+    Torch's halves add up wrongly where a weight is reached from two places of which one lies behind the other, and call
+    a hook on a gradient twice. What this leaves in `.grad` is taken away; what was there is put back.
+    """
+    leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
+    before = [tensor.grad for tensor in leaves]
+    for tensor in leaves:
+        tensor.grad = None
+    try:
+        input_half(outputs, grads, inputs, parameters).run(parameters)
+        return all(_same(tensor.grad, grad) for tensor, grad in zip(leaves, wanted, strict=True))
+    except RuntimeError:  # a recomputation that allows one backward only, say
+        return False
+    finally:
+        for tensor, grad in zip(leaves, before, strict=True):
+            tensor.grad = grad
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        given = one if one is not None else other
+        return given is None or not bool(given.any())
+    low = one.dtype in (torch.bfloat16, torch.float16)
+    return bool((one - other).norm() <= (0.05 if low else 1e-3) * other.norm() + 1e-9) or bool(other.isnan().any())
+
+
 def _reaches(output: Tensor, leaves: set[int]) -> bool:
     """Whether a backward from `output` comes to one of `leaves` (by id)."""
     if id(output) in leaves:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -113,9 +114,11 @@ def _observe(
 ) -> Whole | None:
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
-    batch = _first_batch(trainer, only_twice_readable=True)
-    if batch is _NOTHING:
+    loaders = _twice_readable(trainer)
+    if loaders is None:
         return None
+    batch, _, _ = next(iter(loaders))
+    loaders.reset()
     args = _arguments(getattr(module, name), to_device(batch))
     sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if args else [1]
     first = (split_batch(args[0], sizes)[0], *args[1:]) if args else ()
@@ -146,33 +149,45 @@ def _warn_unless_mean(
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}")
 
 
-def _first_batch(trainer: Trainer, only_twice_readable: bool = False) -> Any:
-    """The first batch of the loop that is about to run, from an iterator of its own."""
-    loop: Any = {
+def _twice_readable(trainer: Trainer) -> CombinedLoader | None:
+    """The loaders of the loop that is about to run, if reading a batch takes nothing away from who reads later.
+
+    They are asked for from where Lightning's loop gets them (read in lightning 2.6): what it does itself, it does with
+    one batch read already.
+    """
+    source = _loop(trainer)._data_source
+    if source.instance is None or not source.is_defined():
+        return None
+    loaders = source.dataloader()
+    if not isinstance(loaders, CombinedLoader):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        loaders = CombinedLoader(loaders, "max_size_cycle" if fitting else "sequential")
+    every = loaders.flattened
+    maps = [isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in every]
+    return loaders if maps and all(maps) else None
+
+
+def _loop(trainer: Trainer) -> Any:
+    return {
         TrainerFn.FITTING: trainer.fit_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
         TrainerFn.TESTING: trainer.test_loop,
         TrainerFn.PREDICTING: trainer.predict_loop,
     }[trainer.state.fn]  # type: ignore[index]
+
+
+def _first_batch(trainer: Trainer) -> Any:
+    """The first batch of the loop that is about to run, from an iterator of its own."""
+    loop = _loop(trainer)
     loop.setup_data()
     combined = loop._combined_loader
     try:
-        if only_twice_readable and not all(_twice_readable(loader) for loader in combined.flattened):
-            return _NOTHING
         batch, _, _ = next(iter(combined))
     finally:
         combined.reset()
         # the loop sets its data up anew: its iterator draws what one device would draw
         loop._combined_loader = loop._data_fetcher = None
     return batch
-
-
-def _twice_readable(loader: Any) -> bool:
-    """Whether reading a batch takes nothing away from who reads later."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-_NOTHING = object()
 
 
 def _arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:

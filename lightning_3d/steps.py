@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch import distributed as dist
 
 from lightning_3d.compose import Composed
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.randomness import StepRandom
@@ -137,7 +139,16 @@ class PipelinedSteps:
         """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
         self.data.hold(True)
         self.data.begin()
-        self.pipeline.prove(whole)
+        problem = None
+        try:
+            self.pipeline.prove(whole)
+        except ConfigurationError as error:  # the pipelines of other data ranks may not have it: all ranks raise it
+            problem = error
+        everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
+        dist.all_gather_object(everyone, problem)
+        for answer in everyone:
+            if answer is not None:
+                raise answer
         self.data.end()
         self.data.rest()
         self.data.hold(False)

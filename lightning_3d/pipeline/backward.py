@@ -56,6 +56,74 @@ def input_half(
     return half
 
 
+def halves_agree(
+    outputs: list[Tensor],
+    grads: list[Tensor | None],
+    inputs: list[Tensor],
+    parameters: list[Tensor],
+    wanted: Sequence[Tensor | None],
+) -> bool:
+    """Whether a backward in two halves gives `wanted`, the gradients of the inputs that need one and of `parameters`.
+
+    Torch's halves may add up wrongly, and not every time alike, where a weight joins the way from inputs to outputs at
+    two places; that is looked for. They also call some hooks on gradients twice; that is tried. What this leaves in
+    `.grad` is taken away; what was there is put back.
+    """
+    if not _joins_once(outputs, {id(tensor) for tensor in inputs if tensor.requires_grad}):
+        return False
+    leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
+    before = [tensor.grad for tensor in leaves]
+    for tensor in leaves:
+        tensor.grad = None
+    try:
+        input_half(outputs, grads, inputs, parameters).run(parameters)
+        return all(_same(tensor.grad, grad) for tensor, grad in zip(leaves, wanted, strict=True))
+    except RuntimeError:  # a recomputation that allows one backward only, say
+        return False
+    finally:
+        for tensor, grad in zip(leaves, before, strict=True):
+            tensor.grad = grad
+
+
+def _joins_once(outputs: list[Tensor], inputs: set[int]) -> bool:
+    """Whether each leaf joins the way from `inputs` (ids of leaves) to `outputs` at one place only."""
+    way: dict[Any, bool] = {}
+    leaves: dict[Any, frozenset[int]] = {}
+    places: dict[int, Any] = {}
+    for node in _children_first([output.grad_fn for output in outputs]):
+        children = [child for child, _ in node.next_functions if child is not None]
+        variable = getattr(node, "variable", None)
+        way[node] = id(variable) in inputs or any(way[child] for child in children)
+        own = frozenset() if variable is None else frozenset({id(variable)})
+        leaves[node] = own.union(*(leaves[child] for child in children if not way[child]))
+        if way[node] and any(places.setdefault(leaf, node) is not node for leaf in leaves[node]):
+            return False
+    return True
+
+
+def _children_first(roots: list[Any]) -> list[Any]:
+    order: dict[Any, None] = {}
+    waiting = [(root, False) for root in roots if root is not None]
+    while waiting:
+        node, entered = waiting.pop()
+        if node in order:
+            continue
+        if entered:
+            order[node] = None
+        else:
+            waiting.append((node, True))
+            waiting += [(child, False) for child, _ in node.next_functions if child is not None]
+    return list(order)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        given = one if one is not None else other
+        return given is None or not bool(given.any())
+    low = one.dtype in (torch.bfloat16, torch.float16)
+    return bool((one - other).norm() <= (0.05 if low else 1e-3) * other.norm() + 1e-9) or bool(other.isnan().any())
+
+
 def _reaches(output: Tensor, leaves: set[int]) -> bool:
     """Whether a backward from `output` comes to one of `leaves` (by id)."""
     if id(output) in leaves:

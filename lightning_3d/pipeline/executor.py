@@ -1,6 +1,6 @@
 """Running one rank's list of actions: forwards, backwards, sends and receives of every microbatch of a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,8 @@ class Execution:
     """The tensors of a stage that get gradients."""
     head: Head | None = None
     """With the loss on the whole batch."""
+    unsplit: Container[int] = ()
+    """Stages whose backward runs whole where the schedule has the half for inputs."""
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
     handed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -112,13 +114,17 @@ class Execution:
     def _backward_inputs(self, stage: int, index: int) -> None:
         flight = self.flights[stage, index]
         grads = self._output_grads(flight, stage, index)
+        if stage in self.unsplit:
+            whole_backward(flight.outputs, grads)
+            flight.outputs = []
+            return self._pass_back(flight, stage, index)
         flight.half = input_half(flight.outputs, grads, flight.inputs, self.parameters(stage))
         self._pass_back(flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:
         half = self.flights.pop((stage, index)).half
-        assert half is not None
-        half.run(self.parameters(stage))
+        if half is not None:
+            half.run(self.parameters(stage))
 
     def _pass_back(self, flight: Flight, stage: int, index: int) -> None:
         if stage == 0:

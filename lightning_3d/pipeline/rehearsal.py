@@ -59,6 +59,8 @@ class Trace:
     """One per stage."""
     head: Part
     """With the loss on the whole batch: the last call and what follows it."""
+    changed: tuple[str, ...] = ()
+    """Buffers outside of units that the step changes."""
 
     def specs(self, cut: int) -> list[Spec]:
         """What crosses from stage `cut` to the next one."""

@@ -3,16 +3,19 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.buffers import changed, marks, open_buffers, undone
 from lightning_3d.pipeline.logs import Record
-from lightning_3d.pipeline.prints import differ, fingerprint, unlike
+from lightning_3d.pipeline.prints import Print, differ, fingerprint, unlike
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.relay import Relay
+from lightning_3d.pipeline.schedule import SPLIT
 from lightning_3d.pipeline.traced import untrace
 from lightning_3d.pipeline.whole import Whole
 
@@ -29,8 +32,9 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, 
     Args:
         uncut: what the same step did before the module was cut; then gradients are compared too.
     """
-    with as_before(pipeline.module), seeds.set_aside():
-        whole, trace, result = _run_whole(pipeline, step, args, seed)
+    with seeds.set_aside():
+        with as_before(pipeline.module):
+            whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace, seed)
         if uncut is not None or (step, trace.pattern) not in pipeline.proven:
             _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
@@ -49,12 +53,16 @@ def _run_in_stages(
     uncut: Whole | None,
 ) -> None:
     relay = Relay(pipeline, trace)
-    if uncut is not None:
-        relay.problem = _unlike_uncut(uncut, whole, result)
-    relay.forward(step, args, seed, whole, result)
+    with as_before(pipeline.module):
+        relay.forward(step, args, seed, whole, result)
+        if uncut is not None:
+            relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
     _raise_if_any(pipeline, relay.problem)
-    if uncut is not None and uncut.grads:
-        _compare_gradients(pipeline, relay, uncut)
+    if (uncut is not None and uncut.grads) or pipeline.schedule in SPLIT:
+        stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
+        _raise_if_any(pipeline, relay.problem)
+        if uncut is not None:
+            _compare_gradients(stages, uncut)
 
 
 def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
@@ -67,10 +75,12 @@ def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
 def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
     whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
+    before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
         result = pipeline.call(step, args, seed)
         whole.use_at_end(result)
-    return whole, whole.trace_of_step(), fingerprint(untrace(result))
+    trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
+    return whole, trace, fingerprint(untrace(result))
 
 
 def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
@@ -81,7 +91,7 @@ def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
             f"The ranks of a pipeline drew {len(seeds_drawn)} different random seeds for one step. Seed torch's default"
             " generator alike on all of them: they run the same step on the same batch."
         )
-    text = repr([[(item.node, item.spec) for item in part.after] for part in trace.parts])
+    text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
     if len(set(pipeline.wire.agree(text))) > 1:
         raise PipelineSplitError(
             "The ranks of a pipeline saw different tensors cross the cuts in the rehearsal. They must have the same"
@@ -99,8 +109,7 @@ def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
     return None
 
 
-def _compare_gradients(pipeline: "Pipeline", relay: Relay, uncut: Whole) -> None:
-    stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
+def _compare_gradients(stages: list[dict[str, Print]], uncut: Whole) -> None:
     name = unlike(uncut.grads, stages, uncut.rounding)
     if name is not None:
         raise PipelineSplitError(
@@ -110,23 +119,35 @@ def _compare_gradients(pipeline: "Pipeline", relay: Relay, uncut: Whole) -> None
         )
 
 
+def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
+    """What is wrong with the buffers of this rank's blocks, and on the last stage with those around blocks."""
+    outside = set(open_buffers(pipeline.module, list(pipeline.split.holders)))
+    for name, buffer in pipeline.module.named_buffers():
+        mine = not buffer.is_meta and (name not in outside or pipeline.holds_last)
+        if mine and name in uncut.buffers and differ(fingerprint(buffer), uncut.buffers[name], uncut.rounding):
+            return (
+                f"Cut into stages, the step leaves another value in the buffer {name!r} than whole. Give the module"
+                " that owns it a parameter, so that it is placed on a stage, or change it behind the last block."
+            )
+    return None
+
+
 _BESIDE = (
-    "A block before it must be telling it something beside its arguments: a tensor kept on a module, or taken by a hook"
-    " inside of a block. Pass it from block to block, or keep both on one stage with pipeline_split."
+    "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
+    " inside of a block), or the step draws from a random generator of its own. Pass it from block to block, or keep"
+    " both on one stage with pipeline_split; draw from torch's default generator."
 )
 
 
 @contextmanager
 def as_before(module: Any) -> Iterator[None]:
     """Put back buffers and plain attributes that a step changes."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
+    buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     kept = [(inner, _plain_attributes(inner)) for inner in module.modules()]
     try:
-        yield
+        with undone(module, buffers):
+            yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         for inner, attributes in kept:
             _put_back(inner, attributes)
 

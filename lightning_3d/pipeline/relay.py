@@ -1,5 +1,6 @@
 """One microbatch through the stages, one after the other: forward, and back again for the gradients."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import RunError
+from lightning_3d.pipeline.backward import halves_agree
 from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, grad_print
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.schedule import SPLIT
 from lightning_3d.pipeline.step import loss_of, play
 from lightning_3d.pipeline.traced import untrace
 
@@ -91,13 +94,27 @@ class Relay:
         for stage in reversed(range(self._last + 1)):
             back: list[Tensor] | None = None
             if stage in self.pipeline.my_stages:
-                back, grads = self._differentiate(stage, arriving)
+                back, grads = self._try_to_differentiate(stage, arriving)
                 found.append(grads)
             if stage:
                 specs = [spec for spec in self.trace.specs(stage - 1) if spec.requires_grad]
                 what = f"stage {stage - 1}: rehearsal, microbatch 0, receiving gradients from stage {stage}"
                 arriving = self._move(back, specs, stage, stage - 1, self._last + stage, what)
         return found
+
+    def _try_to_differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
+        try:
+            return self._differentiate(stage, arriving)
+        except RunError:
+            raise
+        except Exception as error:  # told to every rank, which all raise it
+            self.problem = (
+                f"stage {stage}: the backward fails when other stages' blocks are absent ({type(error).__name__}:"
+                f" {error}). What is recomputed in backward must not reach over a cut: put cuts at the borders of"
+                " checkpointed regions with pipeline_split, or recompute block by block. Call a function of autograd by"
+                " its class (`Function.apply`), so that it is seen."
+            )
+            return [torch.zeros_like(tensor) for tensor in self.received[stage] if tensor.requires_grad], {}
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
         """Gradients of what a stage received, and fingerprints of those of its parameters."""
@@ -107,13 +124,26 @@ class Relay:
         if not pairs:
             return [torch.zeros_like(tensor) for tensor in entering], {}
         outputs, seeds = [output for output, _ in pairs], [grad for _, grad in pairs]
-        grads = torch.autograd.grad(outputs, [*entering, *mine.values()], seeds, allow_unused=True)
+        wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in SPLIT
+        grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=halved)
+        if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
+            self._keep_whole(stage)
         back = [
             torch.zeros_like(tensor) if grad is None else grad
             for tensor, grad in zip(entering, grads[: len(entering)], strict=True)
         ]
         own = zip(mine, grads[len(entering) :], strict=True)
         return back, {name: grad_print(grad) for name, grad in own if grad is not None}
+
+    def _keep_whole(self, stage: int) -> None:
+        if stage not in self.pipeline.unsplit:
+            self.pipeline.unsplit.add(stage)
+            warnings.warn(
+                f"schedule={self.pipeline.schedule!r}: on stage {stage} gradients of weights cannot be computed apart"
+                " from those of inputs (a weight used at two depths, a hook on a gradient, recomputation). Its"
+                " backwards run in one piece: the numbers are right, some idle time is not filled.",
+                stacklevel=2,
+            )
 
     def _pairs(self, stage: int, arriving: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Outputs that are differentiated, with their gradients; the loss has none."""

@@ -25,7 +25,7 @@ from lightning_3d.pipeline.ties import Ties
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.pipeline.wire import Wire
 
-_TRACES_KEPT = 32
+_TRACES_KEPT = 256
 
 
 def _nothing() -> None:
@@ -99,6 +99,10 @@ class Pipeline:
         self.taps = LogTap(module)
         self.ties = Ties(split, self.wire, self.stage_rank, self.hooks.locate or module.get_parameter)
         self.traces: dict[Any, Trace] = {}
+        self.trained = self._trained()
+        """Which parameters get gradients: callbacks freeze and unfreeze them between steps."""
+        self.unsplit: set[int] = set()
+        """Stages whose backward is not to be run in two halves."""
         self.proven: set[Any] = set()
         """Patterns of traces of which a microbatch was also run in stages."""
         self.stash: dict[nn.Parameter, Tensor] = {}
@@ -124,6 +128,7 @@ class Pipeline:
         """
         if first:
             self._drop_gradients()
+        self.trained = self._trained()
         self.hooks.begin()
         seed = seeds.draw()
         record: Record | None = None
@@ -197,13 +202,15 @@ class Pipeline:
         self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
 
     def _key(self, step: str, args: tuple[Any, ...]) -> Any:
-        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        return step, self.module.training, trained, signature(args[0] if args else None)
+        return step, self.module.training, self.trained, signature(args[0] if args else None)
+
+    def _trained(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.module.parameters())
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
         """The tensors that get gradients on a stage."""
         found: dict[int, Tensor] = {}
-        for unit in self.split.stages[stage]:
+        for unit in (unit for unit, stages in self.split.holders.items() if stage in stages):
             found |= {id(item): item for item in self.module.get_submodule(unit).parameters() if item.requires_grad}
         for name in self.split.everywhere:
             parameter = self.module.get_parameter(name)

@@ -1,6 +1,7 @@
 """Torch's own schedules as lists of actions: the one place that touches their private parts (read in torch 2.13)."""
 
 import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ _CLASSES = {
 }
 _V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 _SINGLE = ("gpipe", "1f1b")
+SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+"""Schedules that compute gradients of weights apart from those of inputs."""
 
 
 class Action(NamedTuple):
@@ -82,7 +85,11 @@ def lower(order: dict[int, list[Any]], placement: tuple[int, ...]) -> tuple[tupl
     lowered = torch_schedules._add_send_recv(
         {rank: list(compute) for rank, compute in order.items()}, lambda stage: placement[stage], len(placement)
     )
-    return tuple(tuple(_flatten(lowered[rank])) for rank in sorted(lowered))
+    return tuple(tuple(map(_plain, lowered[rank])) for rank in sorted(lowered))
+
+
+def _plain(action: Any) -> Action:
+    return Action(action.computation_type.value, action.stage_index, action.microbatch_index)
 
 
 def _compute_order(schedule: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
@@ -94,11 +101,15 @@ def _compute_order(schedule: str, ranks: int, per_rank: int, microbatches: int) 
     else:
         stages = [_stage(index, ranks, ranks * per_rank) for index in range(per_rank)]
         made = cls(stages, microbatches, scale_grads=False)
-    kept = {"F", "B", "I", "W", "OVERLAP_F_B"}
-    return {
-        rank: [action for action in order if action is not None and action.computation_type.value in kept]
-        for rank, order in made.pipeline_order.items()
-    }
+    return {rank: list(_computations(order)) for rank, order in made.pipeline_order.items()}
+
+
+def _computations(order: list[Any]) -> Iterator[Any]:
+    """Forwards and backwards one by one: torch sends what an overlapped pair gives only when both are through."""
+    for action in order:
+        for part in (action.sub_actions or (action,)) if action is not None else ():
+            if part.computation_type.value in ("F", "B", "I", "W"):
+                yield part
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Any]:
@@ -130,11 +141,3 @@ def _fill_and_drain(schedule: str, ranks: int, per_rank: int, microbatches: int)
     for stage, rank in reversed(list(enumerate(placement))):
         order[rank] += [make(stage, kinds.FULL_BACKWARD, index) for index in range(microbatches)]
     return order
-
-
-def _flatten(lowered: list[Any]) -> list[Action]:
-    found = []
-    for action in lowered:
-        for part in action.sub_actions or (action,):
-            found.append(Action(part.computation_type.value, part.stage_index, part.microbatch_index))
-    return found

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.logs import Record, combine
 from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, microbatch_sizes, split_batch
@@ -42,7 +43,7 @@ class TrainingStep:
         pipeline = self.pipeline
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.whole else None,
+            self._head if self.whole else None, pipeline.unsplit,
         )  # fmt: skip
         schedule = "fill_and_drain" if self.whole else pipeline.schedule
         placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
@@ -122,12 +123,19 @@ class TrainingStep:
         )
 
     def _results(self) -> tuple[Any, Record]:
-        mine = None
-        if self.pipeline.holds_last:
+        mine, last = None, self.pipeline.holds_last
+        if last:
             record = combine(self.records, self.sizes)
-            mine = (join_outputs(self.outputs, self.sizes), record.logged, record.updates)
-        output, logged, updates = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
+            mine = (join_outputs(self.outputs, self.sizes), record.logged, record.updates, self._buffers())
+        output, logged, updates, buffers = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
+        if not last:
+            put(self.pipeline.module, buffers)
         return output, Record(logged, updates)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """What the step made of the buffers that it changes."""
+        names = dict.fromkeys(name for trace in self.traces for name in trace.changed)
+        return {name: self.pipeline.module.get_buffer(name) for name in names}
 
 
 def play(
@@ -137,7 +145,8 @@ def play(
     """One part of a step on a microbatch: what crosses the cut behind it, or the step's own output at the end."""
     player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
     player.expected = expected
-    with player, pipeline.gates.directed(player), pipeline.taps.recording(record):
+    undo = () if player.final else trace.changed
+    with undone(pipeline.module, undo), player, pipeline.gates.directed(player), pipeline.taps.recording(record):
         try:
             output = pipeline.call(name, args, seed)
         except Cut:

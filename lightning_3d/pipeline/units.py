@@ -1,6 +1,7 @@
 """Units: the modules that a pipeline places, in the order in which they run.
 
-A unit is called as a whole and has parameters: a block of a chain, an embedding, a norm, a head. Modules around units
+A unit is called as a whole and has parameters (or statistics of its own): a block of a chain, an embedding, a norm, a
+head. Modules around units
 (the LightningModule, the containers of blocks and what lies between) are *open*: their code runs on every stage.
 """
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.pipeline.reading import direct_parameters, ordered_children
@@ -72,7 +74,7 @@ def _walk(module: nn.Module, prefix: str, opened: set[str]) -> Iterator[Unit]:
     for name, child in ordered_children(module):
         full = f"{prefix}.{name}" if prefix else name
         count = sum(parameter.numel() for parameter in child.parameters())
-        if count == 0:
+        if count == 0 and not isinstance(child, _NormBase):
             continue
         if full in opened or type(child) in (nn.ModuleList, nn.ModuleDict):
             yield from _walk(child, full, opened)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.buffers import changed, marks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.logs import LogTap, Record
 from lightning_3d.pipeline.microbatch import leaves
@@ -44,6 +45,8 @@ class Whole:
     """Of each parameter that gets a gradient; empty where the step gives no loss to differentiate."""
     rounding: float
     """How far two computations of the same gradient may differ, relative to it."""
+    buffers: Mapping[str, Prints]
+    """Those that the step changes, as it leaves them."""
     compared: bool
     """Whether the numbers are to be compared with those of the cut module."""
 
@@ -122,7 +125,9 @@ def observe(
     gates = Gates(module, units, ())
     reads = _Reads(module, units, gates)
     try:
+        before = marks(module, [name for name, _ in module.named_buffers()])
         observer, output = _run(module, gates, step, args, context, seed, reads)
+        buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
         if observer.drawn:
             _refuse_random_order(module, gates, step, args, context, observer)
         result = fingerprint(output)
@@ -133,7 +138,7 @@ def observe(
     with context():
         rounding = _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
-    return Whole(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, compared)
+    return Whole(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
 
 
 def _run(

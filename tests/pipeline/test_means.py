@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_3d.pipeline.means import unlike_its_mean
 from tests.pipeline import unseen
-from tests.pipeline.fitting import fit
+from tests.pipeline.fitting import check, fit
 from tests.workers import run
 
 
@@ -38,15 +38,22 @@ class Masked(unseen.EmbeddingSkip):
 
 
 def told(scope):
-    def build():
-        torch.manual_seed(1)
-        module = Masked()
-        return module, module.batches(2)
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(build, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
+        fit(masked, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
     return [str(warning.message) for warning in caught if "no mean over samples" in str(warning.message)]
+
+
+def masked():
+    torch.manual_seed(1)
+    module = Masked()
+    return module, module.batches(5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_whole_batch_gives_its_exact_loss(accumulate):
+    strategy = {"num_microbatches": 3, "loss_scope": "batch"}
+    check(masked, 2, strategy, validate=True, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize(("scope", "count"), [("microbatch", 1), ("batch", 0)])

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -479,6 +480,24 @@ class Frozen(Awkward):
         return self.head(x)
 
 
+class Thawed(Awkward):
+    """The first blocks are frozen until the third batch, as finetuning callbacks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(dense(6, 8), dense(), dense(), nn.Linear(8, 3))
+        self.blocks[:2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.blocks[:2].requires_grad_(batch_idx >= 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 class Recurrent(Awkward):
     """LSTMs, whose outputs are tuples of tuples, and packed lengths."""
 
@@ -671,6 +690,75 @@ class Stateful(Awkward):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Late(Deep):
+    """Cannot be run before training begins: it learns its temperature when it does."""
+
+    def on_train_start(self) -> None:
+        self.heat = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch["x"]) / self.heat, batch["y"])
+
+
+class Stream(IterableDataset[Any]):
+    """Gives every item once, whoever asks."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        while self.items:
+            yield self.items.pop(0)
+
+
+class Streamed(Deep):
+    """Batches that cannot be read ahead."""
+
+    def batches(self, steps: int) -> Any:
+        return Stream(super().batches(steps))
+
+
+class Statistics(Awkward):
+    """Buffers of the module itself, changed before and behind the blocks, and norms without parameters between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whiten = [nn.BatchNorm1d(8, affine=False) for _ in range(2)]
+        self.blocks = nn.Sequential(dense(6, 8), whiten[0], dense(), whiten[1], dense(), nn.Linear(8, 3))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        logits = self.blocks(x - self.mean)
+        if self.training:
+            self.centre = self.centre * 0.9 + logits.detach().mean(0) * 0.1
+            self.count += 1
+        return logits - self.centre
+
+
+class Noted(Awkward):
+    """A module without parameters keeps what it saw between blocks."""
+
+    class Note(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.copy_(x.detach().mean(0))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(dense(6, 8), Noted.Note(), dense(), dense(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
 
 
 class InnerHook(Awkward):

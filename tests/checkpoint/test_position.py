@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+from torch.utils.data import DataLoader, RandomSampler
 
-from tests.checkpoint.readers import SAMPLES, read, read_on
+from lightning_3d.position import counted, counter_of
+from tests.checkpoint.readers import BATCH, SAMPLES, Numbers, Own, read, read_on
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -72,3 +74,16 @@ def test_on_another_number_of_data_ranks(tmp_path, before, after, stop):
     batches = [index for at, index, _ in given if at == 2]
     assert batches == list(range(len(batches)))
     assert [index for at, index, _ in given if at == 1][-1] == len(batches) - 1
+
+
+def test_the_users_loader_stays_as_it_is_and_looks_the_same():
+    inner = Own(range(SAMPLES), BATCH, False)
+    loader = DataLoader(Numbers(), batch_sampler=inner)
+    ours = counted(loader)
+    assert loader.batch_sampler is inner
+    assert isinstance(ours.batch_sampler, Own)
+    assert isinstance(counted(DataLoader(Numbers(), batch_size=None, shuffle=True)).sampler, RandomSampler)
+    assert ours.batch_sampler.batch_size == BATCH
+    assert len(ours) == len(loader)
+    assert counter_of(ours).inner is inner
+    assert counter_of(loader) is None

@@ -30,13 +30,41 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "optimizer", "route"), ROUTES)
+def grid(tensor, pipeline, world=None, **more):
+    return world or tensor * pipeline, {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, **more}
+
+
+LONG_ROUTES = [
+    ("DeepGPT", "adamw", [grid(2, 4), grid(4, 2)]),
+    ("DeepGPT", "sgd", [grid(4, 2), grid(2, 4)]),
+    ("DeepGPT", "adamw", [grid(1, 4), grid(4, 1), grid(2, 1), grid(1, 4), grid(1, 1), grid(2, 2)]),
+    (
+        "DeepGPT",
+        "sgd",
+        [grid(2, 2, zero_stage=0), grid(1, 2, 4, zero_stage=2), grid(4, 1), grid(2, 1, 4, zero_stage=3)],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "route"), ROUTES + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES]
+)
 def test_tensors_survive_every_change_of_layout(tmp_path, name, optimizer, route):
     world, layout = route[0]
     paths = [tmp_path / f"{index}.ckpt" for index in range(len(route))]
-    run(train, name, world, sharded(**layout), 3, None, str(paths[0]), optimizer, world=world)
+    run(train, name, world, sharded(**layout), 3, None, str(paths[0]), optimizer, world=world, timeout=200)
     for index, (world, layout) in enumerate(route[1:], 1):
-        run(resave, name, world, sharded(**layout), str(paths[index - 1]), str(paths[index]), optimizer, world=world)
+        run(
+            resave,
+            name,
+            world,
+            sharded(**layout),
+            str(paths[index - 1]),
+            str(paths[index]),
+            optimizer,
+            world=world,
+            timeout=200,
+        )
     wanted, _ = contents(paths[0])
     assert any("exp_avg" in key or "momentum" in key for key in wanted)
     for path in paths[1:]:

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import GPT, MLP, Llama
+from tests.modules import GPT, MLP, Block, Llama
 from tests.parity import QUIET
 
 
@@ -29,6 +29,14 @@ class GroupedGPT(TwoGroups, GPT):
     pass
 
 
+class DeepGPT(GroupedGPT):
+    """With a block for each of four stages, and more."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.extend(Block(16, 4) for _ in range(3))
+
+
 class GroupedMLP(TwoGroups, MLP):
     pass
 
@@ -40,7 +48,7 @@ class NoisyGPT(GroupedGPT):
         return super().loss(batch) * (1 + 0.1 * torch.rand(())) + 0.01 * float(torch.rand(()))
 
 
-MODULES = {"NoisyGPT": NoisyGPT, "GPT": GroupedGPT, "MLP": GroupedMLP, "Llama": Llama}
+MODULES = {"DeepGPT": DeepGPT, "NoisyGPT": NoisyGPT, "GPT": GroupedGPT, "MLP": GroupedMLP, "Llama": Llama}
 
 
 class SaveAt(Callback):

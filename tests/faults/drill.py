@@ -20,7 +20,7 @@ from tests.faults.squad import Squad
 from tests.parity import QUIET
 
 WORLD = 4
-TIMEOUT = 8.0
+TIMEOUT = 12.0
 LAYOUTS = {
     "zero": {"zero_stage": 1},
     "pipeline": {"pipeline_parallel_size": 2, "zero_stage": 1},

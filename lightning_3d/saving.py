@@ -19,7 +19,7 @@ from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, loader_states, places
 from lightning_3d.position import counted
 from lightning_3d.processes import Processes
-from lightning_3d.steps import Steps
+from lightning_3d.steps import PlacedSteps
 
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
@@ -29,7 +29,7 @@ class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
     _composed: Composed | None
-    _steps: Steps | None
+    _steps: PlacedSteps | None
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
 

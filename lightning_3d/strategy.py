@@ -220,7 +220,7 @@ class Strategy3D(Running):
         if fitting and self._verify == "first_step":
             first = FirstStep(module, plugin.forward_context)
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
+        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
             rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
         self._composed = composed = compose(

@@ -53,12 +53,14 @@ class Background:
         return everyone
 
     def afterwards(self, do: Callable[[], None]) -> None:
-        """Call `do` now, or where a save is under way, once it has succeeded."""
+        """Call `do` once nothing is under way, unless what was has failed."""
         with self._lock:
             if not self._over:
                 self._after.append(do)
                 return
-        do()
+            failed = self._error is not None
+        if not failed:
+            do()
 
     def wait(self, patience: float | None = None) -> None:
         """Return once nothing is under way; raise what went wrong since the last time.

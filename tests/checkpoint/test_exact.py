@@ -1,27 +1,52 @@
-"""Resumed in the same layout at the end of an epoch, a run goes on bit for bit."""
+"""Resumed in the same layout in the middle of an epoch, a run goes on bit for bit."""
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from tests.checkpoint.trainings import train
 from tests.workers import run
 
+SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
+
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "trainer"),
     [
-        {"zero_stage": 1},
-        {"zero_stage": 3},
-        {"zero_stage": 1, "grad_compression": "int8"},
-        {"zero_stage": 2, "grad_compression": "powersgd"},
+        (SHARDED | {"zero_stage": 1}, {}),
+        (FULL | {"zero_stage": 1}, {"mixed": True}),
+        (SHARDED | {"zero_stage": 0, "grad_compression": "int8"}, {}),
+        (FULL | {"zero_stage": 0, "grad_compression": "powersgd"}, {}),
+        (FULL | {"zero_stage": 1, "grad_compression": "int8"}, {}),
+        (SHARDED | {"zero_stage": 2, "grad_compression": "powersgd"}, {}),
+        (SHARDED | {"zero_stage": 3}, {"mixed": True}),
+        (SHARDED | {"zero_stage": 3, "async_checkpoint": True}, {"accumulate_grad_batches": 2, "max_steps": 8}),
+        (SHARDED | {"tensor_parallel_size": 2}, {}),
+        (SHARDED | {"pipeline_parallel_size": 2}, {}),
     ],
     ids=str,
 )
-def test_bit_for_bit(tmp_path, layout):
-    layout = {"checkpoint_format": "sharded", **layout}
-    path = str(tmp_path / "a.ckpt")
-    wanted = run(train, "NoisyGPT", 2, layout, 10, world=2)
-    run(train, "NoisyGPT", 2, layout, 5, None, path, world=2)
-    for got, whole in zip(run(train, "NoisyGPT", 2, layout, 10, path, world=2), wanted, strict=True):
-        assert got["losses"] == whole["losses"][5:]
-        assert all(torch.equal(got["weights"][name], weight) for name, weight in whole["weights"].items())
+def test_bit_for_bit(tmp_path, layout, trainer):
+    path, stop, steps = str(tmp_path / "a.ckpt"), 7, trainer.get("max_steps", 12)
+    flags = {"optimizer": "adamw", "trainer": trainer}
+    results = run(_three, layout, steps, stop, path, flags, world=2)
+    for whole, after in results:
+        assert len(after["losses"]) < len(whole["losses"])
+        assert after["losses"] == whole["losses"][-len(after["losses"]) :]
+        assert after["step"] == whole["step"]
+        assert all(torch.equal(after["weights"][name], weight) for name, weight in whole["weights"].items())
+
+
+def _three(layout, steps, stop, path, flags):
+    """Without interruption; to `stop`; and on from there."""
+
+    def go(steps, resume=None, save=None):
+        trainer = {**flags["trainer"], "max_steps": steps}
+        if trainer.pop("mixed", False):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+            trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+        return train("NoisyGPT", 2, layout, steps, resume, save, **{**flags, "trainer": trainer})
+
+    whole = go(steps)
+    go(stop, None, path)
+    return whole, go(steps, path)

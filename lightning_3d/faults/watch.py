@@ -23,7 +23,7 @@ from lightning_3d.peers import StoreGone, bounded
 
 GRACE = 30.0
 """Seconds that a rank which is stuck may stay alive once the job has failed."""
-LINGER = 5.0
+LINGER = 10.0
 """Seconds that rank 0 stays for the others once the job has failed."""
 EXIT_CODE = 1
 

@@ -8,7 +8,7 @@ from tests.faults.drill import TIMEOUT, rounds
 def _check(report, kills):
     print(report)
     assert report.kills >= kills
-    assert report.slowest < TIMEOUT + 10
+    assert report.slowest < TIMEOUT + 15
     assert report.told >= 0.9 * report.survivors
 
 
@@ -18,6 +18,7 @@ def test_short(tmp_path):
 
 @pytest.mark.long
 def test_long(tmp_path):
-    report = rounds(tmp_path, kills=100, steps=120, seed=1)
+    report = rounds(tmp_path, kills=100, steps=25, seed=1)
     _check(report, 100)
     assert report.inside >= 10
+    assert report.rounds >= 4  # every layout

@@ -64,7 +64,7 @@ def train(rank, folder, signum, slurm):
 
 def start(folder, signum, slurm=False, environment=None):
     with squad(train, str(folder), signum, slurm, world=2, folder=folder / "ended", environment=environment) as job:
-        assert job.wait(60) == []
+        assert job.wait(90) == []
         return [job.ended[rank]["returned"] for rank in range(2)]
 
 

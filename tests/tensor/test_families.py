@@ -10,6 +10,7 @@ from lightning_3d.tensor.record import record_calls
 from tests import workers
 from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.survey import share_of_blocks, survey
+from tests.tensor.threads import compare
 
 QUICK = ("qwen3", "gemma2", "bloom", "deepseek_v3", "olmo2", "gpt_oss", "bart", "albert")
 PARTLY = {
@@ -34,8 +35,8 @@ PARTLY = {
 }
 
 
-def names(quick=QUICK):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long], id=name) for name in FAMILIES]
+def names():
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long], id=name) for name in FAMILIES]
 
 
 @pytest.mark.parametrize("name", names())
@@ -62,8 +63,15 @@ def trained(names, size, **options):
                 assert torch.equal(value, results[0][name]["replicated"][parameter]), (name, parameter)
 
 
-def test_a_few_train_as_on_one_process():
-    trained(list(QUICK), 2, sequence_parallel=True)
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, True), pytest.param(3, False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", names())
+def test_shards_in_threads_train_as_one_process(name, size, sequence_parallel):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    module, batches = family.build().train(), [BATCHES[family.inputs]() for _ in range(3)]
+    _, difference = compare(module, loss_of, batches, size, sequence_parallel=sequence_parallel)
+    worst = max(difference, key=difference.__getitem__)
+    assert difference[worst] < 1e-5, (worst, difference[worst])
 
 
 @pytest.mark.long

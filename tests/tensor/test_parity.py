@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.tensor import models
+from tests.tensor.families import FAMILIES
 from tests.tensor.parity import check
 
 
@@ -114,6 +115,7 @@ def test_other_families(build, loss, batch):
         (models.llama, causal, tokens),
         (models.bert, classify, tokens),
         (models.t5, causal, tokens),
+        (FAMILIES["bart"].build, causal, tokens),  # hands its decoder an encoder state in parts, with no norm between
     ],
 )
 def test_sequence_parallel(build, loss, batch):

@@ -1,0 +1,35 @@
+"""Blocks that their user compiled are planned uncompiled, and run as compiled in shards."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tensor import models
+from tests.tensor.threads import compare
+
+
+def in_place(module):
+    for block in module.blocks:
+        block.compile(backend="eager")
+
+
+def wrapped(module):
+    for number, block in enumerate(module.blocks):
+        module.blocks[number] = torch.compile(block, backend="eager")
+
+
+def inside(module):
+    for block in module.blocks:
+        block.mlp = torch.compile(block.mlp, backend="eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("change", [in_place, wrapped, inside])
+def test_compiled_blocks_are_split(change):
+    torch.manual_seed(0)
+    module = models.nano_gpt()
+    change(module)
+    batches = [(torch.randn(2, 8, 16), torch.randn(2, 8, 16)) for _ in range(2)]
+    plan, difference = compare(module, lambda m, batch: F.mse_loss(m(batch[0]), batch[1]), batches, 2)
+    assert len(plan.splits) == 12
+    assert max(difference.values()) < 1e-5

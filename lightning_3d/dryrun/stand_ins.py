@@ -27,7 +27,7 @@ from lightning_3d.dryrun import rehearsal
 from lightning_3d.dryrun.proof import plan_large
 from lightning_3d.dryrun.world import World, apply_to_fakes
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
-from lightning_3d.pipeline import rehearse, runner, stage, traced, wire
+from lightning_3d.pipeline import rehearse, relay, runner, stage, traced, whole, wire
 from lightning_3d.pipeline.traced import Traced
 from lightning_3d.samples import record_one_batch
 from lightning_3d.tensor import infer, sample
@@ -76,10 +76,11 @@ def stand_alone(world: World, strategy: Any) -> None:
         (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
         (rehearse, "_run_whole", rehearsal.run_whole(world)),
         (rehearse, "differ", _same),
-        (rehearse, "fingerprint", _no_prints),
-        (pipeline_rehearsal, "fingerprint", _no_prints),
+        (rehearse, "unlike", _nothing),
+        (relay, "differ", _same),
         (stage, "differ", _same),
-        (stage, "fingerprint", _no_prints),
+        *((where, "fingerprint", _no_prints) for where in (rehearse, pipeline_rehearsal, relay, stage, whole)),
+        *((where, "grad_print", _no_prints) for where in (relay, whole)),
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
         (traced, "as_kind", _as_kind),
@@ -150,7 +151,8 @@ def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[...
         with pipeline.wire.ledger.aside():
             trace = function(pipeline, *args)
         pretend.flops = flops
-        pretend.memory.restart()
+        if pretend.thrifty:  # in a step, not when the pipeline is set up
+            pretend.memory.restart()
         return trace
 
     return inside

@@ -51,7 +51,7 @@ def test_a_strategy_alone_fails_where_the_job_would(capfd):
 
 
 def test_one_rank_of_each_stage_is_simulated():
-    report = dry("GPT", "1x8xh100", {"pipeline_parallel_size": 2})
+    report = dry("GPT", "1x8xh100", {"pipeline_parallel_size": 2, "num_microbatches": 2})
     assert [rank.rank for rank in report.ranks] == [0, 4]
     assert report.errors == ()
     sent = {(row.axis, row.collective): row for row in report.ranks[0].sent}

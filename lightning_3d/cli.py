@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
+from lightning_3d import register
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.front.train import VERBS, train
 
@@ -18,6 +19,8 @@ COMMANDS = {
     "export": ("lightning_3d.checkpoint.cli_export", "safetensors from a sharded checkpoint, for from_pretrained"),
 }
 """Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
+LIGHT = ("plan",)
+"""Commands that import torch and Lightning by themselves, where they need them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is None or name not in {**COMMANDS, **VERBS}:
         return _top_level(arguments)
     try:
+        if name not in LIGHT and "--help" not in arguments:
+            register()
         if name in VERBS:
             return train(arguments)
         command = import_module(COMMANDS[name][0])

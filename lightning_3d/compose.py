@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_3d.anatomy import Anatomy
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.communication import Communication
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.mesh import shard_mesh
@@ -74,6 +75,7 @@ class Composed:
     stages: Stages | None = None
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
     splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
+    ledger: Ledger | None = None
 
     @property
     def swaps(self) -> dict[nn.Parameter, nn.Parameter]:
@@ -141,7 +143,7 @@ def compose(
     Args:
         training: without it no optimizer states or gradients exist, so that only stage 3 has something to shard.
     """
-    result = Composed(module, originals=dict(module.named_parameters()))
+    result = Composed(module, originals=dict(module.named_parameters()), ledger=communication.ledger)
     if plans.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
         per_rank = plans.split.num_stages // group.size()

@@ -89,6 +89,7 @@ def make_steps(
             num_microbatches=layout.num_microbatches,
             loss_scope=choices.loss_scope,
             hooks=hooks,
+            ledger=composed.ledger,
         )
 
     def scale() -> float:

@@ -60,6 +60,8 @@ class Processes(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._communication: Communication | None = None
         self._failed = False
+        self._chooses = False
+        """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -141,12 +143,17 @@ class Processes(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
         )
-        layout = check_same_layout(self._layout_or_error(), self.world_size)
-        self._mesh = build_mesh(layout, self.root_device.type)
+        check_same_layout(self._layout_or_error(), self.world_size)
+        self._failed, self._mesh = False, None
+        if not self._chooses:
+            self._open_axes()
+
+    def _open_axes(self) -> None:
+        """Groups and mesh of the layout. Every rank must call it."""
+        self._mesh = build_mesh(self.layout, self.root_device.type)
         self._communication = Communication(
-            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
+            self.layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
-        self._failed = False
         self._module._device_mesh = self._mesh
 
     @property

@@ -61,6 +61,7 @@ def _first_batch(trainer: Trainer) -> Any:
     finally:
         combined.reset()
         loop._combined_loader = None  # the loop sets its data up anew: its iterator draws what one device would draw
+        loop._data_fetcher = None  # or tearing down after an error before training fails in turn, and hides the error
     return batch
 
 

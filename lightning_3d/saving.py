@@ -72,10 +72,9 @@ class Saving(Processes):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Go on with the random streams and leftovers of the checkpoint before the next epoch draws its order."""
-        if self._own_states and self._module.trainer.training:
+        if self._own_states and self._steps is not None and self._module.trainer.training:
             states, self._own_states = self._own_states, ()
             if len(states) == self.world_size and same_layout(states[self.global_rank], self.layout):
-                assert self._steps is not None
                 assert self._communication is not None
                 mine = materialize(states[self.global_rank])
                 restore_own(mine, self._steps.random, self._communication.compressions)

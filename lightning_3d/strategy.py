@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
+from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checked import CheckedSteps
@@ -35,6 +36,7 @@ from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
+from lightning_3d.planner.choose import Fixed
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.running import Running
@@ -46,10 +48,13 @@ class Strategy3D(Running):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
+        layout: "auto" lets the planner choose the three sizes and the ZeRO stage, for the module, its first batch and
+            the devices that are there, and say why; those that are given beside it are kept.
         data_parallel_size: ranks that see different data; "auto" takes what the other axes leave.
-        tensor_parallel_size: ranks that share every large matrix.
-        pipeline_parallel_size: ranks that hold different blocks.
-        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        tensor_parallel_size: ranks that share every large matrix; 1 if not given.
+        pipeline_parallel_size: ranks that hold different blocks; 1 if not given.
+        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
+            1 if not given.
         zero_shard_size: share among so many data ranks only and replicate between them (hybrid shard).
         schedule: order of forwards and backwards in the pipeline.
         stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
@@ -78,10 +83,11 @@ class Strategy3D(Running):
     def __init__(
         self,
         *,
+        layout: LayoutChoice = "given",
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        zero_stage: ZeroStage = 1,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        zero_stage: ZeroStage | None = None,
         zero_shard_size: int | None = None,
         schedule: Schedule = "1f1b",
         stages_per_rank: int = 1,
@@ -119,9 +125,9 @@ class Strategy3D(Running):
         )
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            zero_stage=zero_stage,
+            tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
+            pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
+            zero_stage=1 if zero_stage is None else zero_stage,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
@@ -132,6 +138,10 @@ class Strategy3D(Running):
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
+        data = None if data_parallel_size == "auto" else data_parallel_size
+        given = Fixed(data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage)
+        self._auto = auto_layout(layout, self._wanted, given)
+        self._chooses = self._auto is not None
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
@@ -146,8 +156,8 @@ class Strategy3D(Running):
     @property
     def layout(self) -> Layout:
         """The layout for the number of processes there are."""
-        layout = self._wanted
-        if self._data_parallel_size == "auto":
+        layout = self._wanted if self._auto is None else self._auto.layout(self.world_size)
+        if self._auto is None and self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
         return replace(layout, zero_shard_size=self._zero_shard_size)
@@ -192,6 +202,9 @@ class Strategy3D(Running):
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module(module, fitting)
+        if self._auto is not None:
+            self._auto.choose(trainer, module, self, self._to_device)
+            self._open_axes()
         _use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -292,6 +305,8 @@ class Strategy3D(Running):
         return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
 
     def process_dataloader(self, dataloader: object) -> object:
+        if self._mesh is None:  # a look at the first batch, for the choice of a layout
+            return dataloader
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return super().process_dataloader(dataloader)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
@@ -69,6 +70,7 @@ class Pipeline:
         num_microbatches: int | Literal["auto"] = "auto",
         loss_scope: Literal["microbatch", "batch"] = "microbatch",
         hooks: Hooks | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """
         Args:
@@ -81,11 +83,12 @@ class Pipeline:
             loss_scope: "batch" computes head and loss once on the whole batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
             hooks: of the ZeRO and precision layers.
+            ledger: told of all that is sent.
         """
         check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
         self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
-        self.wire = Wire(group, device or torch.device("cpu"))
+        self.wire = Wire(group, device or torch.device("cpu"), ledger)
         self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
         self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
         self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())

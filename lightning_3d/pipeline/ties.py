@@ -64,6 +64,7 @@ class Ties:
         operations = []
         for rank in others:
             operations.append(dist.P2POp(dist.isend, mine, group=self.wire.group, group_peer=rank, tag=_TAG))
+            self.wire.count("tie", mine)
             operations.append(dist.P2POp(dist.irecv, buffers[rank], group=self.wire.group, group_peer=rank, tag=_TAG))
         with self.wire.naming("exchanging gradients of tied parameters"):
             for work in dist.batch_isend_irecv(operations):

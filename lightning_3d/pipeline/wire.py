@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
 from lightning_3d.pipeline.traced import not_a_view
 
@@ -37,6 +39,8 @@ class Wire:
 
     group: dist.ProcessGroup
     device: torch.device
+    ledger: Ledger | None = None
+    """Told of all that this rank sends."""
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
@@ -58,6 +62,7 @@ class Wire:
                 work = dist.isend(data, group=self.group, group_dst=to, tag=tag)
             assert work is not None
             self.sending.append((work, data, what))
+            self.count("send", data)
 
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
         """Start receiving tensors of `specs`; their memory is taken now."""
@@ -130,7 +135,14 @@ class Wire:
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=source)
+            if self.rank == source:
+                self.count("share", tensor)
         return tensor
+
+    def count(self, what: str, tensor: Tensor) -> None:
+        """Note in the ledger that `tensor` was sent (to one rank; a shared one is passed on by those who got it)."""
+        if self.ledger is not None:
+            self.ledger.add(PIPELINE_AXIS, what, tensor.numel() * tensor.element_size())
 
     def naming(self, what: str, peer: int | None = None) -> "_naming":
         """Errors of the process group inside say `what` was being done."""

@@ -155,12 +155,37 @@ def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
         assert main(shlex.split(here.replace("n_layer", "layers"))[1:]) == 0, capsys.readouterr().err
 
 
-def test_top_level_help_lists_commands_without_importing_them():
-    code = "import sys, lightning_3d.cli as c; c.main(['--help'])"
-    check = "import atexit, sys; atexit.register(lambda: print('LOADED', 'lightning_3d.planner.search' in sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", f"{check}; {code}"], capture_output=True, text=True, timeout=120)
-    assert "LOADED False" in shown.stdout
-    assert all(name in shown.stdout for name in COMMANDS)
+COMMAND_LINE = """
+import atexit, sys
+sys.argv = ["/somewhere/bin/lightning-3d", *sys.argv[1:]]
+heavy = ("torch", "lightning", "numpy", "lightning_3d.strategy", "lightning_3d.planner.search")
+atexit.register(lambda: print("LOADED", *(name for name in heavy if name in sys.modules)))
+from lightning_3d.cli import main
+sys.exit(main())
+"""
+
+
+def from_the_shell(*words):
+    shown = subprocess.run([sys.executable, "-c", COMMAND_LINE, *words], capture_output=True, text=True, timeout=120)
+    text, _, loaded = shown.stdout.partition("LOADED")
+    return shown.returncode, text, shown.stderr, loaded.split()
+
+
+def test_help_and_plans_of_named_models_import_neither_torch_nor_lightning():
+    code, text, _, loaded = from_the_shell("--help")
+    assert (code, loaded) == (0, [])
+    assert all(name in text for name in COMMANDS)
+    code, text, _, loaded = from_the_shell("plan", "70b", "--cluster", "1250x8xh100")
+    assert (code, loaded) == (0, ["lightning_3d.planner.search"])
+    assert "10000 x NVIDIA H100" in text
+    assert from_the_shell("plan", "70b", "--cluster", "8xh10")[0] == 2
+
+
+def test_a_module_that_uses_a_strategy_s_name_when_imported_finds_it():
+    flags = ["--inputs", "2x17:int64", "--batch", "8", "--samples", "1000", "--cluster", "2xa100", "--json"]
+    code, text, error, _ = from_the_shell("plan", "tests.planner.eager.Eager", *flags)
+    assert code == 0, error
+    assert json.loads(text)["job"]["model"] == "Eager"
 
 
 def test_unknown_command(capsys):

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import measure
+from lightning_3d.planner.here import machine_memory
 
 TIMEOUT = 120
 """Seconds after which a measurement is given up."""
@@ -37,6 +38,8 @@ def calibrate(name: str) -> dict[str, Any]:
             "peak_tflops": peaks,
             "matrix_share": 1.0,
             "memory_gb_per_s": _round(slowest["memory"] / 1e9),
+            "update_gb_per_s": _round(slowest["update"] / 1e9),
+            "cores": 0 if cuda else devices,
             "devices_per_node": devices,
             "node_link_gb_per_s": _round(slowest["link"] / 1e9),
             "cluster_link_gb_per_s": _round(slowest["link"] / 1e9),
@@ -89,6 +92,7 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=wait)
     measured = {name: measure.matrix_rate(device, dtype, 4096 if cuda else 768) for name, dtype in DTYPES.items()}
     measured["memory"] = measure.memory_rate(device)
+    measured["update"] = measure.update_rate(device)
     measured["loop"] = loop
     measured["collective"] = measure.collective_seconds(device) if world > 1 else 0.0
     measured["launch"] = measure.launch_seconds(device)
@@ -105,7 +109,7 @@ def _host_rate(device: torch.device) -> float:
 
 def _memory(cuda: bool, devices: int) -> tuple[float, float]:
     """Bytes per device, and of host memory per device."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+    host = machine_memory() / devices
     return (torch.cuda.get_device_properties(0).total_memory if cuda else host), host
 
 

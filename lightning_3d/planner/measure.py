@@ -36,6 +36,16 @@ def memory_rate(device: torch.device) -> float:
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source), device)
 
 
+def update_rate(device: torch.device) -> float:
+    """Bytes per second of AdamW on 2M parameters in matrices: weights and gradients once, states read and written."""
+    parameters = [nn.Parameter(torch.zeros(1024, 512, device=device)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+    elements = sum(parameter.numel() for parameter in parameters)
+    return 24 * elements / best_seconds(optimizer.step, device)
+
+
 def launch_seconds(device: torch.device) -> float:
     """Forward and backward of a block so small that only starting its kernels takes time."""
     block = _TinyBlock().to(device)

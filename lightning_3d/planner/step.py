@@ -163,7 +163,8 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
         return 0.0
     per = job.per_parameter
     touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
-    return touched / (cluster.accelerator.memory_gb_per_s * 1e9)
+    device = cluster.accelerator
+    return touched / ((device.update_gb_per_s or device.memory_gb_per_s) * 1e9)
 
 
 def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:

@@ -6,9 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.planner.modules import Block
-
-STEPS = 8
+STEPS = 12
 
 
 class Sized(LightningModule):
@@ -26,6 +24,31 @@ class Sized(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.qkv(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
 class GPT(Sized):
     """Learned positions, tied head."""
 
@@ -33,7 +56,7 @@ class GPT(Sized):
         super().__init__()
         self.vocabulary, self.context = vocabulary, context
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, 8) for _ in range(layers))
+        self.blocks = nn.ModuleList([Block(width, 8) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 

@@ -6,7 +6,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner import calibrate, measure
 from lightning_3d.planner.catalogue import Catalogue
 
-RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "link": 8e8, "host": 1e10}
+RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "update": 5e9, "link": 8e8, "host": 1e10}
 WAITS = {"launch": 5e-4, "collective": 1e-3, "loop": 8e-3}
 MEASURED = {**RATES, **WAITS}
 
@@ -41,6 +41,7 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e6 < measure.matrix_rate(cpu, torch.float32, 64) < 1e15
     assert 1e6 < measure.memory_rate(cpu) < 1e14
     assert 1e-6 < measure.launch_seconds(cpu) < 1
+    assert 1e6 < measure.update_rate(cpu) < 1e14
     assert measure.disk_rate(tmp_path) > 1e3
     assert 1e-5 < measure.loop_seconds(steps=4) < 5
 

@@ -96,6 +96,15 @@ def test_config_files(tmp_path):
     path.write_text(json.dumps({"model_type": "mixtral", **SMALL}))
     with pytest.raises(PlannerError, match=r"'mixtral' is not one"):
         read_config(path)
+    for wrong, said in (
+        ({"intermediate_size": "wide"}, "intermediate_size='wide' must be a whole number"),
+        ({"num_key_value_heads": 3}, "heads=4 do not share kv_heads=3 evenly"),
+        ({"head_dim": -1}, "head_dim=-1"),
+        ({"model_type": None}, "lacks model_type"),
+    ):
+        path.write_text(json.dumps({"model_type": "llama", **SMALL, **wrong}))
+        with pytest.raises(PlannerError, match=said):
+            read_config(path)
     path.write_text("{")
     with pytest.raises(PlannerError, match="not JSON"):
         read_config(path)

@@ -84,6 +84,15 @@ class Watch(Callback):
         }
 
 
+def by_axis(sent: dict[str, int]) -> dict[str, int]:
+    """The bytes of each axis, whatever they were sent for."""
+    axes: dict[str, int] = {}
+    for row, amount in sent.items():
+        axis = row.split()[0]
+        axes[axis] = axes.get(axis, 0) + amount
+    return axes
+
+
 def local_bytes(tensor: Tensor) -> int:
     if tensor.device.type == "meta":
         return 0

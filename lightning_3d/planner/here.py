@@ -69,14 +69,17 @@ def _entry_of(gpu: str) -> str:
 
 def _cpu(processes: int) -> Accelerator:
     catalogue = Catalogue.load()
+    device = catalogue.find(CALIBRATED) if CALIBRATED in catalogue.names else _part_of_a_server(processes)
     memory = machine_memory() / processes / 1e9
-    own = {"memory_gb": memory, "host_memory_gb": memory, "reserved_gb": 0.0}
-    if CALIBRATED in catalogue.names:
-        return replace(catalogue.find(CALIBRATED), **own)
-    server = catalogue.find("cpu")  # a whole one: each process here has its share of this machine's cores
+    return replace(device, memory_gb=memory, host_memory_gb=memory, reserved_gb=0.0)
+
+
+def _part_of_a_server(processes: int) -> Accelerator:
+    """The catalogue's `cpu` is a whole server: a process here has its share of this machine's cores."""
+    server = Catalogue.load().find("cpu")
     share = (os.cpu_count() or 1) / SERVER_CORES / processes
     peaks = MappingProxyType({dtype: peak * share for dtype, peak in server.peak_tflops.items()})
-    return replace(server, peak_tflops=peaks, memory_gb_per_s=server.memory_gb_per_s * share, **own)
+    return replace(server, peak_tflops=peaks, memory_gb_per_s=server.memory_gb_per_s * share)
 
 
 def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:

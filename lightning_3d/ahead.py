@@ -38,7 +38,10 @@ def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, R
 
 @contextmanager
 def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """`module` with parameters and buffers that have shapes and no memory, tied ones still tied."""
+    """`module` with parameters and buffers that have shapes and no memory, tied ones still tied.
+
+    What is assigned to attributes of its parts meanwhile is forgotten.
+    """
     made: dict[int, Any] = {}
 
     def fake(tensors: dict[str, Any]) -> None:
@@ -46,13 +49,15 @@ def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
             if real is not None:
                 tensors[name] = made.setdefault(id(real), mode.from_tensor(real))
 
-    before = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    before = [(part, dict(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     try:
         for part in module.modules():
             fake(part._parameters)
             fake(part._buffers)
         yield
     finally:
-        for part, parameters, buffers in before:
+        for part, attributes, parameters, buffers in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
             part._parameters.update(parameters)
             part._buffers.update(buffers)

@@ -224,9 +224,13 @@ def test_measuring_leaves_the_module_as_it_was():
     module = MODULES["GPT"]()
     before = {name: (id(p), p.clone()) for name, p in module.named_parameters(remove_duplicate=False)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module.norm.seen_width = 16
     with fake_tensors(module, mode):
+        module.norm.last, module.norm.seen_width = torch.ones(1), 17
         assert module.head.weight is module.embed.weight
         assert all(isinstance(p, FakeTensor) for p in module.parameters())
+    assert module.norm.seen_width == 16
+    assert not hasattr(module.norm, "last")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])

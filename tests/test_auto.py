@@ -234,3 +234,22 @@ def test_measuring_leaves_the_module_as_it_was():
     for name, parameter in module.named_parameters(remove_duplicate=False):
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
+
+
+def _resume(folder, kind):
+    flags = {**QUIET, "devices": 2, "limit_val_batches": 0}
+    choose = {"layout": "auto", "quiet": True, "checkpoint_format": kind}
+    torch.manual_seed(7)
+    first, path = build("GPT"), f"{folder}/{kind}.ckpt"
+    trainer = Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=2)
+    trainer.fit(first)
+    trainer.save_checkpoint(path)
+    second = build("GPT")
+    Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=4).fit(second, ckpt_path=path, weights_only=False)
+    return first.seen + second.seen
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_training_goes_on_from_a_checkpoint_under_a_chosen_layout(tmp_path, kind):
+    for losses in run(_resume, str(tmp_path), kind, world=2):
+        torch.testing.assert_close(losses, reference("GPT", {}, {})["losses"], rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner.advice import explain_misfit
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.notes import notes_on
+from lightning_3d.planner.notes import counted_only, notes_on
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.question import (
@@ -96,7 +96,7 @@ def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> 
     if not plans:
         raise PlannerError("; ".join(missing) or "--compare names nothing: write a100-80g,h100,tpu-v4.")
     plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
-    notes = (*missing, *notes_on(args, plans[0]))
+    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *counted_only(plans)]))
     shown = _named_rows(plans)
     return Answer(plans=tuple(plans), notes=notes, text="\n".join([*job_lines(plans[0].job), "", shown, "", *notes]))
 

@@ -55,9 +55,9 @@ class Accelerator:
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
     collective_us: float = 20
     """Microseconds that starting and ending one collective takes, however little it sends."""
-    shard_us: float = 100
+    shard_us: float = 40
     """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
-    stage_us: float = 1000
+    stage_us: float = 40
     """Microseconds that a pipeline rank needs for a microbatch, beside computing."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""

@@ -35,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_LLAMA, "tied": True},
     "qwen2": {**_LLAMA, "qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_norm": True},
+    "granite": _LLAMA,
+    "phi3": _LLAMA,
 }
 _LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}
 """Families with a position table, and the rows it has beyond the longest sequence."""

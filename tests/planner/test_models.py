@@ -71,6 +71,7 @@ FIELDS = {
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "gemma": {**SMALL, "num_key_value_heads": 1, "head_dim": 16},
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "phi3": {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama": {**SMALL, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
 }
 

@@ -1,14 +1,12 @@
 """What the planner says of each rank, against what real ranks held and sent."""
 
-from functools import cache
-
 import pytest
 
 from lightning_3d import Strategy3D
 from lightning_3d.forecast import forecast
 from lightning_3d.planner.here import cluster_here
 from tests.planner.sized import LAYOUTS, SIZED
-from tests.planner.watching import by_axis, watch
+from tests.planner.watching import by_axis, predicted, watch
 from tests.workers import run
 
 SMALL = {
@@ -17,14 +15,6 @@ SMALL = {
     "Llama": {"width": 64, "layers": 4, "vocabulary": 128, "context": 32},
 }
 QUICK = [("GPT", "4 tensor x pipeline"), ("ResidualMLP", "2 zero3"), ("Llama", "2 tensor"), ("GPT", "2 zero0")]
-
-
-@cache
-def predicted(name, layout, small):
-    world = int(layout.split()[0])
-    module = SIZED[name](**(SMALL[name] if small else {}))
-    wanted = Strategy3D(**LAYOUTS[layout])._wanted.fit(world)
-    return forecast(module, module.batch(), wanted, cluster_here("cpu", devices_per_node=world))
 
 
 def compare_rank(rank, seen):
@@ -38,9 +28,9 @@ def compare_rank(rank, seen):
 def test_states_and_bytes_of_every_axis_are_exact(name, layout):
     world = int(layout.split()[0])
     results = run(watch, name, layout, SMALL[name], world=world, timeout=90)
-    for rank, seen in zip(predicted(name, layout, True).ranks, results, strict=True):
+    for rank, seen in zip(predicted(name, layout, **SMALL[name]).ranks, results, strict=True):
         compare_rank(rank, seen)
-    axes = {axis for rank in predicted(name, layout, True).ranks for axis, sent in rank.sent.items() if sent}
+    axes = {axis for rank in predicted(name, layout, **SMALL[name]).ranks for axis, sent in rank.sent.items() if sent}
     assert axes, "something is sent in each of these"
 
 
@@ -50,7 +40,7 @@ def test_states_and_bytes_of_every_axis_are_exact(name, layout):
 def test_states_bytes_and_peak_memory_of_every_layout(name, layout):
     world = int(layout.split()[0])
     results = run(watch, name, layout, world=world, timeout=120)
-    for rank, seen in zip(predicted(name, layout, False).ranks, results, strict=True):
+    for rank, seen in zip(predicted(name, layout).ranks, results, strict=True):
         compare_rank(rank, seen)
         assert rank.peak == pytest.approx(seen["peak"], rel=0.10)
 

@@ -76,6 +76,10 @@ def _after_forward(
     activations = stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
     gradients = kept.gradients
+    if streams_weights(layout):
+        # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
+        first_backward = 2 * _block_gradients(job, layout)
+        gradients, buffers = max((gradients, buffers), (0.0, buffers + first_backward), key=sum)
     if layout.pipeline_parallel_size > 1:
         buffers += FRESH_GRADIENTS * _block_gradients(job, layout)
         if held_microbatches(layout, stage, microbatches) >= microbatches:

@@ -7,24 +7,14 @@ only ever adds.
 import argparse
 import os
 import tempfile
-from itertools import combinations
 from pathlib import Path
 
-from lightning_3d import Strategy3D
-from lightning_3d.forecast import Forecast, forecast
+from lightning_3d.forecast import Forecast
 from lightning_3d.planner.calibrate import calibrate, write_entry
-from lightning_3d.planner.here import CALIBRATED, cluster_here
+from lightning_3d.planner.here import CALIBRATED
 from tests.planner.sized import LAYOUTS, SIZED
-from tests.planner.watching import by_axis, watch
+from tests.planner.watching import Measured, by_axis, in_order, predicted, seconds, watch
 from tests.workers import run
-
-Measured = list[dict]
-
-
-def predicted(name: str, layout: str) -> Forecast:
-    world = int(layout.split()[0])
-    module, wanted = SIZED[name](), Strategy3D(**LAYOUTS[layout])._wanted
-    return forecast(module, module.batch(), wanted.fit(world), cluster_here("cpu", devices_per_node=world))
 
 
 def line(name: str, layout: str, said: Forecast, seen: Measured) -> str:
@@ -42,17 +32,6 @@ def line(name: str, layout: str, said: Forecast, seen: Measured) -> str:
         f"{name:<12} {layout:<19} {_exact(states):>6} {_exact(sent):>6} {min(peaks):5.2f} {max(peaks):5.2f}"
         f" {1e3 * time:8.1f} {1e3 * real:8.1f} {time / real:6.2f}"
     )
-
-
-def seconds(seen: Measured) -> float:
-    """Of the quickest step: a step ends when the last rank does."""
-    return min(map(max, zip(*(one["times"][2:-1] for one in seen), strict=True)))
-
-
-def in_order(pairs: list[tuple[float, float]]) -> float:
-    """The share of pairs of layouts of which the quicker one is the one that was said to be."""
-    compared = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(pairs, 2)]
-    return sum(compared) / len(compared)
 
 
 def main() -> None:

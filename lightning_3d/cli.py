@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from lightning_3d import register
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.front.train import VERBS, train
 
@@ -19,6 +20,8 @@ COMMANDS = {
     "export": ("lightning_3d.checkpoint.cli_export", "safetensors from a sharded checkpoint, for from_pretrained"),
 }
 """Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
+LIGHT = ("plan",)
+"""Commands that import torch and Lightning by themselves, where they need them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is None or name not in {**COMMANDS, **VERBS}:
         return _top_level(arguments)
     try:
+        if name not in LIGHT and "--help" not in arguments:
+            register()
         if name in VERBS:
             return train(arguments)
         command = import_module(COMMANDS[name][0])
@@ -61,8 +66,23 @@ def _top_level(arguments: list[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     """One line on stderr and exit code 2, without the usage of every flag."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(None if args is None else _with_amounts(args), namespace)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows examples)\n")
+
+
+def _with_amounts(arguments: Sequence[str]) -> list[str]:
+    """`--tokens -5B` as `--tokens=-5B`: argparse takes it for a flag of its own and says nothing of the amount."""
+    joined: list[str] = []
+    for argument in arguments:
+        amount = argument[:1] == "-" and (argument[1:2].isdigit() or argument[1:2] == ".")
+        if amount and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _parser_of(name: str, command: ModuleType) -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 from typing import Any
 
 NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("3d", "the layout that the arguments give", {}),
+    ("3d", "the layout that the planner chooses", {"layout": "auto"}),
     ("3d_zero0", "data parallel, everything replicated", {"zero_stage": 0}),
     ("3d_zero1", "data parallel, optimizer states sharded", {"zero_stage": 1}),
     ("3d_zero2", "data parallel, gradients and optimizer states sharded", {"zero_stage": 2}),

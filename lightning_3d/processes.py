@@ -64,6 +64,8 @@ class Processes(ParallelStrategy):
         self._communication: Communication | None = None
         self._failed = self._judged = False
         self._watch: Watch | None = None
+        self._chooses = False
+        """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -152,9 +154,15 @@ class Processes(ParallelStrategy):
         self._before_layout()
         layout = check_same_layout(self._layout_or_error(), self.world_size)
         self._watch = self._start_watch(layout)
-        self._mesh = build_mesh(layout, self.root_device.type, self._timeout)
+        self._mesh = None
+        if not self._chooses:
+            self._open_axes()
+
+    def _open_axes(self) -> None:
+        """Groups and mesh of the layout. Every rank must call it."""
+        self._mesh = build_mesh(self.layout, self.root_device.type, self._timeout)
         self._communication = Communication(
-            layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
+            self.layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
         self._module._device_mesh = self._mesh
 

@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
+from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_module
+from lightning_3d.checks import check_module, use_no_grad
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
@@ -37,6 +38,7 @@ from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
+from lightning_3d.planner.choose import Fixed
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.resuming import Resume
@@ -49,10 +51,13 @@ class Strategy3D(Running):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
+        layout: "auto" lets the planner choose the three sizes and the ZeRO stage, for the module, its first batch and
+            the devices that are there, and say why; those that are given beside it are kept.
         data_parallel_size: ranks that see different data; "auto" takes what the other axes leave.
-        tensor_parallel_size: ranks that share every large matrix.
-        pipeline_parallel_size: ranks that hold different blocks.
-        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
+        tensor_parallel_size: ranks that share every large matrix; 1 if not given.
+        pipeline_parallel_size: ranks that hold different blocks; 1 if not given.
+        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
+            1 if not given.
         zero_shard_size: share among so many data ranks only and replicate between them (hybrid shard).
         schedule: order of forwards and backwards in the pipeline.
         stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
@@ -87,10 +92,11 @@ class Strategy3D(Running):
     def __init__(
         self,
         *,
+        layout: LayoutChoice = "given",
         data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        zero_stage: ZeroStage = 1,
+        tensor_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        zero_stage: ZeroStage | None = None,
         zero_shard_size: int | None = None,
         schedule: Schedule = "1f1b",
         stages_per_rank: int = 1,
@@ -119,23 +125,16 @@ class Strategy3D(Running):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
-            resume=resume,
-            checkpoint_format=checkpoint_format,
-            async_checkpoint=async_checkpoint,
-            timeout=timeout,
-            start_method=start_method,
-            process_group_backend=process_group_backend,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            resume=resume, checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, timeout=timeout,
+            start_method=start_method, process_group_backend=process_group_backend, accelerator=accelerator,
+            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )
+        )  # fmt: skip
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            zero_stage=zero_stage,
+            tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
+            pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
+            zero_stage=1 if zero_stage is None else zero_stage,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
@@ -146,6 +145,10 @@ class Strategy3D(Running):
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
+        data = None if data_parallel_size == "auto" else data_parallel_size
+        given = Fixed(data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage)
+        self._auto = auto_layout(layout, self._wanted, given)
+        self._chooses = self._auto is not None
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
         self._grad_sync: GradSync | Literal["auto"] = grad_sync
@@ -169,7 +172,9 @@ class Strategy3D(Running):
     def layout(self) -> Layout:
         """The layout for the number of processes there are."""
         layout = self._refitted or self._wanted
-        if self._data_parallel_size == "auto":
+        if self._auto is not None:
+            layout = self._auto.layout(self.world_size)
+        elif self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
         return replace(layout, zero_shard_size=self._zero_shard_size)
@@ -218,7 +223,10 @@ class Strategy3D(Running):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._begin_run(trainer)
         check_module(module, fitting)
-        _use_no_grad(trainer)
+        if self._auto is not None:
+            self._auto.choose(trainer, module, self, self._to_device)
+            self._open_axes()
+        use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
                 self._layer_sync = DataBatchNorm(self.data_group)
@@ -252,17 +260,9 @@ class Strategy3D(Running):
             _optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.coordinate, self.root_device)
         steps = make_steps(
-            trainer,
-            composed,
-            plans,
-            self.layout,
-            self._choices,
-            mesh=self.mesh,
-            random=random,
-            plugin=plugin,
-            device=self.root_device,
-            ledger=self._sending.ledger,
-        )
+            trainer, composed, plans, self.layout, self._choices, mesh=self.mesh, random=random, plugin=plugin,
+            device=self.root_device, ledger=self._sending.ledger,
+        )  # fmt: skip
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
         self._steps = CheckedSteps(
             steps,
@@ -319,6 +319,8 @@ class Strategy3D(Running):
         return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
 
     def process_dataloader(self, dataloader: object) -> object:
+        if self._mesh is None:  # a look at the first batch, for the choice of a layout
+            return dataloader
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return super().process_dataloader(dataloader)
 
@@ -355,9 +357,3 @@ class Strategy3D(Running):
         """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
         for name, description, arguments in NAMES:
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
-
-
-def _use_no_grad(trainer: Trainer) -> None:
-    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop.inference_mode = False

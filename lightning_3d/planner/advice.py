@@ -15,6 +15,9 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
     name, device = job.profile.name, cluster.accelerator
     lean = leanest(job, cluster, pins)
     if lean is None:
+        wrong = impossible(job, cluster, pins)
+        if wrong:
+            return f"{name} on {cluster}: {wrong}."
         return (
             f"{name}: no layout of {cluster.devices} devices divides a batch of {job.batch} samples and"
             f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
@@ -30,6 +33,22 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
         f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}."
         f" {remedy(job, cluster, pins, catalogue)}"
     )
+
+
+def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
+    """What is wrong with what is fixed, where one number says it."""
+    sizes = {"--tensor": pins.tensor, "--pipeline": pins.pipeline}
+    for flag, size in sizes.items():
+        if size is not None and cluster.devices % size:
+            return f"{flag} {size} does not divide {cluster.devices} devices"
+    if pins.tensor is not None and not job.profile.can_split(pins.tensor):
+        parts = ", ".join(map(str, job.profile.tensor_divides))
+        return f"--tensor {pins.tensor} must divide each of {parts} (heads, key-value heads, feed-forward width)"
+    if pins.pipeline is not None and pins.pipeline > job.profile.layers:
+        return f"--pipeline {pins.pipeline} is more than its {job.profile.layers} blocks"
+    if pins.schedule in ("1f1b", "gpipe") and pins.chunks not in (None, 1):
+        return f"--schedule {pins.schedule} has one stage on a rank, not --stages-per-rank {pins.chunks}"
+    return None
 
 
 def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:

@@ -7,7 +7,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner.advice import explain_misfit
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.notes import notes_on
+from lightning_3d.planner.notes import counted_only, notes_on
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.question import (
@@ -46,7 +46,7 @@ class Answer:
 def answer(args: Namespace) -> Answer:
     """The answer to the question that `args` ask."""
     profile, catalogue = profile_of(args), catalogue_of(args)
-    if args.compare:
+    if args.compare is not None:
         return _answer_compare(args, profile, catalogue)
     plans = _plans_for(args, profile, catalogue, _asked_cluster(args, catalogue))
     best = plans[0]
@@ -86,17 +86,17 @@ def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster:
 
 def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> Answer:
     plans, missing = [], []
-    for name in args.compare.split(","):
-        accelerator = accelerator_of(args, catalogue, name.strip())
+    for name in filter(None, (name.strip() for name in args.compare.split(","))):
+        accelerator = accelerator_of(args, catalogue, name)
         cluster = Cluster.of(accelerator, _compared_devices(args, catalogue))
         try:
             plans.append(_plans_for(args, profile, catalogue, cluster)[0])
         except PlannerError as error:
             missing.append(f"{accelerator.name}: {error}")
     if not plans:
-        raise PlannerError("; ".join(missing))
+        raise PlannerError("; ".join(missing) or "--compare names nothing: write a100-80g,h100,tpu-v4.")
     plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
-    notes = (*missing, *notes_on(args, plans[0]))
+    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *counted_only(plans)]))
     shown = _named_rows(plans)
     return Answer(plans=tuple(plans), notes=notes, text="\n".join([*job_lines(plans[0].job), "", shown, "", *notes]))
 

@@ -13,10 +13,14 @@ from omegaconf import OmegaConf
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import measure
+from lightning_3d.planner.engine import engine_seconds
+from lightning_3d.planner.here import machine_memory
 
 TIMEOUT = 120
 """Seconds after which a measurement is given up."""
-WAITS = {"launch": "block_launch_us", "collective": "collective_us", "loop": "step_us"}
+WAITS = {
+    "launch": "block_launch_us", "sum": "collective_us", "loop": "step_us", "shard": "shard_us", "stage": "stage_us"
+}  # fmt: skip
 """What is measured as seconds; the rest are rates."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -37,6 +41,8 @@ def calibrate(name: str) -> dict[str, Any]:
             "peak_tflops": peaks,
             "matrix_share": 1.0,
             "memory_gb_per_s": _round(slowest["memory"] / 1e9),
+            "update_gb_per_s": _round(slowest["update"] / 1e9),
+            "cores": 0 if cuda else devices,
             "devices_per_node": devices,
             "node_link_gb_per_s": _round(slowest["link"] / 1e9),
             "cluster_link_gb_per_s": _round(slowest["link"] / 1e9),
@@ -44,7 +50,7 @@ def calibrate(name: str) -> dict[str, Any]:
             "host_link_gb_per_s": _round(slowest["host"] / 1e9),
             "host_memory_gb": _round(host / 1e9),
             "disk_gb_per_s": _round(measure.disk_rate(Path.cwd()) / 1e9),
-            **{field: _round(slowest[key] * 1e6) for key, field in WAITS.items()},
+            **{field: _round(slowest[key] * 1e6) for key, field in WAITS.items() if key in slowest},
             "reserved_gb": 1.0 if cuda else 0.0,
         }
     }
@@ -83,18 +89,16 @@ def _measure(folder: str, *, world: int, cuda: bool) -> list[dict[str, float]]:
 def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    loop = measure.loop_seconds()  # before there is a process group that a Trainer would look at
-    backend = "nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     wait = timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=wait)
     measured = {name: measure.matrix_rate(device, dtype, 4096 if cuda else 768) for name, dtype in DTYPES.items()}
     measured["memory"] = measure.memory_rate(device)
-    measured["loop"] = loop
-    measured["collective"] = measure.collective_seconds(device) if world > 1 else 0.0
+    measured["update"] = measure.update_rate(device)
     measured["launch"] = measure.launch_seconds(device)
     measured["link"] = measure.link_rate(device) if world > 1 else measured["memory"]
     measured["host"] = _host_rate(device) if cuda else measured["memory"]
-    answers.put(measured)
+    answers.put({**measured, **engine_seconds(rank, world)})
     dist.destroy_process_group()
 
 
@@ -105,7 +109,7 @@ def _host_rate(device: torch.device) -> float:
 
 def _memory(cuda: bool, devices: int) -> tuple[float, float]:
     """Bytes per device, and of host memory per device."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+    host = machine_memory() / devices
     return (torch.cuda.get_device_properties(0).total_memory if cuda else host), host
 
 

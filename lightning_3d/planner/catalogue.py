@@ -3,6 +3,7 @@
 import os
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -90,9 +91,13 @@ def apply_overrides(accelerator: Accelerator, overrides: list[str]) -> Accelerat
     """`accelerator` with `FIELD=VALUE` changes; `price=` is dollars per hour, `peak_tflops.DTYPE=` one peak."""
     for text in overrides:
         name, value = override(text)
-        if value <= 0:
-            raise PlannerError(f"{text!r}: {name} must be positive.")
+        if not (isfinite(value) and value > 0):
+            raise PlannerError(f"{text!r}: {name} must be a number above 0.")
         head, _, dtype = name.partition(".")
+        if dtype and dtype not in accelerator.peak_tflops:
+            raise PlannerError(
+                f"{text!r}: {accelerator.name} has no peak for {dtype}{_near(dtype, accelerator.peak_tflops)}"
+            )
         if head == "price":
             accelerator = replace(accelerator, price=Price(dollars_per_hour=value))
         elif head == "peak_tflops":

@@ -1,16 +1,15 @@
 """The layout for the devices that are there: what `strategy="3d"` and `layout="auto"` use. Pure, no process group."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from lightning_3d.errors import PlannerError
+from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import Layout, ZeroStage
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import rank_memory
-from lightning_3d.planner.plan import Plan
+from lightning_3d.planner.plan import Plan, price_layout
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.search import divisors, search
+from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.units import show_bytes, show_count
 
@@ -18,103 +17,211 @@ UNKNOWN_SHARE = 0.6
 """Share of a device that states may fill where activations are not known."""
 FULL_SHARE = 0.9
 """Share of a device that states and activations may fill."""
-GOOD_ENOUGH = 1.10
-"""A simpler layout is taken if it costs at most this much more time."""
+GOOD_ENOUGH = 1.25
+"""A simpler layout is taken if a sample takes at most this much more time: estimates are no better than that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Degrees that the user gave; None leaves one to the planner."""
+
+    data: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    zero: ZeroStage | None = None
+
+    def __str__(self) -> str:
+        names = {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}
+        given = {**{name: getattr(self, short) for short, name in names.items()}, "zero_stage": self.zero}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ability:
+    """What can be done to a module, and why not more."""
+
+    tensor: bool = True
+    pipeline: int | None = None
+    """Most pipeline ranks that it can be cut over, None for as many as it has blocks."""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What a data rank does in one optimizer step."""
+
+    samples: int
+    """In one batch of the loader."""
+    accumulate: int = 1
+    """Batches per optimizer step."""
+
+
+Pieces = Callable[[int, int], int]
+"""(samples in a batch, pipeline ranks) -> microbatches."""
 
 
 def choose_layout(
     profile: Profile,
     cluster: Cluster,
     *,
-    batch_per_device: int | None = None,
+    loading: Loading | None = None,
+    pieces: Pieces = lambda samples, ranks: min(samples, 4 * ranks),
+    base: Layout | None = None,
+    fixed: Fixed | None = None,
+    ability: Ability | None = None,
     precision: Precision = "32",
     optimizer: Optimizer = "adam",
 ) -> tuple[Layout, str]:
     """A layout of `profile` for every device of `cluster`, and three lines that say what was chosen and why.
 
-    Plain data parallelism with ZeRO 1 wherever it fits; otherwise a measured profile (`profile_module`) is searched for
-    the simplest layout within 10% of the fastest, and one that was only counted (`count_module`) gets the first of
-    ZeRO 2, ZeRO 3, tensor inside the node, pipeline, whose states leave room for activations.
+    With a measured profile and `loading` it is the simplest of the layouts that fit whose samples take at most a
+    quarter longer than the fastest one's; plain data parallelism with ZeRO 1 is the simplest. A profile that was only
+    counted gets the simplest layout whose states leave room for activations.
+
+    Args:
+        profile: of the module.
+        cluster: the devices.
+        loading: what each data rank is given, where that is known.
+        pieces: how the pipeline will cut a batch.
+        base: everything that is not chosen here: schedule, offload ...
+        fixed: what the user gave.
+        ability: what can be done to the module.
+        precision: of the training.
+        optimizer: of the training.
     """
-    measured = profile.block_flops > 0 and batch_per_device is not None
-    job = Job(
-        profile=profile,
-        samples=1,
-        batch=(batch_per_device or 1) * cluster.devices,
-        precision=precision,
-        optimizer=optimizer,
-    )
-    plain = Layout(data_parallel_size=cluster.devices, zero_stage=1)
-    memory, need = cluster.accelerator.memory_gb * 1e9, _need(job, cluster, plain)
-    if need <= memory * (FULL_SHARE if measured else UNKNOWN_SHARE):
-        return plain, _because(job, cluster, plain, need, measured, "fits, and sends least over the links")
-    why = f"plain data parallelism with ZeRO 1 would need {show_bytes(need)}"
-    if measured:
-        plan = _searched(job, cluster)
-        return plan.layout, _because(job, cluster, plan.layout, plan.peak.total, measured, why)
-    layout = _counted(job, cluster)
-    return layout, _because(job, cluster, layout, _need(job, cluster, layout), measured, why)
+    fixed, ability = fixed or Fixed(), ability or Ability()
+    measured = loading is not None and profile.block_flops > 0
+    loading = loading or Loading(samples=1)
+    layouts = list(candidates(profile, cluster, base or Layout(), fixed, ability))
+    if not layouts:
+        raise LayoutError(
+            f"no layout of {cluster.devices} ranks has {fixed}: leave one of them open, or start another number of"
+            " processes."
+        )
+    plans = [_priced(profile, cluster, layout, loading, pieces, precision, optimizer) for layout in layouts]
+    chosen = _best(plans, measured)
+    return chosen.layout, _because(chosen, plans[0], fixed, ability, measured)
 
 
-def _searched(job: Job, cluster: Cluster) -> Plan:
-    plans = search(job, cluster)
-    if not plans:
-        raise PlannerError(f"{_what(job)} does not fit on {cluster} in any layout: use more or larger devices.")
-    return min((plan for plan in plans if plan.time.total <= GOOD_ENOUGH * plans[0].time.total), key=_complexity)
-
-
-def _complexity(plan: Plan) -> tuple[int, ...]:
-    layout = plan.layout
-    parts = (layout.pipeline_parallel_size > 1) + (layout.tensor_parallel_size > 1)
-    split = layout.pipeline_parallel_size * layout.tensor_parallel_size
-    return (parts, split, layout.recompute != "none", layout.zero_stage, layout.stages_per_rank)
-
-
-def _counted(job: Job, cluster: Cluster) -> Layout:
-    memory = cluster.accelerator.memory_gb * 1e9
-    for room, recompute in ((UNKNOWN_SHARE * memory, "none"), (FULL_SHARE * memory, "full")):
-        for layout in _simplest_first(job, cluster):
-            if _need(job, cluster, layout) <= room:
-                return replace(layout, recompute=recompute)  # type: ignore[arg-type]
-    raise PlannerError(
-        f"{_what(job)} does not fit on {cluster}: in every layout its states leave no room in"
-        f" the {show_bytes(memory)} of a device. Use more or larger devices."
-    )
-
-
-def _simplest_first(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Tensor sizes within a node with ever higher ZeRO stages, then the largest of them with a pipeline."""
-    stages: tuple[ZeroStage, ...] = (1, 2, 3)
-    tensors = [size for size in divisors(cluster.devices_per_node) if job.profile.can_split(size)]
-    for tensor in tensors:
-        for stage in stages:
-            sizes = Layout(tensor_parallel_size=tensor, zero_stage=stage, sequence_parallel=tensor > 1)
-            yield sizes.fit(cluster.devices)
-    for pipeline in divisors(cluster.devices // tensors[-1]):
-        if 1 < pipeline <= job.profile.layers:
-            yield Layout(
-                tensor_parallel_size=tensors[-1],
+def candidates(profile: Profile, cluster: Cluster, base: Layout, fixed: Fixed, ability: Ability) -> Iterator[Layout]:
+    """Layouts to choose from, the simplest first: no split, then tensor inside a node, then a pipeline, then both."""
+    sizes = [
+        (tensor, pipeline)
+        for tensor in _tensor_sizes(profile, cluster, fixed, ability)
+        for pipeline in _pipeline_sizes(profile, cluster.devices // tensor, base, fixed, ability)
+    ]
+    for tensor, pipeline in sorted(sizes, key=lambda size: (sum(part > 1 for part in size), size[0] * size[1], size)):
+        data = cluster.devices // (tensor * pipeline)
+        if fixed.data not in (None, data):
+            continue
+        for stage in _zero_stages(data, pipeline, base, fixed):
+            yield replace(
+                base,
+                data_parallel_size=data,
+                tensor_parallel_size=tensor,
                 pipeline_parallel_size=pipeline,
-                sequence_parallel=tensors[-1] > 1,
-            ).fit(cluster.devices)
+                zero_stage=stage,
+            )
 
 
-def _need(job: Job, cluster: Cluster, layout: Layout) -> float:
-    micro = max(1, job.batch // layout.data_parallel_size)
-    reserved = cluster.accelerator.reserved_gb * 1e9
-    return rank_memory(job, layout, stage=0, micro=micro, microbatches=1, reserved=reserved).total
+def _tensor_sizes(profile: Profile, cluster: Cluster, fixed: Fixed, ability: Ability) -> list[int]:
+    if fixed.tensor is not None:
+        return [fixed.tensor] if cluster.devices % fixed.tensor == 0 else []
+    able = [size for size in divisors(cluster.devices_per_node) if ability.tensor and profile.can_split(size)]
+    return able or [1]
 
 
-def _because(job: Job, cluster: Cluster, layout: Layout, need: float, measured: bool, why: str) -> str:
+def _pipeline_sizes(profile: Profile, devices: int, base: Layout, fixed: Fixed, ability: Ability) -> list[int]:
+    if fixed.pipeline is not None:
+        return [fixed.pipeline] if devices % fixed.pipeline == 0 else []
+    most = profile.layers // base.stages_per_rank if ability.pipeline is None else ability.pipeline
+    return [size for size in divisors(devices) if size == 1 or (size <= most and base.offload == "none")]
+
+
+def _zero_stages(data: int, pipeline: int, base: Layout, fixed: Fixed) -> tuple[ZeroStage, ...]:
+    if fixed.zero is not None:
+        return (fixed.zero,)
+    if base.offload == "all":
+        return (3,)
+    return (1, 2, 3) if data > 1 and pipeline == 1 else (1,)
+
+
+def _priced(
+    profile: Profile,
+    cluster: Cluster,
+    layout: Layout,
+    loading: Loading,
+    pieces: Pieces,
+    precision: Precision,
+    optimizer: Optimizer,
+) -> Plan:
+    """`layout` as the strategy would run it: every data rank has batches of its own, a pipeline cuts each of them."""
+    count, given = 1, layout.num_microbatches
+    if layout.pipeline_parallel_size > 1:
+        count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
+    batch = loading.samples * loading.accumulate * layout.data_parallel_size
+    job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer)
+    plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
+    return replace(plan, layout=layout)  # a number of microbatches was only assumed
+
+
+def _best(plans: list[Plan], measured: bool) -> Plan:
+    if not measured:
+        return next((plan for plan in plans if _fills(plan) <= UNKNOWN_SHARE), None) or _leanest(plans)
+    fitting = [plan for plan in plans if _fills(plan) <= FULL_SHARE]
+    if not fitting:
+        return _leanest(plans)
+    fastest = min(map(_sample_seconds, fitting))
+    return next(plan for plan in fitting if _sample_seconds(plan) <= GOOD_ENOUGH * fastest)
+
+
+def _leanest(plans: list[Plan]) -> Plan:
+    """The layout that needs least. Activations are an estimate, states are not: what they alone overfill is refused."""
+    plan = min(plans, key=_fills)
+    memory = plan.cluster.accelerator.memory_gb * 1e9
+    states = plan.peak.weights + plan.peak.gradients + plan.peak.optimizer
+    if states > memory:
+        raise PlannerError(
+            f"{_what(plan)} does not fit on {plan.cluster}: weights, gradients and optimizer states alone need"
+            f" {show_bytes(states)} of the {show_bytes(memory)} of a device in the leanest layout ({plan.layout}). Use"
+            ' more or larger devices, or zero_stage=3 with offload="all".'
+        )
+    return plan
+
+
+def _fills(plan: Plan) -> float:
+    """Share of a device that the fullest rank needs."""
+    return plan.peak.total / (plan.cluster.accelerator.memory_gb * 1e9)
+
+
+def _sample_seconds(plan: Plan) -> float:
+    return plan.time.total / plan.job.batch
+
+
+def _because(plan: Plan, plain: Plan, fixed: Fixed, ability: Ability, measured: bool) -> str:
     what = "states and activations" if measured else "states, before activations,"
+    share = f"{show_bytes(plan.peak.total)} of the {show_bytes(plan.cluster.accelerator.memory_gb * 1e9)} of a device"
+    reasons = [_reason(plan, plain, measured), *ability.reasons, *([f"{fixed} was given"] if str(fixed) else [])]
     return "\n".join(
         [
-            f"layout: {layout} for {_what(job)} on {cluster}.",
-            f"memory: {what} need {show_bytes(need)} of the {cluster.accelerator.memory_gb:g} GB of a device.",
-            f"why: {why}.",
+            f"layout: {plan.layout} for {_what(plan)} on {plan.cluster}.",
+            f"memory: {what} need {share}.",
+            f"why: {'; '.join(reasons)}.",
         ]
     )
 
 
-def _what(job: Job) -> str:
-    return f"{job.profile.name} ({show_count(job.profile.parameters)} parameters)"
+def _reason(plan: Plan, plain: Plan, measured: bool) -> str:
+    if _fills(plan) > FULL_SHARE:
+        return "no layout fits for certain and this one needs least, so it may run out of memory"
+    if plan is plain:
+        return "it fits, and nothing simpler or clearly faster does"
+    if _fills(plain) > (FULL_SHARE if measured else UNKNOWN_SHARE):
+        return f"the simplest, {plain.layout}, would need {show_bytes(plain.peak.total)}"
+    saved = 1 - _sample_seconds(plan) / _sample_seconds(plain)
+    return f"a sample takes {saved:.0%} less time than with the simplest, {plain.layout}"
+
+
+def _what(plan: Plan) -> str:
+    profile = plan.job.profile
+    return f"{profile.name} ({show_count(profile.parameters)} parameters)"

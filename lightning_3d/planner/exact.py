@@ -5,7 +5,7 @@ The closed forms divide evenly; FSDP2 deals out rows. Every parameter is cut alo
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -15,6 +15,9 @@ from torch import nn
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.layout import ZeroStage
 from lightning_3d.planner.states import StateBytes
+
+ALONE_BYTES = 256 * 1024
+"""From this size on stage 0 reduces a gradient by itself."""
 
 
 class Piece(NamedTuple):
@@ -44,15 +47,24 @@ class ModuleShapes:
         return (*self.blocks, *self.root, *self.scalars)
 
 
-def module_shapes(module: nn.Module) -> ModuleShapes:
-    """The shapes of `module`, which may be on the meta device."""
+Local = Callable[[str, nn.Parameter], tuple[int, ...] | None]
+"""Name and parameter -> the shape that a rank holds of it, None where it holds nothing."""
+
+
+def _everything(name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+def module_shapes(module: nn.Module, local: Local = _everything) -> ModuleShapes:
+    """The shapes of `module`, which may be on the meta device, as far as a rank holds it."""
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     inside: set[int] = set()
     for block in (module.get_submodule(name) for chain in Anatomy.of(module).chains for name in chain.blocks):
         own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
         if all(owners[key] == count for key, count in own.items()):
             inside |= set(own)
-    pieces = [(Piece(tuple(p.shape), p.requires_grad), id(p) in inside) for p in module.parameters()]
+    held = [(local(name, p), p) for name, p in module.named_parameters()]
+    pieces = [(Piece(shape, p.requires_grad), id(p) in inside) for shape, p in held if shape is not None]
     return ModuleShapes(
         blocks=tuple(piece for piece, blocked in pieces if piece.shape and blocked),
         root=tuple(piece for piece, blocked in pieces if piece.shape and not blocked),
@@ -93,13 +105,24 @@ def bytes_sent(
     Stage 0 reduces once per step. Stage 1 gathers and reduces once per step, stage 2 once per backward; stage 3 gathers
     each block twice for that.
     """
+    if ranks == 1:
+        return 0
     if stage == 0:
-        return element_bytes * _all_reduced(sum(piece.elements for piece in _trained(shapes.every)), ranks)
+        return element_bytes * sum(_all_reduced(size, ranks) for size in _buckets(shapes, element_bytes))
     blocks, root = _one_way(shapes.blocks, ranks), _one_way(shapes.root, ranks)
     reduces = _one_way(_trained((*shapes.blocks, *shapes.root)), ranks)
     gathers = blocks * (2 if stage == 3 else 1) + root
     times = 1 if stage == 1 else accumulate
     return element_bytes * ((gathers + reduces) * times + _all_reduced(len(list(_trained(shapes.scalars))), ranks))
+
+
+def _buckets(shapes: ModuleShapes, element_bytes: int) -> Iterator[int]:
+    """Elements of what is all-reduced at once: large gradients alone, the others together (beyond 4 MB of those it
+    depends on the order in which gradients arrive how many elements the last of each padded piece has)."""
+    sizes = [piece.elements for piece in _trained(shapes.every)]
+    yield from (size for size in sizes if size * element_bytes >= ALONE_BYTES)
+    if small := sum(size for size in sizes if size * element_bytes < ALONE_BYTES):
+        yield small
 
 
 def _trained(pieces: Iterable[Piece]) -> Iterator[Piece]:

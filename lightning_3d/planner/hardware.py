@@ -55,8 +55,17 @@ class Accelerator:
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
     collective_us: float = 20
     """Microseconds that starting and ending one collective takes, however little it sends."""
+    shard_us: float = 40
+    """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
+    stage_us: float = 40
+    """Microseconds that a pipeline rank needs for a microbatch, beside computing."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""
+    update_gb_per_s: float | None = None
+    """Rate at which AdamW passes over its states, gradients and weights; that of the memory where not known."""
+    cores: int = 0
+    """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
+    of their own."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""
@@ -81,6 +90,12 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def crowd(self) -> float:
+        """Processes that a core has to serve; 1 for devices of their own."""
+        cores = self.accelerator.cores
+        return max(1.0, self.devices_per_node / cores) if cores else 1.0
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"

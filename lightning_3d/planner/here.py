@@ -3,6 +3,8 @@
 import os
 import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -12,6 +14,8 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 
 CALIBRATED = "this-machine"
 """Name under which `lightning-3d calibrate` keeps what it measured."""
+SERVER_CORES = 16
+"""Of the machine that is called `cpu` in the catalogue."""
 _GPU_NAMES = {
     "B200": "b200",
     "H200": "h200",
@@ -65,6 +69,21 @@ def _entry_of(gpu: str) -> str:
 
 def _cpu(processes: int) -> Accelerator:
     catalogue = Catalogue.load()
-    name = CALIBRATED if CALIBRATED in catalogue.names else "cpu"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 1e9
-    return replace(catalogue.find(name), memory_gb=memory, host_memory_gb=memory, reserved_gb=0.0)
+    device = catalogue.find(CALIBRATED) if CALIBRATED in catalogue.names else _part_of_a_server(processes)
+    memory = machine_memory() / processes / 1e9
+    return replace(device, memory_gb=memory, host_memory_gb=memory, reserved_gb=0.0)
+
+
+def _part_of_a_server(processes: int) -> Accelerator:
+    """The catalogue's `cpu` is a whole server: a process here has its share of this machine's cores."""
+    server = Catalogue.load().find("cpu")
+    share = (os.cpu_count() or 1) / SERVER_CORES / processes
+    peaks = MappingProxyType({dtype: peak * share for dtype, peak in server.peak_tflops.items()})
+    return replace(server, peak_tflops=peaks, memory_gb_per_s=server.memory_gb_per_s * share)
+
+
+def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Bytes of memory that this machine's processes may use: a container may be given less than there is."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(allowed)) if allowed.isdigit() else physical

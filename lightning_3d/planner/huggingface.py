@@ -15,6 +15,7 @@ _NAMES = {
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions"),
 }
+_FEEDFORWARD = ("intermediate_size", "ffn_dim", "n_inner")
 _GPT = {"gated": False, "tied": True}
 _LLAMA = {
     "gated": True,
@@ -34,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_LLAMA, "tied": True},
     "qwen2": {**_LLAMA, "qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_norm": True},
+    "granite": _LLAMA,
+    "phi3": _LLAMA,
 }
 _LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}
 """Families with a position table, and the rows it has beyond the longest sequence."""
@@ -55,6 +58,8 @@ def read_config(path: Path) -> Transformer:
 def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str = "config") -> Transformer:
     """The model that the settings in `config` describe."""
     family = config.get("model_type")
+    if family is None:
+        raise PlannerError(f"{where} lacks model_type, which the planner needs ({', '.join(FAMILIES)}).")
     if family not in FAMILIES:
         raise PlannerError(
             f"{where}: model_type {family!r} is not one that the planner counts ({', '.join(FAMILIES)}):"
@@ -75,19 +80,23 @@ def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str
         **sizes,
         sequence=positions,
         positions=0 if extra is None else positions + extra,
-        kv_heads=config.get("num_key_value_heads") if traits["gated"] else None,
-        head_size=config.get("head_dim"),
-        feedforward=config.get("intermediate_size") or config.get("ffn_dim") or config.get("n_inner"),
+        kv_heads=_size(config, "num_key_value_heads", where) if traits["gated"] else None,
+        head_size=_size(config, "head_dim", where),
+        feedforward=next(filter(None, (_size(config, key, where) for key in _FEEDFORWARD)), None),
         **traits,
     )
 
 
+def _size(config: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise PlannerError(f"{where}: {key}={value!r} must be a whole number of at least 1.")
+    return value
+
+
 def _first(config: Mapping[str, Any], field: str, where: str) -> int:
     for key in _NAMES[field]:
-        value = config.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlannerError(f"{where}: {key}={value!r} must be a whole number of at least 1.")
-        return value
+        value = _size(config, key, where)
+        if value is not None:
+            return value
     raise PlannerError(f"{where} lacks {' or '.join(_NAMES[field])}, which the planner needs.")

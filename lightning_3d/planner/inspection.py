@@ -34,6 +34,8 @@ class Trace:
     split_elements: float = 0
     outside_elements: float = 0
     boundary_elements: float = 0
+    width: int = 1
+    """Elements of one position of what passes between blocks."""
     seen: dict[int, Tensor] = field(default_factory=dict)
     """Storages already counted, kept alive so that none is reused."""
 
@@ -69,7 +71,7 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         tied_parameters=_tied(module, anatomy),
         element_bytes=4 if precision == "32" else 2,
         tensor_divides=heads,
-        tensor_splits=bool(heads),
+        tensor_splits=any(_matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
     )
 
 
@@ -111,7 +113,7 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
         hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
         if hidden is not None:
             trace.boundary_elements = hidden.numel()
-            state["width"] = hidden.shape[-1]
+            trace.width = hidden.shape[-1]
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
@@ -121,7 +123,7 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
         storage = tensor.untyped_storage()._cdata
         if storage not in owned and storage not in trace.seen:
             trace.seen[storage] = tensor
-            _count_kept(tensor, trace, state)
+            _count_kept(tensor, trace, state["inside"])
         return tensor
 
     hooks = [block.register_forward_pre_hook(enter) for block in blocks]
@@ -150,13 +152,13 @@ def _attention_flops(trace: Trace) -> Any:
     return rule
 
 
-def _count_kept(tensor: Tensor, trace: Trace, state: dict[str, Any]) -> None:
+def _count_kept(tensor: Tensor, trace: Trace, inside: bool) -> None:
     """A tensor as wide as what passes between blocks is whole on each tensor rank; others are split."""
     elements = tensor.untyped_storage().nbytes() / tensor.element_size()
     weight = 1.0 if tensor.is_floating_point() else tensor.element_size() / 4
-    if not state["inside"]:
+    if not inside:
         trace.outside_elements += elements * weight
-    elif tensor.ndim >= 2 and tensor.shape[-1] == state.get("width"):
+    elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:
         trace.whole_elements += elements * weight
     else:
         trace.split_elements += elements * weight
@@ -217,10 +219,16 @@ def _tied(module: nn.Module, anatomy: Anatomy) -> int:
     return sum(module.get_parameter(group[0]).numel() for group in anatomy.tied)
 
 
+def _matrices(block: nn.Module) -> int:
+    """Parameters of a block that a tensor axis could divide: of two in a row the first by columns, the next by rows."""
+    return sum(parameter.ndim > 1 for parameter in block.parameters())
+
+
 def _heads(block: nn.Module) -> tuple[int, ...]:
-    """Head counts that modules of the block say they have."""
-    found = {getattr(part, name, None) for part in block.modules() for name in _HEADS}
-    return tuple(sorted(size for size in found if isinstance(size, int) and size > 0))
+    """Head counts that modules of the block, or the configs that they keep, say they have."""
+    owners = [owner for part in block.modules() for owner in (part, getattr(part, "config", None))]
+    found = {getattr(owner, name, None) for owner in owners for name in _HEADS}
+    return tuple(sorted(size for size in found if type(size) is int and size > 0))
 
 
 @contextmanager

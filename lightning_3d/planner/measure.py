@@ -1,23 +1,15 @@
 """Measurements of one process of this machine: matrix products, memory, launching, links, disk."""
 
-import logging
 import os
-import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 REPEATS = 5
 LINK_BYTES, DISK_BYTES, COPY_BYTES = 16 << 20, 128 << 20, 256 << 20
@@ -34,6 +26,16 @@ def memory_rate(device: torch.device) -> float:
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source), device)
+
+
+def update_rate(device: torch.device) -> float:
+    """Bytes per second of AdamW on 2M parameters in matrices: weights and gradients once, states read and written."""
+    parameters = [nn.Parameter(torch.zeros(1024, 512, device=device)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+    elements = sum(parameter.numel() for parameter in parameters)
+    return 24 * elements / best_seconds(optimizer.step, device)
 
 
 def launch_seconds(device: torch.device) -> float:
@@ -57,41 +59,6 @@ def link_rate(device: torch.device) -> float:
         send.mul_(0.5).add_(receive, alpha=0.5)
 
     return LINK_BYTES / best_seconds(hop, device)
-
-
-def collective_seconds(device: torch.device) -> float:
-    """An exchange of one kilobyte, handed to a background thread and waited for, as gradients are sent on a CPU."""
-    peer = 1 - dist.get_rank()
-    send, receive = torch.ones(256, device=device), torch.empty(256, device=device)
-
-    def exchange() -> None:
-        for work in [dist.irecv(receive, peer), dist.isend(send, peer)]:
-            assert work is not None, "both ranks are in the group"
-            work.wait()
-
-    with ThreadPoolExecutor(1) as thread:
-        return best_seconds(lambda: thread.submit(exchange).result(), device, inner=10)
-
-
-def loop_seconds(steps: int = 20) -> float:
-    """A step of a Trainer whose module has next to nothing to compute."""
-    watch = _StepTimes()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    data = DataLoader([torch.zeros(1, 1)] * steps, batch_size=None)  # type: ignore[arg-type, var-annotated]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_steps=steps,
-        callbacks=[watch],
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(_TinyModule(), data)
-    return statistics.median(after - before for before, after in pairwise(watch.ends))
 
 
 def disk_rate(folder: Path) -> float:
@@ -123,28 +90,6 @@ def best_seconds(work: Callable[[], object], device: torch.device, *, inner: int
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class _StepTimes(Callback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
-class _TinyModule(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layer(batch).sum()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
 
 
 class _TinyBlock(nn.Module):

@@ -7,7 +7,12 @@ from lightning_3d.layout import Layout
 from lightning_3d.planner.activations import microbatches_held
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import StateBytes, sharded_states
+from lightning_3d.planner.states import StateBytes
+
+FRESH_GRADIENTS = 0.5
+"""Of one block's: what a backward has computed and not yet added to what earlier microbatches have left."""
+SENDING = 3
+"""Blocks whose gradients wait to be reduced while later ones are computed, where weights are streamed too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,32 +56,108 @@ def layers_on_rank(layers: int, layout: Layout) -> int:
 
 
 def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float) -> RankMemory:
-    """What a rank of pipeline rank `stage` holds, with `microbatches` of `micro` samples."""
+    """What a rank of pipeline rank `stage` holds at its peak, with `microbatches` of `micro` samples.
+
+    That is either the end of the last forward, when all activations are there, or the end of the last backward, when
+    all gradients are. Which one depends on the model: both are computed.
+    """
+    where = {"stage": stage, "micro": micro, "reserved": reserved}
+    after_forward = _after_forward(job, layout, microbatches=microbatches, **where)  # type: ignore[arg-type]
+    after_backward = _after_backward(job, layout, microbatches=microbatches, **where)  # type: ignore[arg-type]
+    return max(after_forward, after_backward, key=lambda memory: memory.total)
+
+
+def _after_forward(
+    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float
+) -> RankMemory:
     profile = job.profile
-    parameters = rank_parameters(profile, layout, stage)
-    states = resident_states(job.per_parameter, parameters, layout)
-    kept, host = offloaded(states, layout)
+    kept, host = offloaded(states_after_forward(job, layout, stage, microbatches), layout)
     last = stage == layout.pipeline_parallel_size - 1
+    activations = stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
+    buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
+    gradients = kept.gradients
+    if streams_weights(layout):
+        # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
+        first_backward = 2 * _block_gradients(job, layout)
+        gradients, buffers = max((gradients, buffers), (0.0, buffers + first_backward), key=sum)
+    if layout.pipeline_parallel_size > 1:
+        buffers += FRESH_GRADIENTS * _block_gradients(job, layout)
+        if held_microbatches(layout, stage, microbatches) >= microbatches:
+            # the first gradients come with the first activations gone
+            later = activations * (1 - 1 / microbatches) + gradients
+            activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
     return RankMemory(
         weights=kept.weights,
-        gradients=kept.gradients,
+        gradients=gradients,
         optimizer=kept.optimizer,
-        activations=stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches),
+        activations=activations,
         head=profile.last_bytes * micro / layout.tensor_parallel_size if last else 0,
-        buffers=receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout),
+        buffers=buffers,
         reserved=reserved,
         host=host,
     )
 
 
-def resident_states(per_parameter: StateBytes, parameters: float, layout: Layout) -> StateBytes:
-    """States at the peak. Under a pipeline, weights are gathered and gradients reduced once per step, so that stages 2
-    and 3 hold as much as stage 1 there."""
-    stage = 3 if layout.offload == "all" else layout.zero_stage
-    if layout.pipeline_parallel_size > 1:
-        stage = min(layout.zero_stage, 1)
+def _after_backward(
+    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float
+) -> RankMemory:
+    """Beside the states there is one block's worth of temporaries: of its gradients or of its update."""
+    kept, host = offloaded(states_after_backward(job, layout, stage), layout)
+    per_block = _block_gradients(job, layout)
+    blocks = gathered_weights(job, layout, blocks=2)
+    return RankMemory(
+        weights=kept.weights,
+        gradients=kept.gradients,
+        optimizer=kept.optimizer,
+        activations=0,
+        head=0,
+        buffers=blocks + (SENDING * per_block if blocks else per_block),
+        reserved=reserved,
+        host=host,
+    )
+
+
+def _block_gradients(job: Job, layout: Layout) -> float:
+    return job.profile.block_parameters / layout.tensor_parallel_size * job.per_parameter.gradients
+
+
+def shards(layout: Layout) -> int:
+    """Data ranks among which states are divided; 1 where nothing is."""
     ranks = layout.zero_shard_size or layout.data_parallel_size
-    return sharded_states(per_parameter, parameters, stage=stage, ranks=ranks)  # type: ignore[arg-type]
+    return ranks if layout.zero_stage else 1
+
+
+def streams_weights(layout: Layout) -> bool:
+    """Whether whole weights exist only block by block. Not under a pipeline, which gathers them once for its step."""
+    return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
+
+
+def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
+    """Weights are gathered beside their shards (stages 1 and 2). Gradients are those of the step before, which are
+    dropped before backward, or what earlier microbatches have left."""
+    whole, ranks = job.per_parameter.of(rank_parameters(job.profile, layout, stage)), shards(layout)
+    gradients = whole.gradients / ranks
+    if layout.pipeline_parallel_size > 1 or (ranks > 1 and layout.zero_stage == 1 and microbatches > 1):
+        gradients = whole.gradients
+    return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+
+
+def states_after_backward(job: Job, layout: Layout, stage: int) -> StateBytes:
+    """Gradients are whole, and without a pipeline their reduced shards are beside them."""
+    whole, ranks = job.per_parameter.of(rank_parameters(job.profile, layout, stage)), shards(layout)
+    gradients = whole.gradients
+    if streams_weights(layout):
+        gradients = whole.gradients / ranks
+    elif ranks > 1 and layout.pipeline_parallel_size == 1:
+        gradients += whole.gradients / ranks
+    return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+
+
+def _weights(whole: float, layout: Layout) -> float:
+    ranks = shards(layout)
+    if ranks == 1 or streams_weights(layout):
+        return whole / ranks
+    return whole + whole / ranks
 
 
 def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
@@ -89,20 +170,25 @@ def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
     return StateBytes(weights=0, gradients=0, optimizer=0), states.total
 
 
-def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes kept for backward at the peak. Full recompute also holds one block's activations while it does it again."""
-    tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
-    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
+def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
+    """Microbatches whose activations a pipeline rank keeps at once: one, where there is no pipeline."""
+    if layout.pipeline_parallel_size == 1:
+        return 1
     held = microbatches_held(
         layout.schedule,
         stages=layout.pipeline_parallel_size,
         chunks=layout.stages_per_rank,
         microbatches=microbatches,
     )
-    if layout.pipeline_parallel_size == 1:
-        held = 1
-    elif stage and layout.schedule in ("1f1b", "interleaved_1f1b"):
-        held = max(1, min(microbatches, held - stage))
+    ends_early = layout.schedule in ("1f1b", "interleaved_1f1b")
+    return max(1, min(microbatches, held - stage)) if stage and ends_early else held
+
+
+def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
+    """Bytes kept for backward at the peak. Full recompute also holds one block's activations while it does it again."""
+    tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
+    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
+    held = held_microbatches(layout, stage, microbatches)
     again = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
     return block * layers_on_rank(profile.layers, layout) * held + (again if layout.recompute == "full" else 0)
 
@@ -117,11 +203,11 @@ def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int)
     return directions * micro * profile.boundary_elements * profile.element_bytes
 
 
-def gathered_weights(job: Job, layout: Layout) -> float:
-    """Two blocks' whole weights and gradients, which pass through a device that keeps only shards."""
-    streamed = layout.offload == "all" or layout.zero_stage == 3
-    if not streamed or layout.pipeline_parallel_size > 1:
+def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:
+    """Whole weights of `blocks` blocks and of what is outside of blocks, on a device that keeps only shards."""
+    if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
-    profile, per = job.profile, job.per_parameter
-    largest = max(profile.block_parameters, profile.first_parameters, profile.last_parameters)
-    return 2 * largest / layout.tensor_parallel_size * (per.weights + per.gradients)
+    profile = job.profile
+    outside = profile.first_parameters + profile.last_parameters
+    elements = (blocks * profile.block_parameters + outside) / layout.tensor_parallel_size
+    return elements * job.per_parameter.weights

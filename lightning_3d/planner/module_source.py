@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d import register
 from lightning_3d.errors import PlannerError
 
 _INPUT = re.compile(r"(\d+(?:x\d+)*):(\w+)")
@@ -49,6 +50,7 @@ def _tensor(text: str) -> Tensor:
 
 def _class_of(dotted: str) -> Any:
     module_name, _, name = dotted.rpartition(".")
+    register()  # it may use a strategy's name
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

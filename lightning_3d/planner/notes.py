@@ -1,6 +1,7 @@
 """What a reader should know beside a plan: assumptions, energy, checkpoints, and the sums people do by hand."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 
 from lightning_3d.planner.duration import rule_of_thumb_hours, training_seconds
 from lightning_3d.planner.plan import Plan
@@ -10,7 +11,7 @@ from lightning_3d.planner.units import show_bytes, show_hours, show_seconds
 
 def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     """Notes on the plan that is shown first."""
-    job, device = best.job, best.cluster.accelerator
+    job = best.job
     notes = []
     if args.tokens is None and args.samples is None:
         notes.append(f"assumed: {TOKENS_PER_PARAMETER} tokens per parameter (--tokens)")
@@ -21,9 +22,17 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     )
     notes.append(checkpoint_note(best))
     notes += by_hand(best) if job.profile.tokens > 1 else []
-    if not device.runs_here:
-        notes.append(f"{device.name} is priced and counted only: lightning_3d does not run on it.")
-    return tuple(notes)
+    return (*notes, *counted_only([best]))
+
+
+def counted_only(plans: Sequence[Plan]) -> list[str]:
+    """Which of the accelerators are not for running on."""
+    devices = dict.fromkeys(plan.cluster.accelerator for plan in plans)
+    return [
+        f"{device.name} is priced and counted only: lightning_3d does not run on it."
+        for device in devices
+        if not device.runs_here
+    ]
 
 
 def checkpoint_note(plan: Plan) -> str:

@@ -26,7 +26,10 @@ def draw(plans: Sequence[Plan], folder: str) -> list[Path]:
     except ImportError:
         raise PlannerError('--plot needs matplotlib: pip install "lightning-3d[plots]".') from None
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlannerError(f"--plot {folder} cannot be written: {error.strerror}.") from error
     pictures = {"memory": draw_memory, "cost": draw_cost}
     if plans[0].layout.pipeline_parallel_size > 1:
         pictures["timetable"] = draw_timetable

@@ -13,7 +13,7 @@ from lightning_3d.planner.names import named_model
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import Pins
 from lightning_3d.planner.transformer import Transformer
-from lightning_3d.planner.units import parse_count
+from lightning_3d.planner.units import parse_count, positive
 
 TOKENS_PER_PARAMETER = 20
 """Assumed where no amount of data is given: compute-optimal for a decoder (Hoffmann et al. 2022)."""
@@ -36,9 +36,7 @@ def profile_of(args: Namespace) -> Profile:
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
     batch = usual_batch(profile, devices) if args.batch is None else args.batch
-    sustained = None if args.sustained is None else args.sustained * 1e12
-    if sustained is not None and sustained <= 0:
-        raise PlannerError(f"--sustained {args.sustained:g} TFLOP/s must be above 0.")
+    sustained = None if args.sustained is None else positive(args.sustained, "--sustained") * 1e12
     return Job(
         profile=profile,
         samples=_samples(args, profile),
@@ -120,8 +118,9 @@ def _custom(sizes: dict[str, int | None], sequence: int | None) -> Transformer:
 def _samples(args: Namespace, profile: Profile) -> float:
     if args.tokens is not None and args.samples is not None:
         raise PlannerError("--tokens and --samples both say how much data there is: give one.")
+    epochs = positive(args.epochs, "--epochs")
     if args.samples is not None:
-        return parse_count(args.samples, "--samples") * args.epochs
+        return parse_count(args.samples, "--samples") * epochs
     if args.tokens is not None:
-        return parse_count(args.tokens, "--tokens") / profile.tokens * args.epochs
+        return parse_count(args.tokens, "--tokens") / profile.tokens * epochs
     return TOKENS_PER_PARAMETER * profile.parameters / profile.tokens

@@ -8,7 +8,7 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.search import Pins, search
-from lightning_3d.planner.units import show_dollars, show_seconds
+from lightning_3d.planner.units import positive, show_dollars, show_seconds
 
 MOST_DEVICES = 65536
 
@@ -22,8 +22,8 @@ class Wish:
     most: int = MOST_DEVICES
 
     def __post_init__(self) -> None:
-        if self.budget is not None and self.budget <= 0:
-            raise PlannerError(f"a budget of {self.budget:g} dollars must be above 0.")
+        if self.budget is not None:
+            positive(self.budget, "a budget in dollars of")
 
 
 def smallest(wish: Wish, accelerator: Accelerator, job_on: Callable[[int], Job], pins: Pins) -> Plan | None:
@@ -89,7 +89,7 @@ def _too_slow(wish: Wish, accelerator: Accelerator, tried: list[Plan]) -> str:
     fastest = min(tried, key=lambda plan: plan.seconds)
     return (
         f"{show_seconds(wish.deadline or 0)} cannot be kept with {accelerator.name}: the fastest of the clusters tried,"
-        f" {fastest.cluster.devices} devices, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of them"
+        f" {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of them"
         " work."
     )
 
@@ -99,9 +99,14 @@ def _too_dear(wish: Wish, accelerator: Accelerator, in_time: list[Plan]) -> str:
     within = "" if wish.deadline is None else f" within {show_seconds(wish.deadline)}"
     return (
         f"{show_dollars(wish.budget or 0)} is too little to train{within} on {accelerator.name}: the cheapest plan,"
-        f" {cheapest.cluster.devices} devices for {show_seconds(cheapest.seconds)}, costs"
+        f" {_devices(cheapest)} for {show_seconds(cheapest.seconds)}, costs"
         f" {show_dollars(_dollars(cheapest))}."
     )
+
+
+def _devices(plan: Plan) -> str:
+    count = plan.cluster.devices
+    return f"{count:,} device{'' if count == 1 else 's'}"
 
 
 def _dollars(plan: Plan) -> float:

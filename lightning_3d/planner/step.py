@@ -70,6 +70,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         return sustained_step(job, layout, cluster.devices)
     useful, again = compute_seconds(job, layout, cluster, micro)
     traffic = traffic_seconds(job, layout, cluster, micro)
+    hidden_by = 0.0 if cluster.accelerator.cores else DATA_OVERLAP * useful
     if layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1:
         traffic += SPLIT_COST * useful
     third = (useful + traffic) / 3
@@ -77,18 +78,30 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
     bubble = bubble_time(
         layout.schedule, stages=layout.pipeline_parallel_size, chunks=layout.stages_per_rank, times=parts
     )
-    return StepTime(
+    alone = StepTime(
         compute=useful * microbatches,
         traffic=traffic * microbatches,
         recompute=again * microbatches,
         bubble=bubble,
         tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
         pipeline=pipeline_seconds(job, layout, cluster, micro) * microbatches,
-        data=data_seconds(job, layout, cluster, hidden_by=DATA_OVERLAP * useful, microbatches=microbatches),
+        data=data_seconds(job, layout, cluster, hidden_by=hidden_by, microbatches=microbatches),
         optimizer=optimizer_seconds(job, layout, cluster),
         offload=offload_seconds(job, layout, cluster, microbatches),
         overhead=overhead_seconds(job, layout, cluster, microbatches),
     )
+    return crowded(alone, cluster.crowd)
+
+
+def crowded(alone: StepTime, crowd: float) -> StepTime:
+    """The step where `crowd` processes share a core: each thing takes so many times as long, and while one waits in
+    the pipeline another works."""
+    if crowd == 1:
+        return alone
+    busy = alone.total - alone.bubble
+    idle = max(0.0, busy + alone.bubble - crowd * busy)
+    parts = {field.name: crowd * getattr(alone, field.name) for field in fields(alone)}
+    return StepTime(**{**parts, "bubble": idle})
 
 
 def sustained_step(job: Job, layout: Layout, devices: int) -> StepTime:
@@ -139,7 +152,8 @@ def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> 
         return 0.0
     sent = 2 * layout.stages_per_rank * micro * job.profile.boundary_elements * job.profile.element_bytes
     neighbour = layout.data_parallel_size * layout.tensor_parallel_size
-    return (1 - PIPELINE_OVERLAP) * sent / link_rate(cluster, span=2, stride=neighbour)
+    overlap = 0.0 if cluster.accelerator.cores else PIPELINE_OVERLAP
+    return (1 - overlap) * sent / link_rate(cluster, span=2, stride=neighbour)
 
 
 def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float, microbatches: int) -> float:
@@ -163,7 +177,8 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
         return 0.0
     per = job.per_parameter
     touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
-    return touched / (cluster.accelerator.memory_gb_per_s * 1e9)
+    device = cluster.accelerator
+    return touched / ((device.update_gb_per_s or device.memory_gb_per_s) * 1e9)
 
 
 def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
@@ -178,15 +193,17 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: in
 
 
 def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
-    """Seconds of the training loop itself, and of starting collectives however little each sends."""
+    """Seconds of the training loop itself, and of what is started, however little it sends or computes."""
     device, layers = cluster.accelerator, layers_on_rank(job.profile.layers, layout)
-    streamed = layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1
-    per_unit = {0: 1, 1: 2, 2: 2, 3: 3}[layout.zero_stage] * (microbatches if streamed else 1)
-    data = per_unit * (layers + 1) if layout.data_parallel_size > 1 else 0
-    per_layer = 6 if layout.recompute == "full" else 4
-    tensor = per_layer * (2 if layout.sequence_parallel else 1) * layers if layout.tensor_parallel_size > 1 else 0
-    pipeline = 2 * layout.stages_per_rank if layout.pipeline_parallel_size > 1 else 0
-    return (device.step_us + device.collective_us * (data + (tensor + pipeline) * microbatches)) * 1e-6
+    piped = layout.pipeline_parallel_size > 1
+    sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
+    times = microbatches if layout.zero_stage >= 2 and not piped else 1
+    shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
+    per_layer = (6 if layout.recompute == "full" else 4) * (2 if layout.sequence_parallel else 1)
+    sums = per_layer * layers * microbatches if layout.tensor_parallel_size > 1 else 0
+    stages = layout.stages_per_rank * microbatches if piped else 0
+    waits = device.step_us + device.shard_us * shards + device.collective_us * sums + device.stage_us * stages
+    return waits * 1e-6
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:

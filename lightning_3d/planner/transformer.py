@@ -48,6 +48,8 @@ class Transformer:
                 raise PlannerError(f"{self.name}: {name}={size!r} must be a whole number of at least 1.")
         if self.head_size is None and self.hidden % self.heads:
             raise PlannerError(f"{self.name}: hidden={self.hidden} does not divide into heads={self.heads}.")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise PlannerError(f"{self.name}: heads={self.heads} do not share kv_heads={self.kv_heads} evenly.")
 
     @property
     def query_width(self) -> int:

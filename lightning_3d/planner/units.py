@@ -23,6 +23,13 @@ def parse_count(text: str, what: str) -> float:
     return amount
 
 
+def positive(number: float, what: str) -> float:
+    """`number`, if it is one above 0; `what` names it in the error."""
+    if not (isfinite(number) and number > 0):
+        raise PlannerError(f"{what} {number:g} must be above 0.")
+    return number
+
+
 def parse_duration(text: str) -> float:
     """`"30 days"`, `"12h"`, `"2 weeks"` as seconds above 0."""
     match = _DURATION.fullmatch(text.strip())

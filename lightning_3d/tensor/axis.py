@@ -58,13 +58,13 @@ class GroupAxis:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        self._count("all_reduce", result)
+        self._count("all_reduce", result, 2 / self.size)
         dist.all_reduce(result, group=self.group)
         return result
 
     def all_max(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
-        self._count("all_reduce", result)
+        self._count("all_reduce", result, 2 / self.size)
         dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
         return result
 
@@ -88,6 +88,8 @@ class GroupAxis:
         dist.reduce_scatter(result, [tensor.contiguous() for tensor in tensors], group=self.group)
         return result
 
-    def _count(self, op: str, tensor: Tensor) -> None:
+    def _count(self, op: str, tensor: Tensor, share: float = 1.0) -> None:
+        """What a ring sends: `share` of `tensor` to reach each other rank."""
         if self.ledger is not None:
-            self.ledger.add(TENSOR_AXIS, op, tensor.numel() * tensor.element_size())
+            sent = (self.size - 1) * tensor.numel() * tensor.element_size() * share
+            self.ledger.add(TENSOR_AXIS, op, round(sent))

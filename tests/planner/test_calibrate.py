@@ -3,11 +3,11 @@ import torch
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner import calibrate, measure
+from lightning_3d.planner import calibrate, engine, measure
 from lightning_3d.planner.catalogue import Catalogue
 
-RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "link": 8e8, "host": 1e10}
-WAITS = {"launch": 5e-4, "collective": 1e-3, "loop": 8e-3}
+RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "update": 5e9, "link": 8e8, "host": 1e10}
+WAITS = {"launch": 5e-4, "sum": 1e-3, "loop": 8e-3, "shard": 2e-3, "stage": 3e-3}
 MEASURED = {**RATES, **WAITS}
 
 
@@ -20,6 +20,7 @@ def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, c
     assert entry.peak("32") == 2.5e10
     assert entry.memory_gb_per_s == 5
     assert (entry.block_launch_us, entry.collective_us, entry.step_us) == (1000, 2000, 16000)
+    assert (entry.shard_us, entry.stage_us, entry.update_gb_per_s) == (4000, 6000, 2.5)
     assert main(["plan", "gpt2", "--tokens", "1M", "--precision", "32", "--cluster", "2xthis-machine"]) == 0
     assert "this machine, measured" in capsys.readouterr().out
 
@@ -41,8 +42,9 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e6 < measure.matrix_rate(cpu, torch.float32, 64) < 1e15
     assert 1e6 < measure.memory_rate(cpu) < 1e14
     assert 1e-6 < measure.launch_seconds(cpu) < 1
+    assert 1e6 < measure.update_rate(cpu) < 1e14
     assert measure.disk_rate(tmp_path) > 1e3
-    assert 1e-5 < measure.loop_seconds(steps=4) < 5
+    assert 1e-5 < engine.step_seconds(1, 2) < 5
 
 
 @pytest.mark.long

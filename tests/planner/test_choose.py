@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_3d.errors import PlannerError
+from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.choose import choose_layout
+from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
 from lightning_3d.planner.inspection import count_module
 from lightning_3d.planner.names import named_model
 from tests.planner.modules import TinyGPT
@@ -39,8 +39,8 @@ def test_small_models_get_plain_data_parallelism_with_zero_1(cluster):
 def test_large_models_are_split_until_they_fit(model, cluster, known):
     where = CATALOGUE.cluster(cluster)
     profile = named_model(model).profile() if known else counted(model)
-    batch = 8 if known else None
-    layout, why = choose_layout(profile, where, batch_per_device=batch, precision="bf16-mixed")
+    loading = Loading(samples=8) if known else None
+    layout, why = choose_layout(profile, where, loading=loading, precision="bf16-mixed")
     assert layout.world_size == where.devices
     assert layout.zero_stage > 1 or layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
     assert layout.tensor_parallel_size <= 8
@@ -50,3 +50,26 @@ def test_large_models_are_split_until_they_fit(model, cluster, known):
 def test_what_fits_nowhere_is_an_error():
     with pytest.raises(PlannerError, match="does not fit on 1x1xt4"):
         choose_layout(counted("gpt3-175b"), CATALOGUE.cluster("t4"), precision="bf16-mixed")
+
+
+def test_what_is_fixed_or_cannot_be_done_is_not_chosen_otherwise():
+    profile, where = named_model("13b").profile(), CATALOGUE.cluster("2x8xa100-40g")
+
+    def chosen(**choices):
+        return choose_layout(profile, where, loading=Loading(samples=8), precision="bf16-mixed", **choices)
+
+    layout, why = chosen(fixed=Fixed(tensor=4, zero=0))
+    assert (layout.tensor_parallel_size, layout.zero_stage) == (4, 0)
+    assert "tensor_parallel_size=4, zero_stage=0 was given" in why
+    layout, why = chosen(ability=Ability(tensor=False, pipeline=1, reasons=("it is made of one piece",)))
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.zero_stage) == (1, 1, 3)
+    assert "it is made of one piece" in why.splitlines()[2]
+    with pytest.raises(LayoutError, match="no layout of 16 ranks has data_parallel_size=3"):
+        chosen(fixed=Fixed(data=3))
+
+
+def test_slow_links_between_nodes_are_crossed_by_activations_rather_than_weights():
+    slow = CATALOGUE.cluster("4x1xa100-80g", cluster_link_gb_per_s=0.5)
+    layout, why = choose_layout(named_model("1.5b").profile(), slow, loading=Loading(samples=8), precision="bf16-mixed")
+    assert layout.pipeline_parallel_size > 1
+    assert "less time than with the simplest" in why

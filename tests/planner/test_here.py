@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.choose import choose_layout
-from lightning_3d.planner.here import _GPU_NAMES, cluster_here
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.here import _GPU_NAMES, cluster_here, machine_memory
 from lightning_3d.planner.inspection import count_module
 from tests.planner.modules import TinyGPT
 
@@ -19,7 +21,7 @@ def no_user_files(tmp_path, monkeypatch):
 def test_processes_share_the_memory_of_a_cpu_machine():
     two, four = cluster_here("cpu", devices_per_node=2), cluster_here("cpu", devices_per_node=4, nodes=3)
     assert two.accelerator.memory_gb == 2 * four.accelerator.memory_gb
-    assert two.accelerator.memory_gb * 2e9 == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert two.accelerator.memory_gb * 2e9 == pytest.approx(machine_memory())
     assert four.devices == 12
     assert choose_layout(count_module(TinyGPT(), name="x"), two)[0].zero_stage == 1
 
@@ -50,11 +52,24 @@ def test_an_unknown_gpu_is_said_so(monkeypatch):
 
 
 def test_every_gpu_name_is_in_the_catalogue():
-    from lightning_3d.planner.catalogue import Catalogue
-
     assert set(_GPU_NAMES.values()) <= set(Catalogue.load().names)
 
 
 def test_no_devices():
     with pytest.raises(PlannerError, match="no cluster"):
         cluster_here("cpu", devices_per_node=0)
+
+
+def test_a_container_has_the_memory_that_it_is_given(tmp_path):
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = tmp_path / "memory.max"
+    for said, memory in (("1000000", 1000000), ("max", physical), (str(2 * physical), physical)):
+        limit.write_text(f"{said}\n")
+        assert machine_memory(limit) == memory
+    assert machine_memory(tmp_path / "none") == physical
+
+
+def test_more_processes_than_cores_share_them():
+    machine = Catalogue.load().find("cpu", cores=2)
+    assert [Cluster(accelerator=machine, nodes=1, devices_per_node=n).crowd for n in (1, 2, 4)] == [1, 1, 2]
+    assert Catalogue.load().cluster("1x16xh100").crowd == 1

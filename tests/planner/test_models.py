@@ -71,6 +71,7 @@ FIELDS = {
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "gemma": {**SMALL, "num_key_value_heads": 1, "head_dim": 16},
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "phi3": {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama": {**SMALL, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
 }
 
@@ -96,6 +97,15 @@ def test_config_files(tmp_path):
     path.write_text(json.dumps({"model_type": "mixtral", **SMALL}))
     with pytest.raises(PlannerError, match=r"'mixtral' is not one"):
         read_config(path)
+    for wrong, said in (
+        ({"intermediate_size": "wide"}, "intermediate_size='wide' must be a whole number"),
+        ({"num_key_value_heads": 3}, "heads=4 do not share kv_heads=3 evenly"),
+        ({"head_dim": -1}, "head_dim=-1"),
+        ({"model_type": None}, "lacks model_type"),
+    ):
+        path.write_text(json.dumps({"model_type": "llama", **SMALL, **wrong}))
+        with pytest.raises(PlannerError, match=said):
+            read_config(path)
     path.write_text("{")
     with pytest.raises(PlannerError, match="not JSON"):
         read_config(path)

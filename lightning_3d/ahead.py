@@ -1,0 +1,63 @@
+"""A training step run ahead, on tensors that have shapes and no memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.rehearse import as_before
+from lightning_3d.planner.inspection import Trace, traced
+from lightning_3d.samples import _arguments
+
+
+def readable_twice(trainer: Trainer) -> bool:
+    """Whether looking at a batch takes nothing away from the training."""
+    loaders = tree_leaves(trainer.fit_loop._data_source.dataloader())
+    return all(isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) for loader in loaders)
+
+
+def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, Record]:
+    """Note in `trace` what `training_step` does with `batch`; what it returned and logged. Nothing is changed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    step = module.training_step
+    fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+    record = Record()
+    with seeds.set_aside(), as_before(module), LogTap(module).recording(record):
+        with fake_tensors(module, mode), mode, torch.enable_grad(), traced(module, trace):
+            return step(*_arguments(step, fakes)), record
+
+
+@contextmanager
+def fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """`module` with parameters and buffers that have shapes and no memory, tied ones still tied.
+
+    What is assigned to attributes of its parts meanwhile is forgotten.
+    """
+    made: dict[int, Any] = {}
+
+    def fake(tensors: dict[str, Any]) -> None:
+        for name, real in tensors.items():
+            if real is not None:
+                tensors[name] = made.setdefault(id(real), mode.from_tensor(real))
+
+    before = [(part, dict(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    try:
+        for part in module.modules():
+            fake(part._parameters)
+            fake(part._buffers)
+        yield
+    finally:
+        for part, attributes, parameters, buffers in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)

@@ -1,0 +1,32 @@
+"""The seconds of a step after calibration, against those of real ones. Means something on a machine left alone."""
+
+import pytest
+
+from lightning_3d.planner.calibrate import calibrate, write_entry
+from lightning_3d.planner.here import CALIBRATED
+from tests.planner.sized import LAYOUTS, SIZED
+from tests.planner.watching import in_order, predicted, seconds, watch
+from tests.workers import run
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        write_entry(calibrate(CALIBRATED), folder / "lightning-3d" / "hardware" / "this-machine.yaml")
+        predicted.cache_clear()
+        yield
+        predicted.cache_clear()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIZED)
+def test_seconds_of_a_step_after_calibration(calibrated, name):
+    said = [predicted(name, layout).plan.time.total for layout in LAYOUTS]
+    seen = [seconds(run(watch, name, layout, world=int(layout.split()[0]), timeout=120)) for layout in LAYOUTS]
+    ratios = {layout: round(a / b, 2) for layout, a, b in zip(LAYOUTS, said, seen, strict=True)}
+    assert in_order(list(zip(said, seen, strict=True))) >= 0.8, ratios
+    close = [1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()]
+    assert sum(close) >= 0.75 * len(close), ratios
+    assert all(0.5 <= ratio <= 2 for ratio in ratios.values()), ratios

@@ -13,6 +13,7 @@ from lightning_3d.front.train import VERBS, train
 COMMANDS = {
     "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
     "inspect": ("lightning_3d.front.inspection", "how a module would be divided: tensor plan, stages, parameters"),
+    "compare": ("lightning_3d.front.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
     "calibrate": ("lightning_3d.planner.cli_calibrate", "measure this machine, so that plans for it are right"),
     "consolidate": ("lightning_3d.checkpoint.cli_consolidate", "one file from a sharded checkpoint"),
     "export": ("lightning_3d.checkpoint.cli_export", "safetensors from a sharded checkpoint, for from_pretrained"),

@@ -29,7 +29,7 @@ from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
-from lightning_3d.launch import ScriptLauncher
+from lightning_3d.launch import ScriptLauncher, joined
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
@@ -83,6 +83,15 @@ class Processes(ParallelStrategy):
     @property
     def data_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:  # type: ignore[override]
+        """Who started the processes; what Lightning does not know of is recognised here."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = joined(environment)
 
     @property
     def root_device(self) -> torch.device:

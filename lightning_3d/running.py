@@ -4,11 +4,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.compose import Composed
+from lightning_3d.launch import job_folder
+from lightning_3d.measured import Measured, Meter, write
+from lightning_3d.opening import step_line
+from lightning_3d.samples import loader_batch_size
 from lightning_3d.saving import Saving
 from lightning_3d.steps import Steps
 
@@ -16,8 +21,11 @@ from lightning_3d.steps import Steps
 class Running(Saving):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
+    measured: Measured | None = None
+    """Seconds of a step and memory of the last `fit`."""
     _steps: Steps | None = None
     _in_step = False
+    _quiet = False
 
     @property
     def _applied(self) -> Composed:
@@ -70,6 +78,22 @@ class Running(Saving):
             yield
         finally:
             self._running.hold(False)
+
+    def on_train_start(self) -> None:
+        self._meter = Meter(self.root_device)
+        if not self._quiet:
+            trainer = self._module.trainer
+            rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._meter.batch()
+
+    def on_train_end(self) -> None:
+        trainer = self._module.trainer
+        self.measured = self._meter.end(trainer.accumulate_grad_batches)
+        folder = job_folder()
+        if folder is not None and self.global_rank == 0:
+            write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
 
     def on_validation_end(self) -> None:
         self._applied.data.rest()

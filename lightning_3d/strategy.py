@@ -208,7 +208,7 @@ class Strategy3D(Running):
         self._metrics = use_data_group(module, self.data_group, self.layout)
         plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
         if fitting and not self._quiet:
-            rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
+            rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
         self._composed = composed = compose(
             module,
             plans,

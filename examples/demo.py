@@ -102,10 +102,8 @@ def main() -> None:
     worst = max(abs(a - b) for a, b in zip(in_3d["losses"], alone["losses"], strict=True))
     print(f"\nlargest difference of a loss over {STEPS} steps: {worst:.1e}, of a final weight: {largest:.1e}")
     print(f"\n{beside_the_plan(planned, in_3d['held'], in_3d['step'])}")
-    print(
-        f"{'(one device: a step and all of its states)':<59} {alone['step'] * 1e3:>7.0f} ms {alone['held'][0] / 1e6:.2f} MB"
-    )
-    print(f"{layout.world_size} processes share {os.cpu_count()} cores here, so 3D shows what it does, not its speed.")
+    print(f"One device takes {alone['step'] * 1e3:.0f} ms and holds {alone['held'][0] / 1e6:.2f} MB. ", end="")
+    print(f"{layout.world_size} processes share this machine's {os.cpu_count()} cores: this is not about speed.")
 
 
 def report(many: list[float], one: list[float]) -> None:

@@ -29,12 +29,12 @@ from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
-from lightning_3d.launch import ScriptLauncher, joined
+from lightning_3d.launch import ScriptLauncher, can_run_again, joined
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 
 
 class Processes(ParallelStrategy):
@@ -127,10 +127,13 @@ class Processes(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
+        method = self._start_method
+        if method == "auto":
+            method = "popen" if can_run_again() or self.cluster_environment.creates_processes_externally else "fork"
+        if method == "popen":
             self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = _MultiProcessingLauncher(self, start_method=method)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

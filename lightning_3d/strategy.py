@@ -69,7 +69,8 @@ class Strategy3D(Running):
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
-        start_method: how processes start where no launcher started them; "popen" runs your script again.
+        start_method: how processes start where no launcher started them; "popen" runs your script again, "auto" does
+            so where there is a script and forks in a notebook or at a prompt.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
     """
 
@@ -97,7 +98,7 @@ class Strategy3D(Running):
         quiet: bool = False,
         verify: Verify | None = None,
         timeout: timedelta | float = 1800.0,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import to_absolute_path
@@ -81,6 +82,14 @@ class _Observer(_ChildProcessObserver):
     def _terminate_all(self) -> None:
         for child in self._child_processes:
             child.kill()
+
+
+def can_run_again() -> bool:
+    """Whether there is a script: not in a notebook, at a prompt, or in what `python -c` or a pipe was given."""
+    import __main__
+
+    named = __main__.__spec__ is not None or Path(to_absolute_path(sys.argv[0])).is_file()
+    return named and not hasattr(sys, "ps1")
 
 
 def _program() -> Sequence[str]:

@@ -50,7 +50,7 @@ def test_each_job_has_a_line_in_the_order_of_the_sweep(sweep, capsys):
 def test_a_metric_of_the_user_and_the_price_of_the_catalogue(sweep):
     text = compared(read_jobs(sweep), metric="acc")
     assert "acc" in text.splitlines()[0]
-    assert rows(text)[4][10] == "0.5"
+    assert rows(text)[4][12] == "0.5"
     assert all(row[-2].startswith("$") for row in rows(text)[1:] if "finish" not in row)
     with pytest.raises(ValueError, match="no job logged 'nope': there is acc, loss, val_loss"):
         compared(read_jobs(sweep), metric="nope")

@@ -66,7 +66,8 @@ class SampleCheck:
         raise DivergenceError(
             f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
             f" same samples (equal on: {sets}). Do not shuffle or shard by global rank: use"
-            " trainer.distributed_sampler_kwargs, and seed augmentation alike with seed_everything(workers=True)."
+            " trainer.distributed_sampler_kwargs, and call seed_everything(1, workers=True) before data is made or"
+            " augmented at random."
         )
 
 

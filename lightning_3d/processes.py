@@ -61,6 +61,10 @@ class Processes(ParallelStrategy):
         self._communication: Communication | None = None
         self._failed = False
 
+    def __repr__(self) -> str:
+        """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses every other class tree."""
+        return f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`>"
+
     # ---- who and where -------------------------------------------------------------------------------------------
 
     is_distributed = True

@@ -21,6 +21,8 @@ examples:
   lightning-3d compare multirun/2026-01-31/12-00-00
   lightning-3d compare multirun/2026-01-31/12-00-00 --metric val_loss --price 2.5 --plot comparison.png
 """
+OVERRIDES = "overrides.yaml"
+"""What Hydra writes into `.hydra` of each job that it starts."""
 HEADER = ("job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost")
 
 
@@ -66,10 +68,11 @@ def read_jobs(folder: Path) -> list[JobReport]:
     """The jobs in `folder`, in the order they were numbered."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no directory: give that of a sweep, such as multirun/DATE/TIME.")
-    homes = sorted((path.parent.parent for path in folder.rglob(".hydra/overrides.yaml")), key=_in_order)
+    started = {path.parents[1] for path in folder.rglob(f".hydra/{OVERRIDES}")}
+    homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
-        raise ConfigurationError(f"{folder} holds no job of a Hydra sweep (no .hydra/overrides.yaml below it).")
-    jobs = [_read(home, folder) for home in homes]
+        raise ConfigurationError(f"{folder} holds no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
+    jobs = [_read(home, folder) for home in sorted(homes, key=_in_order)]
     if all(job.report is None for job in jobs):
         raise ConfigurationError(
             f"none of the {len(jobs)} jobs in {folder} left a {FILE}: Strategy3D writes it when `fit` ends."
@@ -110,7 +113,8 @@ def draw(jobs: Sequence[JobReport], metric: str | None, file: Path) -> None:
 
 
 def _read(home: Path, folder: Path) -> JobReport:
-    overrides = OmegaConf.to_container(OmegaConf.load(home / ".hydra" / "overrides.yaml"))
+    said = home / ".hydra" / OVERRIDES
+    overrides = OmegaConf.to_container(OmegaConf.load(said)) if said.exists() else ()
     report = json.loads((home / FILE).read_text()) if (home / FILE).exists() else None
     return JobReport(name=str(home.relative_to(folder)), overrides=tuple(map(str, overrides or ())), report=report)
 

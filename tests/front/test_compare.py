@@ -12,8 +12,10 @@ LAYOUT = {"data_parallel_size": 2, "tensor_parallel_size": 1, "pipeline_parallel
 
 def job(folder, name, overrides, **report):
     home = folder / name
-    (home / ".hydra").mkdir(parents=True)
-    (home / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+    home.mkdir(parents=True)
+    if overrides:
+        (home / ".hydra").mkdir()
+        (home / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
     if report:
         layout = {**LAYOUT, "said": "data 2 x tensor 1 x pipeline 1, ZeRO 1"}
         said = {"layout": layout, "devices": 2, "device": "NVIDIA A100-SXM4-80GB", "seconds": 1800.0, **report}
@@ -60,6 +62,11 @@ def test_a_picture_is_drawn(sweep, tmp_path):
     pytest.importorskip("matplotlib")
     assert main(["compare", str(sweep), "--plot", str(tmp_path / "picture.png")]) == 0
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_that_keep_no_overrides_are_found_by_their_reports(tmp_path):
+    job(tmp_path, "here", [], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": 3.5})
+    assert [job.name for job in read_jobs(tmp_path)] == ["here"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,6 @@ def refuse_other_package() -> None:
 
 def _refuse() -> NoReturn:
     raise ConfigurationError(
-        "lightning_3d works with the package `lightning`, and this Trainer is of the separate `pytorch_lightning`, whose"
-        " classes are others. Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
+        "lightning_3d works with the package `lightning`, and this Trainer is of the separate `pytorch_lightning`,"
+        " whose classes are others. Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
     )

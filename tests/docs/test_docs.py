@@ -95,6 +95,8 @@ def test_messages_that_the_page_of_troubles_explains_are_in_the_code():
     code = "".join(file.read_text() for file in (ROOT / "lightning_3d").rglob("*.py"))
     code = re.sub(r'"\s+f?"', "", code)  # a message that is several literals
     told = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs/trouble.md").read_text(), re.MULTILINE)
-    parts = [part.strip() for message in told if "invalid strategy name" not in message for part in message.split("...")]
+    parts = [
+        part.strip() for message in told if "invalid strategy name" not in message for part in message.split("...")
+    ]
     assert len(parts) > 4
     assert [part for part in parts if part not in code] == []

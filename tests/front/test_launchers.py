@@ -2,6 +2,7 @@
 
 import os
 import stat
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,17 +35,19 @@ def test_submitit_starts_the_processes_of_a_job(tmp_path):
 
 
 @pytest.mark.long
-def test_jobs_that_submitit_runs_at_the_same_time_do_not_mix(tmp_path):
-    layouts = ("zero1", "tp2", "pp2")
+def test_jobs_of_different_sizes_and_one_that_fails_go_through_submitit(tmp_path):
     code, text, jobs = sweep(
-        tmp_path, f"layout@trainer.strategy={','.join(layouts)}", "trainer.devices=2", "+launcher=submitit_local",
-        "fail_job=1",
-    )  # fmt: skip
+        tmp_path, "layout@trainer.strategy=zero1,tp2", "trainer.devices=2,4", "+launcher=submitit_local", "fail_job=1"
+    )
     assert code != 0
     assert "this job was made to fail" in text
+    order = list(product(("zero1", "tp2"), (2, 4)))
     wanted = {
-        number: (2, [f"layout@trainer.strategy={name}", "trainer.devices=2", "+launcher=submitit_local", "fail_job=1"])
-        for number, name in enumerate(layouts)
+        number: (
+            world,
+            [f"layout@trainer.strategy={name}", f"trainer.devices={world}", "+launcher=submitit_local", "fail_job=1"],
+        )
+        for number, (name, world) in enumerate(order)
         if number != 1
     }
     assert jobs.keys() == wanted.keys()

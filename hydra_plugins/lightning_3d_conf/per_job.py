@@ -1,7 +1,7 @@
 """submitit's launchers, except that each job gets the processes its own Trainer asks for.
 
-They take the sizes of a sweep's jobs from its common configuration once, so that of `trainer.devices=2,4` one would wait
-for ranks that nobody starts. Here each job is submitted by itself, with sizes from its own configuration.
+They take the sizes of a sweep's jobs from its common configuration once, so that of `trainer.devices=2,4` one would
+wait for ranks that nobody starts. Here each job is submitted by itself, with sizes from its own configuration.
 """
 
 from collections.abc import Sequence

@@ -6,12 +6,17 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, RunMode
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import LayoutError
 from lightning_3d.launch.submitit import FIRST_PORT, SubmititLocalEnvironment, joined
-from tests.front.sweeps import assert_right, sweep
+from tests.front.sweeps import SCRIPT, assert_right, sweep
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs hydra-submitit-launcher (the dev extra)")
 
@@ -52,6 +57,34 @@ def test_jobs_of_different_sizes_and_one_that_fails_go_through_submitit(tmp_path
     }
     assert jobs.keys() == wanted.keys()
     assert_right(jobs, wanted)
+
+
+def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
+    from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
+
+    def submitted(self, job_overrides, first):
+        if job_overrides[0] == ["trainer.devices=8"]:
+            raise RuntimeError("job 2 failed")
+        told.append((first, self.params["tasks_per_node"], self.params["gpus_per_node"], self.params["nodes"]))
+        return [first]
+
+    told = []
+    monkeypatch.setattr(SlurmLauncher, "launch", submitted)
+    overrides = ["+launcher=slurm", "trainer.devices=2,4,8", "+trainer.num_nodes=2"]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(SCRIPT.parent), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks()),
+            task_function=print,
+            config=hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN),
+        )
+        jobs = [[f"trainer.devices={devices}", "+trainer.num_nodes=2", "+launcher=slurm"] for devices in (2, 4)]
+        assert launcher.launch(jobs, 5) == [5, 6]
+        assert sorted(told) == [(5, 2, 2, 2), (6, 4, 4, 2)]
+        with pytest.raises(RuntimeError, match="job 2 failed"):
+            launcher.launch([["trainer.devices=8"], jobs[0]], 2)
+    assert sorted(told)[0] == (3, 2, 2, 2)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def _verbs(folder):
     monkey = pytest.MonkeyPatch()
     monkey.setattr("lightning.pytorch.cli.LightningCLI", Spy)
     for verb in ("validate", "test", "predict"):
-        assert main([verb, "--config", f"{folder}/config.yaml", "--trainer.callbacks=null"]) == 0
+        assert main([verb, "--config", f"{folder}/config.yaml", f"--trainer.default_root_dir={folder}/{verb}"]) == 0
     monkey.undo()
     return [
         (str(trainer.state.fn.value), str(trainer.state.status.value), type(trainer.strategy).__name__)

@@ -26,6 +26,7 @@ print("learned", not torch.equal(before, model.layer.weight), trainer.world_size
 """
 
 
+@pytest.mark.long
 def test_code_typed_at_a_prompt_trains(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -29,6 +29,7 @@ from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
@@ -37,6 +38,7 @@ from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
+from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
 from lightning_3d.zero import step_on_shards
@@ -65,6 +67,10 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
+            time; what went wrong is told at the next one, and the last is awaited at the end.
+        resume: "auto" goes on from the newest whole checkpoint of this run when `fit` is given no `ckpt_path`, also on
+            another number of ranks, with the same global batch.
         quiet: do not say at the start of `fit` which rank holds what.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
@@ -95,6 +101,8 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
+        resume: Resume | None = None,
         quiet: bool = False,
         verify: Verify | None = None,
         timeout: timedelta | float = 1800.0,
@@ -108,7 +116,9 @@ class Strategy3D(Running):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
+            resume=resume,
             checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -147,7 +157,7 @@ class Strategy3D(Running):
     @property
     def layout(self) -> Layout:
         """The layout for the number of processes there are."""
-        layout = self._wanted
+        layout = self._refitted or self._wanted
         if self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
@@ -177,6 +187,8 @@ class Strategy3D(Running):
         fresh: dict[str, Any] = {
             "_mesh": None,
             "_communication": None,
+            "_watch": None,
+            "_preemption": None,
             "_composed": None,
             "_steps": None,
             "_hooks": [],
@@ -189,9 +201,11 @@ class Strategy3D(Running):
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        flight.at("placing the module")
         self.accelerator.setup(trainer)
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._begin_run(trainer)
         check_module(module, fitting)
         _use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
@@ -207,7 +221,7 @@ class Strategy3D(Running):
         if fitting and self._verify == "first_step":
             first = FirstStep(module, plugin.forward_context)
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
+        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
             rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
         self._composed = composed = compose(
@@ -307,8 +321,7 @@ class Strategy3D(Running):
         if self._communication is not None:
             self._communication.close()
             self._communication = None
-        if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
-            super().teardown()
+        super().teardown()
 
     def _restore(self) -> None:
         for hook in self._hooks:

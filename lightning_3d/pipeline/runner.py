@@ -21,6 +21,7 @@ from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.step import TrainingStep, detached, loss_of
 from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.whole import Whole
 from lightning_3d.pipeline.wire import Wire
 
 _TRACES_KEPT = 32
@@ -95,6 +96,8 @@ class Pipeline:
         self.taps = LogTap(module)
         self.ties = Ties(split, self.wire, self.stage_rank, self.hooks.locate or module.get_parameter)
         self.traces: dict[Any, Trace] = {}
+        self.proven: set[Any] = set()
+        """Patterns of traces of which a microbatch was also run in stages."""
         self.stash: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -179,12 +182,20 @@ class Pipeline:
 
     def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
         """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
-        key = (step, self.module.training, signature(args[0] if args else None))
+        key = self._key(step, args)
         if key not in self.traces:
             while len(self.traces) >= _TRACES_KEPT:
                 del self.traces[next(iter(self.traces))]
             self.traces[key] = rehearse(self, step, args, seed)
         return self.traces[key]
+
+    def prove(self, whole: Whole) -> None:
+        """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
+        self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
+
+    def _key(self, step: str, args: tuple[Any, ...]) -> Any:
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        return step, self.module.training, trained, signature(args[0] if args else None)
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
         """The tensors that get gradients on a stage."""

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.errors import PeerError
+from lightning_3d.faults import flight
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
 from lightning_3d.pipeline.traced import not_a_view
 
@@ -165,11 +167,13 @@ class _naming:
 
     def __init__(self, what: str, peer: int | None) -> None:
         self.what, self.peer = what, peer
+        self.doing = flight.doing(f"{what} on {PIPELINE_AXIS}")
 
     def __enter__(self) -> None:
-        pass
+        self.doing.__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.doing.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
             peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
             raise PeerError(

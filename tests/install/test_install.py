@@ -43,6 +43,7 @@ def test_it_installs_into_an_empty_environment_and_finds_its_configs(built, kind
     home, project = tmp_path / "venv", tmp_path / "project"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
+    call(python, "-m", "pip", "uninstall", "-q", "-y", "setuptools", cwd=tmp_path)  # Python's own, too old for torch
     site = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     (Path(site) / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib"))
     call(python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", built[kind], cwd=tmp_path)

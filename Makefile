@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all lint types install bench clean
+.PHONY: demo test test-all lint types docs install bench clean
 
-demo: $(STAMP)  ## train a small GPT in 3D on four processes, then on one, and compare
+demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint types  ## lint, types and tests
@@ -25,6 +25,9 @@ types: $(STAMP)
 
 bench: $(STAMP)  ## speed against the peers that are installed (prints ratios, asserts nothing)
 	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: $(STAMP)  ## the pages of docs/ as a site in build/site
+	$(BIN)/python -m mkdocs build -q
 
 install: $(STAMP)
 

@@ -1,79 +1,114 @@
-"""`make demo`: train a small GPT in 3D on four CPU processes, then the same module on one device, and compare.
+"""`make demo`: train a small GPT in 3D on several CPU processes, then on one, and compare.
 
-The only difference between the two runs is the Trainer's strategy.
+The only difference between the two runs is the Trainer's strategy. Before the first the planner says what a step will
+take and a rank hold; afterwards stands beside it what was measured.
 """
 
+import json
 import logging
 import os
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
+from forecast import beside_the_plan, forecast
 from gpt_from_scratch import ByteGPT, StandardLibrary
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+from torch import distributed as dist
 
-from lightning_3d import Strategy3D
+from lightning_3d import Layout, Strategy3D
 
-STEPS = 30
-DEVICES = 4
+STEPS, BATCH, MICROBATCHES = 30, 16, 4
+SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
 
 
-class Curve(Callback):
-    """Remembers the loss of every step."""
+class Notes(Callback):
+    """Writes down the loss of every step, and what each rank holds and takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.losses: list[float] = []
-        self.began = 0.0
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.began = time.perf_counter()
+        self.ends: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
+        self.ends.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        mine = sum(map(local_bytes, states_of(trainer, module)))
+        held = [mine] * trainer.world_size
+        if dist.is_initialized():
+            dist.all_gather_object(held, mine)
+        step = median(after - before for before, after in pairwise(self.ends))
+        if trainer.is_global_zero:
+            self.file.write_text(json.dumps({"losses": self.losses, "held": held, "step": step}))
 
 
-def train(devices: int, strategy: Strategy3D | str) -> tuple[ByteGPT, Curve, float]:
+def states_of(trainer: Trainer, module: LightningModule) -> Iterator[Tensor]:
+    """Weights, gradients and optimizer states that are on this rank."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def local_bytes(tensor: Tensor) -> int:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return 0 if local.is_meta else local.numel() * local.element_size()
+
+
+def train(devices: int, strategy: Strategy3D | str, file: Path) -> tuple[ByteGPT, dict[str, Any]]:
     seed_everything(1, verbose=False)
-    curve, module = Curve(), ByteGPT()
+    module = ByteGPT()
     trainer = Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, limit_train_batches=STEPS, logger=False,
-        gradient_clip_val=1.0, enable_checkpointing=False, enable_model_summary=False,
-        callbacks=[curve, TQDMProgressBar(refresh_rate=2)],
+        gradient_clip_val=1.0, enable_checkpointing=False, enable_model_summary=False, callbacks=[Notes(file)],
     )  # fmt: skip
-    trainer.fit(module, datamodule=StandardLibrary())
-    return module, curve, time.perf_counter() - curve.began
+    trainer.fit(module, datamodule=StandardLibrary(batch_size=BATCH))
+    return module, json.loads(file.read_text())
 
 
-def only_the_layout(record: logging.LogRecord) -> bool:
-    """Of all that is said at start, let through which rank holds what."""
-    return record.getMessage().startswith("Strategy3D")
+def only_ours(record: logging.LogRecord) -> bool:
+    """Of all that is said at start, let through what the strategy says."""
+    return record.getMessage().startswith(("Strategy3D", "one optimizer step"))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    logging.getLogger("lightning.pytorch").handlers[0].addFilter(only_the_layout)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if first:
-        print(f"Starting {DEVICES} processes; each imports torch first ...")
-    many, curve, seconds = train(DEVICES, Strategy3D(tensor_parallel_size=2, pipeline_parallel_size=2))
-    if not first:
-        return
-    torch.distributed.destroy_process_group()
-    print("\nThe same module on one device ...")
-    one, reference, alone = train(1, "auto")
-    report(curve.losses, reference.losses)
+    logging.getLogger("lightning.pytorch").handlers[0].addFilter(only_ours)
+    layout = Layout(**SIZES, num_microbatches=MICROBATCHES)
+    planned = forecast(layout, batch=BATCH)
+    print(f"The planner expects {planned.time.total * 1e3:.0f} ms for a step of {layout.world_size} processes here.\n")
+    # forked, so that torch is imported once for all of them
+    strategy = Strategy3D(**SIZES, num_microbatches=MICROBATCHES, start_method="fork")
+    with tempfile.TemporaryDirectory() as folder:
+        many, in_3d = train(layout.world_size, strategy, Path(folder) / "3d.json")
+        print("\nThe same module on one device ...")
+        one, alone = train(1, "auto", Path(folder) / "one.json")
+    report(in_3d["losses"], alone["losses"])
     largest = max(float((a - b).abs().max()) for a, b in zip(many.parameters(), one.parameters(), strict=True))
-    worst = max(abs(a - b) for a, b in zip(curve.losses, reference.losses, strict=True))
+    worst = max(abs(a - b) for a, b in zip(in_3d["losses"], alone["losses"], strict=True))
     print(f"\nlargest difference of a loss over {STEPS} steps: {worst:.1e}, of a final weight: {largest:.1e}")
-    print(f"{DEVICES} processes: {seconds:.1f} s; one device: {alone:.1f} s (processes share this machine's cores)")
+    print(f"\n{beside_the_plan(planned, in_3d['held'], in_3d['step'])}")
+    print(f"One device takes {alone['step'] * 1e3:.0f} ms and holds {alone['held'][0] / 1e6:.2f} MB. ", end="")
+    print(f"{layout.world_size} processes share this machine's {os.cpu_count()} cores: this is not about speed.")
 
 
 def report(many: list[float], one: list[float]) -> None:
     top = max(one)
-    print(f"\n\n{'step':>5}  {'tensor 2 x pipeline 2':<33}  one device")
+    print(f"\n\n{'step':>5}  {'in 3D':<33}  one device")
     for step in range(0, STEPS, max(1, STEPS // 10)):
         cells = (f"{losses[step]:.5f} {'█' * round(24 * losses[step] / top):<25}" for losses in (many, one))
         print(f"{step:>5}  {'  '.join(cells)}".rstrip())

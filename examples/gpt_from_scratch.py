@@ -2,14 +2,15 @@
 
 One device:      python examples/gpt_from_scratch.py
 Two, ZeRO 1:     python examples/gpt_from_scratch.py --strategy 3d_zero1 --devices 2
+Four, 3D:        python examples/gpt_from_scratch.py --strategy 3d --tensor 2 --pipeline 2 --devices 4
 """
 
-import argparse
 import sysconfig
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from common import run
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -99,21 +100,5 @@ class StandardLibrary(LightningDataModule):
         return DataLoader(self.windows, batch_size=self.batch_size // ranks["num_replicas"], sampler=sampler)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=50)
-    arguments = parser.parse_args()
-    if arguments.strategy != "auto":
-        import lightning_3d  # noqa: F401  (registers the names)
-    seed_everything(1)
-    trainer = Trainer(
-        strategy=arguments.strategy, devices=arguments.devices, accelerator="cpu", limit_train_batches=arguments.steps,
-        max_epochs=1, logger=False, enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(ByteGPT(), datamodule=StandardLibrary())
-
-
 if __name__ == "__main__":
-    main()
+    run(ByteGPT, StandardLibrary, __doc__)

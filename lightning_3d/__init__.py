@@ -30,6 +30,7 @@ def register() -> None:
     for name, home in _HOMES.items():
         globals()[name] = getattr(_import_module(f"lightning_3d.{home}"), name)
     globals()["Strategy3D"].register_strategies(StrategyRegistry)
+    _import_module("lightning_3d.names").refuse_other_package()
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -93,8 +93,9 @@ class SampleCheck:
         sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
         return (
             f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
-            f" same samples (equal on: {sets}). Do not shuffle or shard by global rank: use"
-            " trainer.distributed_sampler_kwargs, and seed augmentation alike with seed_everything(workers=True)."
+            f" same samples (equal on: {sets}). Where data is made, split or augmented at random, call"
+            " seed_everything(1, workers=True) first; do not shuffle or shard by global rank, but by"
+            " trainer.distributed_sampler_kwargs."
         )
 
 

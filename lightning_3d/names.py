@@ -1,6 +1,9 @@
 """Names for `Trainer(strategy="...")`, registered when the package is imported."""
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
+
+from lightning_3d.errors import ConfigurationError
 
 NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d", "the layout that the planner chooses", {"layout": "auto"}),
@@ -10,3 +13,18 @@ NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d_zero3", "data parallel, everything sharded", {"zero_stage": 3}),
     ("3d_zero3_offload", "everything sharded and kept in host memory", {"zero_stage": 3, "offload": "all"}),
 )
+
+
+def refuse_other_package() -> None:
+    """Say in Trainers of the separate `pytorch_lightning`, where it is loaded, why the names do not work there."""
+    other = sys.modules.get("pytorch_lightning.strategies")
+    if other is not None:
+        for name, description, _ in NAMES:
+            other.StrategyRegistry.register(name, _refuse, description=description, override=True)
+
+
+def _refuse() -> NoReturn:
+    raise ConfigurationError(
+        "lightning_3d works with the package `lightning`, and this Trainer is of the separate `pytorch_lightning`,"
+        " whose classes are others. Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
+    )

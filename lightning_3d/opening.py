@@ -2,25 +2,43 @@
 
 from collections.abc import Iterator
 
+from torch import nn
+
+from lightning_3d.holding import expected_states
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.pipeline.schedule import stage_ranks
+from lightning_3d.pipeline.microbatch import auto_microbatches
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.planner.bubble import bubble_share
+from lightning_3d.planner.states import StateBytes
+from lightning_3d.planner.units import show_bytes
 from lightning_3d.tensor.plan import TensorPlan
 
 WIDE = 4
 """Data ranks, and tensor ranks of each, that are drawn one by one; of more, the first and the last are."""
 
 
-def opening(layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None, accumulate: int) -> str:
-    """A few lines about what is about to run."""
+def opening(module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None) -> str:
+    """A few lines about where `module` is about to be."""
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
         kept = [name for name in tensor.whole if name]
         names = f"{', '.join(kept[:3])}{' ...' if len(kept) > 3 else ''}"
         whole = f"{_count(len(kept), 'part')} stayed whole ({names})" if kept else "nothing large stayed whole"
         lines.append(f"  tensor: {len(tensor.splits)} parameters divided, {whole}")
-    lines.append(f"  one optimizer step: {_step(layout, split, accumulate)}")
+    lines.append(f"  memory of a rank: {_memory(expected_states(module, layout, split, tensor))}")
     return "\n".join(lines)
+
+
+def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:
+    """What makes up one optimizer step; `batch` is the loader's batch size, where it has one."""
+    parts = [_count(layout.data_parallel_size, "data rank"), f"batch {batch}" if batch else "the loader's batch"]
+    if accumulate > 1:
+        parts.append(f"{accumulate} batches accumulated")
+    text = " x ".join(parts)
+    if batch:
+        text += f" = {layout.data_parallel_size * batch * accumulate:,} samples"
+    return f"one optimizer step: {text}{_microbatches(layout, batch)}"
 
 
 def draw(layout: Layout, split: PipelineSplit | None = None) -> Iterator[str]:
@@ -65,15 +83,28 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     return ", ".join(lines[stage].partition(": ")[2] for stage, at in enumerate(holder) if at == rank)
 
 
-def _step(layout: Layout, split: PipelineSplit | None, accumulate: int) -> str:
-    parts = [f"{_count(layout.data_parallel_size, 'data rank')} x the loader's batch"]
-    if accumulate > 1:
-        parts.append(f"{accumulate} batches accumulated")
-    text = " x ".join(parts)
-    if split is None:
-        return text
-    pieces = "microbatches" if layout.num_microbatches == "auto" else _count(layout.num_microbatches, "microbatch")
-    return f"{text}; the pipeline cuts a batch into {pieces} ({layout.schedule})"
+def _memory(states: list[StateBytes]) -> str:
+    """What the fullest rank holds."""
+    stage, most = max(enumerate(states), key=lambda item: item[1].total)
+    where = f" on stage {stage}" if len({state.total for state in states}) > 1 else ""
+    parts = {"weights": most.weights, "gradients": most.gradients, "Adam": most.optimizer}
+    said = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
+    return f"{show_bytes(most.total)}{where} ({said or 'all of it is in host memory'}), and activations"
+
+
+def _microbatches(layout: Layout, batch: int | None) -> str:
+    stages = layout.pipeline_parallel_size
+    if stages == 1:
+        return ""
+    count = layout.num_microbatches
+    if count == "auto" and batch:
+        count = auto_microbatches(batch, stages)
+    if count == "auto":
+        return f"; the pipeline cuts a batch into microbatches ({layout.schedule})"
+    chunks = stages_per_rank(layout.schedule, layout.stages_per_rank)
+    idle = bubble_share(layout.schedule, stages=stages, microbatches=count, chunks=chunks)
+    cut = f"; the pipeline cuts a batch into {_count(count, 'microbatch')} ({layout.schedule}"
+    return f"{cut}, idle {idle:.0%} of the time)"
 
 
 def _count(number: int, what: str) -> str:

@@ -32,12 +32,12 @@ from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
 from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.verdict import is_communication
-from lightning_3d.launch import ScriptLauncher, SpawnLauncher
+from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 
 
 class Processes(ParallelStrategy):
@@ -67,6 +67,10 @@ class Processes(ParallelStrategy):
         self._chooses = False
         """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
+    def __repr__(self) -> str:
+        """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses every other class tree."""
+        return f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`>"
+
     # ---- who and where -------------------------------------------------------------------------------------------
 
     is_distributed = True
@@ -89,6 +93,15 @@ class Processes(ParallelStrategy):
     @property
     def data_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group(DATA_AXIS)
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:  # type: ignore[override]
+        """Who started the processes; what Lightning does not know of is recognised here."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = joined(environment)
 
     @property
     def root_device(self) -> torch.device:
@@ -124,11 +137,13 @@ class Processes(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            environment = self.cluster_environment
+        method, environment = self._start_method, self.cluster_environment
+        if method == "auto":
+            method = "popen" if can_run_again() or environment.creates_processes_externally else "fork"
+        if method == "popen":
             self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, self._guarded)
         else:
-            self._launcher = SpawnLauncher(self, self._start_method, self._guarded)
+            self._launcher = SpawnLauncher(self, method, self._guarded)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:

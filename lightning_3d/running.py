@@ -4,13 +4,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.compose import Composed
 from lightning_3d.faults import flight
+from lightning_3d.launch import job_folder
+from lightning_3d.measured import Measured, Meter, write
+from lightning_3d.opening import step_line
 from lightning_3d.resuming import Resuming
+from lightning_3d.samples import loader_batch_size
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
 from lightning_3d.zero import DataParallel, NoData
 
@@ -18,8 +23,11 @@ from lightning_3d.zero import DataParallel, NoData
 class Running(Resuming):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
+    measured: Measured | None = None
+    """Seconds of a step and memory of the last `fit`."""
     _steps: PlacedSteps | None = None
     _in_step = False
+    _quiet = False
 
     @property
     def _applied(self) -> Composed:
@@ -78,6 +86,23 @@ class Running(Resuming):
             yield
         finally:
             self._running.hold(False)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._meter = Meter(self.root_device)
+        if not self._quiet:
+            trainer = self._module.trainer
+            rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._meter.batch()
+
+    def on_train_end(self) -> None:
+        trainer = self._module.trainer
+        self.measured = self._meter.end(trainer.accumulate_grad_batches)
+        folder = job_folder()
+        if folder is not None and self.global_rank == 0:
+            write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
 
     def on_validation_end(self) -> None:
         self._data.rest()

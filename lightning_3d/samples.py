@@ -59,6 +59,15 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
         return None
 
 
+def loader_batch_size(trainer: Trainer) -> int | None:
+    """Samples in a batch of the one training loader, None where there are several or it does not say."""
+    loader = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
 def observe_one_batch(
     trainer: Trainer,
     module: LightningModule,

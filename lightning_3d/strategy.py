@@ -83,7 +83,8 @@ class Strategy3D(Running):
         dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
             shapes only, what ranks of that cluster would hold and send, and what would go wrong.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
-        start_method: how processes start where no launcher started them; "popen" runs your script again.
+        start_method: how processes start where no launcher started them; "popen" runs your script again, "auto" does
+            so where there is a script and forks in a notebook or at a prompt.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
     """
 
@@ -115,7 +116,7 @@ class Strategy3D(Running):
         verify: Verify | None = None,
         dry_run: str | None = None,
         timeout: timedelta | float = 1800.0,
-        start_method: StartMethod = "popen",
+        start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -242,7 +243,7 @@ class Strategy3D(Running):
         self._metrics = use_data_group(module, self.data_group, self.layout)
         plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
-            rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
+            rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
         self._composed = composed = compose(
             module,
             plans,

@@ -8,11 +8,10 @@ from torch import nn
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.compose import keep_within_stages, plan_pipeline
+from lightning_3d.holding import parameters_on
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.planner.module_source import build_inputs, build_module
 from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.plan import TensorPlan
 from lightning_3d.tensor.record import record_calls
 from lightning_3d.tensor.render import render_plan
 
@@ -55,28 +54,6 @@ def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> It
         held = parameters_on(module, stage, split, tensor)
         ranks = f"each of the {layout.tensor_parallel_size} tensor ranks" if tensor else "each rank"
         yield f"stage {stage}: {ranks} holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})"
-
-
-def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, tensor: TensorPlan | None) -> int:
-    """Parameters that the first tensor rank of a stage holds; those that several stages hold count on each."""
-    here: dict[int, int] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        stages = _holding(name, split)
-        divided = tensor.splits.get(name) if tensor else None
-        size = parameter.numel() if divided is None else parameter.numel() // divided.size * divided.local_size(0)
-        if stages is None or stage in stages:
-            here[id(parameter)] = size
-    return sum(here.values())
-
-
-def _holding(name: str, split: PipelineSplit | None) -> tuple[int, ...] | None:
-    """Stages that hold a parameter, None for all."""
-    if split is None or name in split.everywhere:
-        return None
-    for unit, stages in split.holders.items():
-        if name == unit or name.startswith(f"{unit}."):
-            return stages
-    return None
 
 
 def _call(module: nn.Module, given: object) -> None:

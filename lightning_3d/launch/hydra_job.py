@@ -3,6 +3,7 @@
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -18,6 +19,11 @@ NOT_FOR_CHILDREN = ("mode", "sweep", "run", "sweeper", "launcher", "output_subdi
 def running_job() -> object | None:
     """Hydra's configuration of the job that runs here: one object from the job's start to its end, None without one."""
     return HydraConfig.instance().cfg if HydraConfig.initialized() else None
+
+
+def job_folder() -> Path | None:
+    """Where the running job writes, None outside of Hydra."""
+    return Path(HydraConfig.get().runtime.output_dir) if running_job() is not None else None
 
 
 def is_sweep() -> bool:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import to_absolute_path
@@ -97,6 +98,14 @@ class _SweepObserver(_Observer):
     def _terminate_all(self) -> None:
         for child in self._child_processes:
             child.kill()
+
+
+def can_run_again() -> bool:
+    """Whether there is a script: not in a notebook, at a prompt, or in what `python -c` or a pipe was given."""
+    import __main__
+
+    named = __main__.__spec__ is not None or Path(to_absolute_path(sys.argv[0])).is_file()
+    return named and not hasattr(sys, "ps1")
 
 
 def _program() -> Sequence[str]:

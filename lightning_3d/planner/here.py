@@ -55,10 +55,15 @@ def _gpu() -> Accelerator:
     return replace(catalogue.find(name), title=properties.name, memory_gb=properties.total_memory / 1e9)
 
 
+def catalogue_name(gpu: str) -> str | None:
+    """The catalogue's name for what torch calls a GPU, None where it has none."""
+    return next((entry for part, entry in _GPU_NAMES.items() if part in gpu), None)
+
+
 def _entry_of(gpu: str) -> str:
-    for part, entry in _GPU_NAMES.items():
-        if part in gpu:
-            return entry
+    entry = catalogue_name(gpu)
+    if entry is not None:
+        return entry
     warnings.warn(
         f"{gpu} is not in the catalogue, so a layout is chosen with the rates of an A10G. `lightning-3d calibrate`"
         " measures yours.",

@@ -1,10 +1,10 @@
 """What the documentation says is so: its code runs, its links lead somewhere, its arguments are those of the code."""
 
 import inspect
+import os
 import re
-import shlex
-from importlib import import_module
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -12,22 +12,9 @@ from hydra.utils import get_class
 from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
-from lightning_3d.cli import COMMANDS, _parser_of
-from lightning_3d.front.train import VERBS
 from lightning_3d.resources import conf_folder
+from tests.docs.pages import NAMES, PAGES, ROOT, blocks
 from tests.modules import MLP
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "conf/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-
-
-def blocks(language):
-    found = []
-    for page in PAGES:
-        for number, text in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)):
-            found.append(pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}"))
-    return found
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -44,30 +31,31 @@ def test_python_blocks_run(code, monkeypatch):
     assert bool(fitted) == (".fit(" in code)
 
 
+def test_the_first_block_of_the_readme_is_a_script_that_trains(tmp_path):
+    (tmp_path / "train.py").write_text(blocks("python")[0].values[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Strategy3D on 4 ranks: data 1 x tensor 2 x pipeline 2" in done.stderr
+    assert "8 parameters divided" in done.stderr
+
+
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_yaml_blocks_name_real_arguments(text):
-    strategy = yaml.safe_load(text)["trainer"]["strategy"]
+    block = yaml.safe_load(text)
+    if block.get("kind") == "PyTorchJob":
+        command = block["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"]
+        assert (conf_folder() / "cluster" / f"{command[-1].partition('=')[2]}.yaml").exists()
+        return
+    strategy = block["trainer"]["strategy"]
     assert isinstance(get_class(strategy["class_path"])(**strategy["init_args"]), Strategy3D)
 
 
-def commands():
-    for block in blocks("console"):
-        for line in block.values[0].splitlines():
-            if line.strip():
-                yield pytest.param(shlex.split(line, comments=True), id=line[:60])
-
-
-@pytest.mark.parametrize("words", list(commands()))
-def test_commands_exist_and_take_their_flags(words):
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif words[0] == "lightning-3d" and words[1] in COMMANDS:
-        _parser_of(words[1], import_module(COMMANDS[words[1]][0])).parse_args(words[2:])
-    elif words[0] == "lightning-3d":
-        assert words[1] in VERBS
-    for group, names in re.findall(r"(layout|cluster)@[\w.]+=([\w,]+)", " ".join(words)):
-        for name in names.split(","):
-            assert (conf_folder() / group / f"{name}.yaml").exists(), name
+@pytest.mark.parametrize("text", blocks("bash"))
+def test_shell_scripts_are_read_by_the_shell(text):
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -101,3 +89,14 @@ def test_a_table_of_the_docs_has_as_many_cells_in_every_row():
         tables = re.findall(r"(?:^\|.*\|\n)+", page.read_text(), re.MULTILINE)
         for table in tables:
             assert len({row.count("|") for row in table.replace("\\|", "").splitlines()}) == 1, (page.name, table)
+
+
+def test_messages_that_the_page_of_troubles_explains_are_in_the_code():
+    code = "".join(file.read_text() for file in (ROOT / "lightning_3d").rglob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)  # a message that is several literals
+    told = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs/trouble.md").read_text(), re.MULTILINE)
+    parts = [
+        part.strip() for message in told if "invalid strategy name" not in message for part in message.split("...")
+    ]
+    assert len(parts) > 4
+    assert [part for part in parts if part not in code] == []

@@ -72,6 +72,39 @@ def test_registered_names_need_no_import(tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["strategy"] == "3d_zero2"
 
 
+BORING = "lightning.pytorch.demos.boring_classes"
+
+
+def _verbs(folder):
+    """Every verb in turn, the later ones with the config that the first one saved; what came out of each."""
+    warnings.simplefilter("ignore")
+    flags = [flag for flag in SMALL if "limit_val" not in flag]
+    flags += [f"--trainer.{name}" for name in ("devices=2", "limit_train_batches=2", "limit_val_batches=2",
+              "limit_test_batches=2", "limit_predict_batches=2", "enable_checkpointing=false")]  # fmt: skip
+    model = [f"--model={BORING}.BoringModel", f"--data={BORING}.BoringDataModule"]
+    assert main(["fit", *model, *flags, "--trainer.strategy=3d_zero1", f"--trainer.default_root_dir={folder}"]) == 0
+    seen = []
+
+    class Spy(LightningCLI):
+        def after_instantiate_classes(self):
+            seen.append(self.trainer)
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("lightning.pytorch.cli.LightningCLI", Spy)
+    for verb in ("validate", "test", "predict"):
+        assert main([verb, "--config", f"{folder}/config.yaml", f"--trainer.default_root_dir={folder}/{verb}"]) == 0
+    monkey.undo()
+    return [
+        (str(trainer.state.fn.value), str(trainer.state.status.value), type(trainer.strategy).__name__)
+        for trainer in seen
+    ]
+
+
+def test_every_verb_runs_from_the_config_that_fit_saved(tmp_path):
+    for ended in run(_verbs, str(tmp_path), world=2):
+        assert ended == [(verb, "finished", "Strategy3D") for verb in ("validate", "test", "predict")]
+
+
 def test_inspect_shows_the_plan_the_stages_and_parameters(capsys):
     assert main(["inspect", "tests.modules.GPT", "--tensor", "2", "--pipeline", "2"]) == 0
     text = capsys.readouterr().out

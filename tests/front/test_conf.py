@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
-from omegaconf import OmegaConf
 
 from lightning_3d import Strategy3D
 from lightning_3d.resources import conf_folder
@@ -25,7 +26,7 @@ def project(tmp_path):
     (tmp_path / "config.yaml").write_text("trainer:\n  _target_: lightning.pytorch.Trainer\n  logger: false\n")
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        yield lambda *overrides: compose("config", list(overrides))
+        yield lambda *overrides, full=False: compose("config", list(overrides), return_hydra_config=full)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -77,10 +78,25 @@ def test_every_cluster_has_a_test():
     assert {file.stem for file in (CONF / "cluster").glob("*.yaml")} == {"local", "torchrun", "slurm", "kubernetes"}
 
 
-def test_the_slurm_launcher_asks_for_the_processes_of_the_trainer():
-    config = OmegaConf.create({"trainer": {"devices": 4, "num_nodes": 2}})
-    config["launcher"] = OmegaConf.load(CONF / "hydra/launcher/slurm_3d.yaml")
-    assert (config.launcher.nodes, config.launcher.tasks_per_node) == (2, 4)
+@pytest.mark.parametrize("name", sorted(file.stem for file in (CONF / "launcher").glob("*.yaml")))
+def test_every_launcher_is_chosen_and_is_one(project, name):
+    if name != "basic":
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs hydra-submitit-launcher")
+    config = project(f"+launcher={name}", "+trainer.devices=4", "+trainer.num_nodes=2", full=True)
+    launcher = Plugins.instance()._instantiate(config.hydra.launcher)
+    assert isinstance(launcher, Launcher)
+    if name != "basic":
+        assert launcher.params["tasks_per_node"] == 4
+        assert launcher.params["nodes"] == (2 if name == "slurm" else 1)
+
+
+def test_a_layout_replaces_the_strategy_that_a_project_names(project, tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "ddp.yaml").write_text("strategy: ddp\ndevices: 4\n")
+    config = project("+trainer=ddp", "+layout@trainer.strategy=tp2", "trainer.strategy.zero_stage=2")
+    strategy = instantiate(config.trainer.strategy)
+    assert isinstance(strategy, Strategy3D)
+    assert (strategy._wanted.tensor_parallel_size, strategy._wanted.zero_stage) == (2, 2)
 
 
 @pytest.mark.parametrize("file", sorted(CONF.glob("[!h]*/*.yaml")) + sorted(CONF.glob("hydra/*/*.yaml")), ids=str)

@@ -1,11 +1,8 @@
 """A Hydra sweep over layouts and numbers of processes, as a user starts it: one command, in a process of its own."""
 
-import json
 import os
-import subprocess
 import sys
-from collections import defaultdict
-from pathlib import Path
+from itertools import product
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,61 +12,67 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_3d import Strategy3D
+from lightning_3d.cli import main
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch.hydra_job import child_command
 from lightning_3d.launch.script import ScriptLauncher
+from tests.front.sweeps import SCRIPT, assert_right, sweep
 
-SCRIPT = Path(__file__).parent / "sweep" / "train.py"
-ROOT = Path(__file__).parents[2]
-
-
-def sweep(folder, *overrides):
-    """Exit code, output, and what each rank of each job wrote."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(SCRIPT), "-m", *overrides, "hydra.sweep.dir=out"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    jobs = defaultdict(list)
-    for file in (folder / "out").glob("*/seen.jsonl"):
-        jobs[int(file.parent.name)] = [json.loads(line) for line in file.read_text().splitlines()]
-    return done.returncode, done.stdout + done.stderr, jobs
+LAYOUTS = ("zero0", "zero1", "zero2", "zero3", "tp2", "pp2")
+WORLDS = (2, 4, 6)
 
 
-def assert_right(jobs, wanted):
-    """Each job ran once on each of its own ranks, with its own parameters, in one directory, and learned the same."""
-    for number, (world, overrides) in wanted.items():
-        ranks = jobs[number]
-        assert sorted(seen["rank"] for seen in ranks) == list(range(world)), (number, ranks)
-        for seen in ranks:
-            assert seen["world"] == world
-            assert seen["job"] == number
-            assert seen["overrides"] == overrides
-            assert seen["losses"] == pytest.approx(ranks[0]["losses"])
-    losses = [jobs[number][0]["losses"] for number in wanted]
-    assert all(loss == pytest.approx(losses[0]) for loss in losses)
-
-
-def test_a_failed_job_does_not_harm_the_next(tmp_path):
-    code, text, jobs = sweep(tmp_path, "fail_on=1,-1", "layout@trainer.strategy=zero1", "trainer.devices=2")
+def test_a_failed_job_does_not_harm_the_next(tmp_path, capsys):
+    code, text, jobs = sweep(tmp_path, "layout@trainer.strategy=zero1,pp2", "trainer.devices=2", "fail_job=0")
     assert code != 0
     assert "this job was made to fail" in text
     assert jobs.keys() == {1}
-    assert_right(jobs, {1: (2, ["fail_on=-1", "layout@trainer.strategy=zero1", "trainer.devices=2"])})
+    assert_right(jobs, {1: (2, ["layout@trainer.strategy=pp2", "trainer.devices=2", "fail_job=0"])})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert main(["compare", str(tmp_path / "out")]) == 0
+    failed, ended = capsys.readouterr().out.splitlines()[1:]
+    assert failed.split() == ["0", "did", "not", "finish", *["-"] * 6, "layout@trainer.strategy=zero1"]
+    assert "data 1 x tensor 1 x pipeline 2, ZeRO 1" in ended
+    assert f"{jobs[1][0]['losses'][-1]:.6g}" in ended
 
 
 @pytest.mark.long
-def test_every_job_has_its_own_world_directory_and_parameters(tmp_path):
-    code, text, jobs = sweep(tmp_path, "layout@trainer.strategy=zero1,tp2", "trainer.devices=2,4")
+def test_six_layouts_and_three_worlds_train_the_same(tmp_path):
+    code, text, jobs = sweep(
+        tmp_path, f"layout@trainer.strategy={','.join(LAYOUTS)}", f"trainer.devices={','.join(map(str, WORLDS))}"
+    )
     assert code == 0, text
-    order = [("zero1", 2), ("zero1", 4), ("tp2", 2), ("tp2", 4)]
+    order = list(product(LAYOUTS, WORLDS))
+    assert_right(
+        jobs,
+        {
+            number: (world, [f"layout@trainer.strategy={name}", f"trainer.devices={world}"])
+            for number, (name, world) in enumerate(order)
+        },
+    )
+    layouts = [{seen["layout"] for seen in jobs[number]} for number in range(len(order))]
+    assert layouts[order.index(("tp2", 6))] == {"data 3 x tensor 2 x pipeline 1, ZeRO 1"}
+    assert layouts[order.index(("pp2", 4))] == {"data 2 x tensor 1 x pipeline 2, ZeRO 1"}
+    assert len(set(map(str, layouts))) == len(order)
+    assert len({home.parent for home in (tmp_path / "out").glob("*/lightning_3d.json")}) == len(order)
+    folders = {path.name for path in (tmp_path / "out").iterdir()}
+    assert folders == {*map(str, range(len(order))), "multirun.yaml"}
+
+
+@pytest.mark.long
+def test_of_six_layouts_one_fails_and_five_are_unaffected(tmp_path):
+    code, text, jobs = sweep(
+        tmp_path, f"layout@trainer.strategy={','.join(LAYOUTS)}", "trainer.devices=2", "fail_job=2"
+    )
+    assert code != 0
+    assert "this job was made to fail" in text
     wanted = {
-        number: (world, [f"layout@trainer.strategy={name}", f"trainer.devices={world}"])
-        for number, (name, world) in enumerate(order)
+        number: (2, [f"layout@trainer.strategy={name}", "trainer.devices=2", "fail_job=2"])
+        for number, name in enumerate(LAYOUTS)
+        if number != 2
     }
+    assert jobs.keys() == wanted.keys()
     assert_right(jobs, wanted)
-    assert {seen["layout"] for seen in jobs[3]} == {"data 2 x tensor 2 x pipeline 1, ZeRO 1"}
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0", "1", "2", "3", "multirun.yaml"]
 
 
 @pytest.fixture

@@ -1,0 +1,89 @@
+"""What a training took: seconds of a step, memory, and where that is written down for `lightning-3d compare`."""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_3d.layout import Layout
+
+FILE = "lightning_3d.json"
+"""In the directory of a Hydra job."""
+REMEMBERED = 1000
+"""Batches of which the time is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One `fit`, measured."""
+
+    step_seconds: float | None
+    """Of one optimizer step, the median without the first batch; None where there was only one."""
+    seconds: float
+    """From the first batch to the end of training."""
+    memory_bytes: int
+    """The most on any rank: allocated on its GPU, or on a CPU all that the process ever held."""
+
+
+class Meter:
+    """A clock that `Strategy3D` starts with training and asks at each batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began = self._last = time.perf_counter()
+        self._batches: deque[float] = deque(maxlen=REMEMBERED)
+        self._count = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def batch(self) -> None:
+        """A batch begins, and the one before has ended."""
+        now = time.perf_counter()
+        if self._count > 1:  # the first batch also warms up
+            self._batches.append(now - self._last)
+        self._last, self._count = now, self._count + 1
+
+    def end(self, batches_per_step: int) -> Measured:
+        """What was measured. Collective: memory is that of the fullest rank."""
+        self.batch()
+        held = torch.tensor(peak_bytes(self._device), dtype=torch.int64, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(held, dist.ReduceOp.MAX)
+        return Measured(
+            step_seconds=median(self._batches) * batches_per_step if self._batches else None,
+            seconds=time.perf_counter() - self._began,
+            memory_bytes=int(held),
+        )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held: on its GPU since training began, on a CPU since the process did."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def write(
+    folder: Path, measured: Measured, layout: Layout, metrics: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Leave a report in `folder`, for tables over many jobs."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    report = {
+        "layout": {**asdict(layout), "said": str(layout)},
+        "devices": layout.world_size,
+        "device": name,
+        "metrics": {key: float(value) for key, value in metrics.items() if value.numel() == 1},
+        **asdict(measured),
+    }
+    (folder / FILE).write_text(json.dumps(report, indent=2))

@@ -1,0 +1,92 @@
+"""The table and the picture that `lightning-3d compare` makes of a sweep."""
+
+import json
+
+import pytest
+
+from lightning_3d.cli import main
+from lightning_3d.front.compare import JobReport, compared, read_jobs
+
+LAYOUT = {"data_parallel_size": 2, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 1}
+
+
+def job(folder, name, overrides, **report):
+    home = folder / name
+    home.mkdir(parents=True)
+    if overrides:
+        (home / ".hydra").mkdir()
+        (home / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+    if report:
+        layout = {**LAYOUT, "said": "data 2 x tensor 1 x pipeline 1, ZeRO 1"}
+        said = {"layout": layout, "devices": 2, "device": "NVIDIA A100-SXM4-80GB", "seconds": 1800.0, **report}
+        (home / "lightning_3d.json").write_text(json.dumps(said))
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    job(
+        tmp_path, "0", ["lr=1", "layout=a"], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": 3.5, "val_loss": 4.0}
+    )
+    job(tmp_path, "1", ["lr=1", "layout=b"])
+    job(tmp_path, "10", ["lr=1", "layout=c"], step_seconds=None, memory_bytes=1e9, metrics={"acc": 0.5})
+    job(tmp_path, "2", ["lr=1", "layout=d"], step_seconds=0.5, memory_bytes=1e9, metrics={"loss": 3.25})
+    return tmp_path
+
+
+def rows(text):
+    return [line.split() for line in text.splitlines()]
+
+
+def test_each_job_has_a_line_in_the_order_of_the_sweep(sweep, capsys):
+    assert main(["compare", str(sweep), "--price", "2"]) == 0
+    header, first, failed, third, last = rows(capsys.readouterr().out)
+    assert header == ["job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost", "overrides"]
+    said = ["data", "2", "x", "tensor", "1", "x", "pipeline", "1,", "ZeRO", "1"]
+    assert first == ["0", *said, "2", "4", "250", "ms", "2", "GB", "1", "$2.00", "layout=a"]
+    assert failed[:4] == ["1", "did", "not", "finish"]
+    assert third[0] == "2"
+    assert "3.25" in third
+    assert last == ["10", *said, "2", "-", "-", "1", "GB", "1", "$2.00", "layout=c"]
+
+
+def test_a_metric_of_the_user_and_the_price_of_the_catalogue(sweep):
+    text = compared(read_jobs(sweep), metric="acc")
+    assert "acc" in text.splitlines()[0]
+    assert rows(text)[4][12] == "0.5"
+    assert all(row[-2].startswith("$") for row in rows(text)[1:] if "finish" not in row)
+    with pytest.raises(ValueError, match="no job logged 'nope': there is acc, loss, val_loss"):
+        compared(read_jobs(sweep), metric="nope")
+
+
+def test_a_picture_is_drawn(sweep, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main(["compare", str(sweep), "--plot", str(tmp_path / "picture.png")]) == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_jobs_that_keep_no_overrides_are_found_by_their_reports(tmp_path):
+    job(tmp_path, "here", [], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": 3.5})
+    assert [job.name for job in read_jobs(tmp_path)] == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ({"train_loss": 1.0, "val_loss": 2.0}, 2.0),
+        ({"loss_step": 1.0, "loss_epoch": 2.0}, 2.0),
+        ({"accuracy": 1.0}, None),
+        ({"loss_step": 1.0}, 1.0),
+    ],
+)
+def test_what_is_taken_for_the_loss(metrics, found):
+    assert JobReport(name="0", overrides=(), report={"metrics": metrics}).metric(None) == found
+
+
+def test_folders_without_jobs_are_one_line(tmp_path, capsys):
+    assert main(["compare", str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "holds no job of a Hydra sweep" in capsys.readouterr().err
+    job(tmp_path, "0", ["lr=1"])
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "Strategy3D writes it when `fit` ends" in capsys.readouterr().err

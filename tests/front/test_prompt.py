@@ -1,0 +1,57 @@
+"""Where there is no script to run again, processes are forked: at a prompt, in a notebook, in piped code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_3d import Strategy3D
+from lightning_3d.launch import ScriptLauncher
+
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_3d import Strategy3D
+torch.set_num_threads(1)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+model = BoringModel()
+before = model.layer.weight.detach().clone()
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=Strategy3D(), **flags)
+trainer.fit(model)
+print("learned", not torch.equal(before, model.layer.weight), trainer.world_size, flush=True)
+"""
+
+
+@pytest.mark.long
+def test_code_typed_at_a_prompt_trains(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-i"], input=SCRIPT, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert done.stdout.count("learned True 2") == 1, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["", "-", "-c"])
+def test_what_is_no_script_is_forked(monkeypatch, name):
+    import __main__
+
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(__main__, "__spec__", None)
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=[])
+    strategy._configure_launcher()
+    assert strategy.launcher._start_method == "fork"
+
+
+def test_a_script_is_run_again(monkeypatch, tmp_path):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=[])
+    strategy._configure_launcher()
+    assert isinstance(strategy.launcher, ScriptLauncher)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    strategy._configure_launcher()
+    assert not isinstance(strategy.launcher, ScriptLauncher)

@@ -108,7 +108,7 @@ def save_beside(world, strategy, folder):
 
     def fourth(trainer):
         trainer.save_checkpoint(Path(folder) / "b.ckpt")  # waits for the first
-        assert order.count("writes") >= 1
+        assert "writes" in order or "begins" not in order  # in one file, only the first rank writes
 
     try:
         fit(world, strategy, 5, At(s1=first, s3=third, s4=fourth))

@@ -18,7 +18,7 @@ def stored(path, format):
         return weights_of(path)
     opened = Opened.open(path)
     opened.verify()
-    return {k.removeprefix("state_dict."): t.whole() for k, t in opened.tensors.items() if k.startswith("state_dict")}
+    return dict(opened.state()["state_dict"].items())
 
 
 @pytest.mark.parametrize("format", FORMATS)

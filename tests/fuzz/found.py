@@ -1,5 +1,34 @@
 """Cases that the fuzzer has found, by what was wrong."""
 
 from tests.fuzz.draw import Case
+from tests.fuzz.grammar import Spec
 
-FOUND: dict[str, Case] = {}
+FLAGS = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 1}
+ATTRIBUTES = {"batch_size": 4, "samples": 12, "optimizer": "sgd"}
+
+
+def _pipeline(spec, stages, **strategy):
+    return Case(spec, {"pipeline_parallel_size": stages, **strategy}, FLAGS, ATTRIBUTES)
+
+
+LINEARS = (("linear", True),) * 4
+HEADS = (("mse", 8, -1), ("ce", 12, -1), ("ce", 2, -1))
+INSIDE = (("residual", ("linear", False), ("mlp", 12, "tanh", True)),)
+
+FOUND = {
+    "of several heads only the last one's loss was on the whole batch": _pipeline(
+        Spec(blocks=LINEARS, heads=HEADS), 2, loss_scope="batch", num_microbatches=2
+    ),
+    "blocks that are found by getattr were placed behind the heads": _pipeline(
+        Spec(blocks=LINEARS, container="attributes"), 2
+    ),
+}
+"""These train."""
+
+REFUSED = {
+    "a cut inside a checkpointed region stopped one rank in its backward": (
+        _pipeline(Spec(blocks=INSIDE, recompute=True, container="attributes"), 4),
+        "inside one torch.utils.checkpoint",
+    ),
+}
+"""These are refused, on every rank, with what is said."""

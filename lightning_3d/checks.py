@@ -1,10 +1,13 @@
 """What is checked before anything is placed, on every rank, so that all raise together and none waits."""
 
+from collections.abc import Sequence
+
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import LBFGS, Optimizer
 
-from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
 
 
@@ -32,8 +35,8 @@ def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
     return layout
 
 
-def check_module(module: nn.Module, fitting: bool) -> None:
-    """Raise for a module that cannot be trained."""
+def check_module(module: nn.Module, fitting: bool, layout: Layout) -> None:
+    """Raise for a module that cannot be trained in this layout."""
     lazy = [
         name
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
@@ -49,3 +52,25 @@ def check_module(module: nn.Module, fitting: bool) -> None:
             f"{type(module).__name__} has no parameters: there is nothing to train. Assign its layers to attributes in"
             " __init__ or configure_model()."
         )
+    if fitting and layout.holds_parts:
+        _check_hooks(module, layout)
+
+
+def _check_hooks(module: nn.Module, layout: Layout) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). Here its"
+                f" gradient comes in parts ({layout}), so that the hook would be given something else than on one"
+                " device, or nothing. Change gradients in on_after_backward or on_before_optimizer_step instead."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], layout: Layout) -> None:
+    """Raise for optimizers that need all parameters in one place."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS) and layout.holds_parts:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} computes with all parameters as one vector, of which a rank holds only a"
+                f" part ({layout}). Use data parallelism with zero_stage=0, or another optimizer."
+            )

@@ -15,15 +15,17 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.callbacks import check_callbacks, finetune_by_identity
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_module
+from lightning_3d.checks import check_module, check_optimizers
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
@@ -39,7 +41,7 @@ from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
-from lightning_3d.zero import step_on_shards
+from lightning_3d.zero import step_on_shards, step_with_shared_loss
 
 
 class Strategy3D(Running):
@@ -191,7 +193,10 @@ class Strategy3D(Running):
         self.accelerator.setup(trainer)
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, fitting)
+        check_module(module, fitting, self.layout)
+        if fitting:
+            check_callbacks(trainer.callbacks, self.layout)  # type: ignore[attr-defined]
+            self._undo.append(finetune_by_identity())
         _use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -259,11 +264,14 @@ class Strategy3D(Running):
         composed = self._applied
         if composed.split is not None:
             check_supported(self._module, self.optimizers)
+        check_optimizers(self.optimizers, self.layout)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
             for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[parameter]  # some fill their state when they are built (Adagrad)
             self._undo.append(step_on_shards(optimizer))
+            if isinstance(optimizer, LBFGS):
+                self._undo.append(step_with_shared_loss(optimizer, self.reduce))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
             )

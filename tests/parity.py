@@ -37,7 +37,7 @@ class Gradients(Callback):
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         self.norms.append(float(norm))
-        self.whole.append({name: grad.detach().clone() for name, grad in grads.items()})
+        self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 
 def build(name):
@@ -51,7 +51,15 @@ def build(name):
 
 
 def train(name, world, strategy, attributes, trainer):
-    """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank."""
+    """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank.
+
+    Args:
+        name: of a module, see `build`.
+        world: number of devices.
+        strategy: arguments of `Strategy3D`, None for one device.
+        attributes: to set on the module.
+        trainer: arguments of the Trainer; "callbacks" are functions that make them.
+    """
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = build(name)
@@ -60,8 +68,9 @@ def train(name, world, strategy, attributes, trainer):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
     gradients = Gradients()
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 4, "limit_val_batches": 0, "callbacks": [gradients]}
-    fit = Trainer(**{**QUIET, **flags, **trainer})
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 4, "limit_val_batches": 0}
+    callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]
+    fit = Trainer(**{**QUIET, **flags, **trainer, "callbacks": callbacks})
     fit.fit(module)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return {

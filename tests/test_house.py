@@ -12,7 +12,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "resources", "names"},
-    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "peers", "planner", "launch"},
+    {"mesh", "broadcast", "randomness", "data", "metrics", "checks", "callbacks", "peers", "planner", "launch"},
     {"comm"},
     {"communication", "batchnorm"},
     {"tensor", "pipeline", "zero"},

@@ -110,7 +110,11 @@ class Pool:
         if not process.is_alive():
             return "(dead)"
         os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        for _ in range(30):  # a busy machine takes a while
+            time.sleep(0.1)
+            if stack.exists() and stack.stat().st_size:
+                time.sleep(0.1)
+                break
         return stack.read_text()[-3000:] if stack.exists() else "(no stack)"
 
 

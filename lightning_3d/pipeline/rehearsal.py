@@ -63,6 +63,8 @@ class Trace:
     """One per stage."""
     heads: tuple[Part, ...]
     """With the loss on the whole batch: from a call of the last stage on, whichever is left out; the last one first."""
+    unreached: frozenset[str] = frozenset()
+    """Parameters of this rank that run in the step but that the loss does not depend on."""
 
     def specs(self, cut: int) -> list[Spec]:
         """What crosses from stage `cut` to the next one."""

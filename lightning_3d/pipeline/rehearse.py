@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.backward import leaves_below
 from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace, differ, fingerprint
-from lightning_3d.pipeline.step import play
+from lightning_3d.pipeline.step import loss_of, play
 from lightning_3d.pipeline.traced import untrace
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.runner import Pipeline
+
+Flights = dict[int, tuple[list[Tensor], Any]]
 
 
 def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Trace:
@@ -28,11 +32,12 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) 
     with as_before(pipeline.module), seeds.set_aside():
         whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace, seed)
-        problem = _run_in_stages(pipeline, step, args, seed, whole, trace, result)
+        flights: Flights = {}
+        problem = _run_in_stages(pipeline, step, args, seed, whole, trace, result, flights)
         problems = [text for text in pipeline.wire.agree(problem) if text]
-    if problems:
-        raise PipelineSplitError(problems[0])
-    return trace
+        if problems:
+            raise PipelineSplitError(problems[0])
+        return replace(trace, unreached=_unreached(pipeline, flights))
 
 
 def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
@@ -61,9 +66,13 @@ def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
 
 
 def _run_in_stages(
-    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, trace: Trace, result: Any
-) -> str | None:
-    """Relay the microbatch through the stages without backward. What is wrong on this rank, if anything."""
+    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, trace: Trace, result: Any,
+    flights: Flights,
+) -> str | None:  # fmt: skip
+    """Relay the microbatch through the stages without backward. What is wrong on this rank, if anything.
+
+    `flights` is given what each stage of this rank began with and what it ended with.
+    """
     problem = None
     received: list[Tensor] = []
     for stage in range(pipeline.split.num_stages):
@@ -75,11 +84,38 @@ def _run_in_stages(
                 )  # fmt: skip
                 if stage == pipeline.split.num_stages - 1 and differ(fingerprint(output), result):
                     problem = problem or "Cut into stages, the step returns another result than whole."
+                flights[stage] = (received, output)
             except PipelineSplitError as error:
                 problem, output = problem or str(error), None
         if stage < pipeline.split.num_stages - 1:
             received = _relay(pipeline, stage, trace, output if stage in pipeline.my_stages else None)
     return problem
+
+
+def _unreached(pipeline: "Pipeline", flights: Flights) -> frozenset[str]:
+    """Parameters of this rank that no backward from the loss comes to, followed back from stage to stage.
+
+    On one device they get no gradient, and optimizers leave them alone. Here zeros come over the wire for what a later
+    stage makes of them.
+    """
+    run: set[int] = set()
+    found: set[int] = set()
+    used: list[bool] | None = None
+    for stage in reversed(range(pipeline.split.num_stages)):
+        if stage in flights:
+            received, output = flights[stage]
+            if used is None:
+                loss = loss_of(output)
+                ends = [] if loss is None else [loss]
+            else:
+                run |= leaves_below(output)
+                ends = [tensor for tensor, wanted in zip(output, used, strict=True) if wanted]
+            below = leaves_below(ends)
+            found |= below
+            used = [id(tensor) in below for tensor in received]
+        used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
+    here = [name for name, parameter in pipeline.module.named_parameters() if not parameter.is_meta]
+    return frozenset(name for name in here if id(pipeline.locate(name)) in run - found)
 
 
 def _relay(pipeline: "Pipeline", stage: int, trace: Trace, output: list[Tensor] | None) -> list[Tensor]:

@@ -44,6 +44,27 @@ def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
     return undo
 
 
+def step_with_shared_loss(optimizer: Optimizer, mean: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Have `optimizer.step`, which decides by the loss how to go on, see the `mean` of all ranks; returns what undoes
+    it. With a loss of its own each rank would stop searching at another point."""
+    original = optimizer.step
+
+    def step(closure: Callable[[], Any]) -> Any:
+        def shared() -> Any:
+            loss = closure()
+            return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return original(shared)
+
+    step.__dict__.update(getattr(original, "__dict__", {}))
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+
+    def undo() -> None:
+        optimizer.step = original  # type: ignore[method-assign]
+
+    return undo
+
+
 @contextmanager
 def local_tensors(optimizer: Optimizer) -> Iterator[None]:
     """Within, parameters, gradients and states of `optimizer` are this rank's plain tensors."""

@@ -1,10 +1,12 @@
 """Cases that the fuzzer has found, by what was wrong."""
 
+from dataclasses import replace
+
 from tests.fuzz.draw import Case
 from tests.fuzz.grammar import Spec
 
 FLAGS = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 1}
-ATTRIBUTES = {"batch_size": 4, "samples": 12, "optimizer": "sgd"}
+ATTRIBUTES = {"batch_size": 4, "samples": 12, "optimizer": "sgd", "schedule": None}
 
 
 def _pipeline(spec, stages, **strategy):
@@ -18,6 +20,13 @@ INSIDE = (("residual", ("linear", False), ("mlp", 12, "tanh", True)),)
 FOUND = {
     "of several heads only the last one's loss was on the whole batch": _pipeline(
         Spec(blocks=LINEARS, heads=HEADS), 2, loss_scope="batch", num_microbatches=2
+    ),
+    "blocks that no loss depends on got gradients of zeros, and so weight decay": _pipeline(
+        Spec(blocks=LINEARS, heads=(("mse", 3, 0),)), 2
+    ),
+    "blocks that no loss depends on, sharded": replace(
+        _pipeline(Spec(blocks=LINEARS, heads=(("mse", 3, 0),)), 2, zero_stage=3, data_parallel_size=2),
+        trainer=FLAGS | {"accumulate_grad_batches": 2},
     ),
     "blocks that are found by getattr were placed behind the heads": _pipeline(
         Spec(blocks=LINEARS, container="attributes"), 2

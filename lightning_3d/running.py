@@ -57,9 +57,11 @@ class Running(Saving):
         self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        if self._in_step:  # manual optimization: what has the gradients is in place again
+            self._applied.data.rest()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._applied.data.rest()
-        if self._in_step:  # manual optimization: the user's step goes on with the new parameters
+        if self._in_step:  # the user's step goes on with the new parameters
             self._applied.data.begin()
         return output
 

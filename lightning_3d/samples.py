@@ -60,6 +60,7 @@ def _first_batch(trainer: Trainer) -> Any:
         batch, _, _ = next(iter(combined))
     finally:
         combined.reset()
+        loop._data_fetcher = None  # one that is torn down again, after an error, looks for its iterator
         loop._combined_loader = None  # the loop sets its data up anew: its iterator draws what one device would draw
     return batch
 

@@ -41,7 +41,7 @@ from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
-from lightning_3d.zero import step_on_shards, step_with_shared_loss
+from lightning_3d.zero import step_on_shards, step_on_wholes, step_with_shared_loss
 
 
 class Strategy3D(Running):
@@ -270,6 +270,7 @@ class Strategy3D(Running):
             for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[parameter]  # some fill their state when they are built (Adagrad)
             self._undo.append(step_on_shards(optimizer))
+            self._undo.append(step_on_wholes(optimizer, composed.whole, composed.part))
             if isinstance(optimizer, LBFGS):
                 self._undo.append(step_with_shared_loss(optimizer, self.reduce))
             self._hooks += state.whole_optimizer_state(

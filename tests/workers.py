@@ -115,7 +115,10 @@ class Pool:
             if stack.exists() and stack.stat().st_size:
                 time.sleep(0.1)
                 break
-        return stack.read_text()[-3000:] if stack.exists() else "(no stack)"
+        if not stack.exists():
+            return "(no stack)"
+        text = stack.read_text()
+        return text[max(0, text.rfind("hread 0x") - 10) :][:3000]  # the main thread comes last, its innermost call first
 
 
 def _serve(pipe: Connection, stack: str, path: list[str]) -> None:

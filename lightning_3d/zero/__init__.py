@@ -6,3 +6,4 @@ from lightning_3d.zero.replicated import ReplicatedData as ReplicatedData
 from lightning_3d.zero.sharded import ShardedData as ShardedData
 from lightning_3d.zero.sync import DataParallel as DataParallel
 from lightning_3d.zero.sync import NoData as NoData
+from lightning_3d.zero.whole_step import step_on_wholes as step_on_wholes

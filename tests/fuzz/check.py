@@ -14,6 +14,8 @@ from tests.workers import WorkerError, run
 
 TOLERANCE = {"64-true": 1e-9, "32-true": 1e-4}
 """fp64 shows any error that is none of rounding; fp32 trains through the code that most users run."""
+TIMEOUT = 150
+"""Seconds; a case takes one or two on an idle machine."""
 ROUNDED = 0.1
 """Of what training changed in bf16, relative to it (Frobenius). An error of scale or a lost term is larger."""
 
@@ -44,13 +46,13 @@ def fit(case, strategy, planted=None):
 def check(case, planted=None):
     """Raise unless every rank got what one device gets; `Refused` if they did not train."""
     try:
-        results = run(fit, case, case.strategy, planted, world=case.world, timeout=60)
+        results = run(fit, case, case.strategy, planted, world=case.world, timeout=TIMEOUT)
     except WorkerError as error:
         refused = REFUSAL.findall(str(error))
         if len(refused) == case.world:
             raise Refused(refused[0]) from None
         raise
-    (wanted,) = run(fit, case, None, world=1, timeout=60)
+    (wanted,) = run(fit, case, None, world=1, timeout=TIMEOUT)
     assert len(wanted["losses"]) >= 2
     precision = case.trainer["precision"]
     if precision in TOLERANCE:

@@ -28,6 +28,9 @@ FOUND = {
         _pipeline(Spec(blocks=LINEARS, heads=(("mse", 3, 0),)), 2, zero_stage=3, data_parallel_size=2),
         trainer=FLAGS | {"accumulate_grad_batches": 2},
     ),
+    "a block that stands at two places was a unit at one and opened at the other": _pipeline(
+        Spec(blocks=(("mlp", 8, "relu", False),) * 5, container="attributes", tie="module"), 3
+    ),
     "blocks that are found by getattr were placed behind the heads": _pipeline(
         Spec(blocks=LINEARS, container="attributes"), 2
     ),

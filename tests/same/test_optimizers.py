@@ -33,7 +33,7 @@ KINDS = {
     "foreach": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True),
     "adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-2, eps=1e-2),
     "rmsprop": lambda parameters: optim.RMSprop(parameters, lr=1e-4, eps=1e-3),
-    "adafactor": lambda parameters: optim.Adafactor(parameters, lr=1e-2),
+    "adafactor": lambda parameters: optim.Adafactor(parameters, lr=1e-2, eps=(1e-3, 1e-3)),
     "adamax": lambda parameters: optim.Adamax(parameters, lr=1e-3, eps=1e-4),
 }
 
@@ -57,7 +57,7 @@ class Thawing(UntiedGPT):
         self.blocks[0].requires_grad_(self.current_epoch > 0)
 
 
-COMMON = ["fused", "foreach", "single", "adagrad"]
+COMMON = ["fused", "foreach", "single", "adagrad", "adafactor"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,7 +108,8 @@ class Muon(UntiedGPT):
 @pytest.mark.parametrize("layout", ["zero0", "tensor", "zero3"])
 def test_two_optimizers_one_of_which_sees_whole_matrices(layout):
     world, strategy = {**LAYOUTS, "zero0": (2, {"zero_stage": 0})}[layout]
-    assert_parity(f"{__name__}:Muon", world, strategy, trainer={"max_epochs": 1})
+    # Muon computes in bf16 inside
+    assert_parity(f"{__name__}:Muon", world, strategy, trainer={"max_epochs": 1}, tolerance=1e-3)
 
 
 class Scheduled(UntiedGPT):
@@ -131,7 +132,7 @@ class Scheduled(UntiedGPT):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), zip(["every step", "every second step", "every epoch"], LAYOUTS, strict=True)
+    ("kind", "layout"), [("every step", "tensor"), ("every second step", "zero3"), ("every epoch", "pipeline-zero1")]
 )
 def test_parameter_groups_under_schedules(kind, layout):
     world, strategy = LAYOUTS[layout]

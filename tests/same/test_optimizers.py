@@ -197,7 +197,7 @@ def _nothing(module):
     pass
 
 
-@pytest.mark.parametrize("layout", ["tensor", "zero3"])
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("zero3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_callbacks_that_need_whole_weights_are_refused_on_every_rank(kind, layout):
     world, strategy = LAYOUTS[layout]
@@ -213,8 +213,7 @@ def _late_hook(module):
     module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "zero3"])
-@pytest.mark.parametrize("hook", [_hook, _late_hook])
+@pytest.mark.parametrize(("hook", "layout"), [(_hook, "tensor"), (_late_hook, "zero3")])
 def test_hooks_of_parameters_that_are_divided_are_refused(hook, layout):
     world, strategy = LAYOUTS[layout]
     for said in run(_refused, strategy, world, None, hook, world=world):
@@ -287,7 +286,7 @@ def test_lr_find(layout):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_lr_find_is_the_same_on_all_data_ranks(stage):
     one, two = run(_find_rate, {"zero_stage": stage}, 2, world=2)
     assert one == two

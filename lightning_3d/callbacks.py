@@ -18,21 +18,23 @@ from lightning_3d.layout import Layout
 _WHOLE = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
 
 
-def check_callbacks(callbacks: Sequence[Callback], layout: Layout) -> None:
-    """Raise for a callback that computes with whole parameters where ranks hold parts of them."""
-    if not layout.holds_parts:
-        return
+def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[], None]:
+    """Have those work that can; returns what undoes it.
+
+    Raises for a callback that computes with whole parameters where ranks hold parts of them.
+    """
     for callback in callbacks:
-        if isinstance(callback, _WHOLE):
+        if isinstance(callback, _WHOLE) and layout.holds_parts:
             raise UnsupportedError(
                 f"{type(callback).__name__} computes with the module's whole parameters, of which a rank holds only a"
                 f" part ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints after"
                 " training."
             )
+    return _finetune_by_identity()
 
 
-def finetune_by_identity() -> Callable[[], None]:
-    """Have `BaseFinetuning` tell parameters apart by identity; returns what undoes it.
+def _finetune_by_identity() -> Callable[[], None]:
+    """Have `BaseFinetuning` tell parameters apart by identity.
 
     It compares their values, which is impossible where another stage holds them and takes messages where they are
     sharded. Its `filter_on_optimizer` was read in Lightning 2.6.

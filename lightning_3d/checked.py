@@ -9,7 +9,7 @@ from torch import distributed as dist
 from lightning_3d.compose import Composed
 from lightning_3d.data import SampleCheck
 from lightning_3d.randomness import StepRandom
-from lightning_3d.steps import Call, Steps
+from lightning_3d.steps import Call, PlacedSteps
 from lightning_3d.verify import EVERY, FirstStep, ReplicaCheck
 
 
@@ -30,7 +30,7 @@ class CheckedSteps:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: PlacedSteps,
         samples: SampleCheck,
         replicas: ReplicaCheck | None,
         first: FirstStep | None,
@@ -57,8 +57,7 @@ class CheckedSteps:
         return self.steps.train(call, args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
-        self.samples.check(name, args)
-        return self.steps.evaluate(name, call, args)
+        return self.steps.evaluate(name, call, self.samples.settle(name, args))
 
     def before_backward(self, loss: Tensor) -> None:
         self.steps.before_backward(loss)

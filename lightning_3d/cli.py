@@ -12,6 +12,7 @@ from lightning_3d.front.train import VERBS, train
 
 COMMANDS = {
     "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
+    "dry-run": ("lightning_3d.dryrun.cli_dry_run", "your script on a cluster that is not there: memory, traffic"),
     "inspect": ("lightning_3d.front.inspection", "how a module would be divided: tensor plan, stages, parameters"),
     "calibrate": ("lightning_3d.planner.cli_calibrate", "measure this machine, so that plans for it are right"),
     "consolidate": ("lightning_3d.checkpoint.cli_consolidate", "one file from a sharded checkpoint"),

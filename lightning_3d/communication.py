@@ -1,7 +1,8 @@
 """What one strategy sends gradients and sharded parameters with: groups, background thread, ledger."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed as dist
 from torch import nn
@@ -31,7 +32,7 @@ class Communication:
         self.layout, self.config = layout, config
         self.ledger = Ledger()
         self.compressions: list[Compression] = []
-        """What compression left over for the next step; part of the training state."""
+        self._replicas: list[Replicas] = []
         self.engine = Engine(threaded=not streams)
         here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
         self._whole = _new_group(layout, here, timeout, lambda data: 0)
@@ -43,13 +44,15 @@ class Communication:
     def replicas(self, parameters: list[nn.Parameter]) -> Replicas:
         """Keep `parameters` equal over the data axis."""
         collectives = build_collectives(self.config, self._whole, self.ledger, "data_parallel")
-        return Replicas(
+        replicas = Replicas(
             parameters,
             collectives,
             self.engine,
             bucket_mb=self.config.bucket_mb,
             compression=self._compression(collectives),
         )
+        self._replicas.append(replicas)
+        return replicas
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""
@@ -64,6 +67,20 @@ class Communication:
         if compression is not None:
             self.compressions.append(compression)
         return compression
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's rounding depends on: leftovers of compression, and which gradients travel together."""
+        return {
+            "compressions": [compression.state_dict() for compression in self.compressions],
+            "orders": [replicas.state_dict() for replicas in self._replicas],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave on the rank in the same place of the same layout."""
+        for compression, saved in zip(self.compressions, state["compressions"], strict=True):
+            compression.load_state_dict(saved)
+        for replicas, saved in zip(self._replicas, state["orders"], strict=True):
+            replicas.load_state_dict(saved)
 
     def close(self) -> None:
         self.engine.close()

@@ -20,6 +20,7 @@ from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.mesh import shard_mesh
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split, plan_split
+from lightning_3d.pipeline.whole import Whole
 from lightning_3d.stages import Stages
 from lightning_3d.state import swap_parameters, whole_optimizer_entries
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor
@@ -35,16 +36,18 @@ class Plans:
     anatomy: Anatomy
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
+    whole: Whole | None = None
+    """What a microbatch showed of the module before it is cut."""
 
 
 def plan_pipeline(
-    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None
+    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, whole: Whole | None = None
 ) -> PipelineSplit | None:
     """How `module` is cut into stages, None with one pipeline rank."""
     if layout.pipeline_parallel_size == 1:
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
-    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts)
+    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, whole=whole)
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:
@@ -149,14 +152,20 @@ def compose(
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(module, plans.split, group, ranks)
+        _let_go(result.swaps)
     if plans.tensor is not None and plans.tensor.splits:
-        lazy = plans.split is None
-        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger, lazy=lazy)
+        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
     result.data = _shard(module, plans, layout, mesh, communication, policy, training)
     result.splits = _splits_of(module, result.tensor)
     if result.stages is not None:
         result.stages.locate_parameters(module)
     return result
+
+
+def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Free what other stages hold: optimizers find their parameters by the old ones, which live on, empty."""
+    for old in swaps:
+        old.data = old.data.new_empty(0)
 
 
 def _shard(

@@ -1,12 +1,14 @@
 """What the ranks of one data rank must share so that they see the same samples, and a check that they do."""
 
 import os
+import warnings
 import zlib
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -41,21 +43,47 @@ class SampleCheck:
         self.groups = [mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)]
         self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
         self.seen: Counter[str] = Counter()
+        self.differing: set[str] = set()
 
     def check(self, step: str, batch: Any) -> None:
         """Raise on every peer if they were given different batches. Collective over them."""
+        if (difference := self._difference(step, batch)) is not None:
+            raise DivergenceError(difference)
+
+    def settle(self, step: str, batch: Any) -> Any:
+        """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
+
+        For evaluation, which a data set that each process has drawn for itself does no harm to.
+        """
+        if step not in self.differing:
+            difference = self._difference(step, batch)
+            if difference is None:
+                return batch
+            self.differing.add(step)
+            warnings.warn(f"{difference} From now on all of them take the first one's.", stacklevel=2)
+        return self._first_of_peers(batch)
+
+    def _first_of_peers(self, batch: Any) -> Any:
+        box = [move_data_to_device(batch, torch.device("cpu"))]
+        for group in self.groups:
+            dist.broadcast_object_list(box, group=group, group_src=0)
+        return move_data_to_device(box[0], self.device)
+
+    def _difference(self, step: str, batch: Any) -> str | None:
+        """Which peers have which of the first batches, or None if they are equal."""
         if self.alone or self.seen[step] >= BATCHES:
-            return
+            return None
         self.seen[step] += 1
         table = torch.tensor([fingerprint(batch)], device=self.device)
         for group in self.groups:
             parts = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, table, group=group)
             table = torch.cat(parts)
-        if (table != table[0]).any():
-            self._raise(step, table.view(self.layout.pipeline_parallel_size, -1).tolist())
+        if (table == table[0]).all():
+            return None
+        return self._describe(step, table.view(self.layout.pipeline_parallel_size, -1).tolist())
 
-    def _raise(self, step: str, table: list[list[int]]) -> None:
+    def _describe(self, step: str, table: list[list[int]]) -> str:
         data = self.coordinate.data
         ranks: dict[int, list[int]] = {}
         for pipeline, row in enumerate(table):
@@ -63,7 +91,7 @@ class SampleCheck:
                 place = Coordinate(pipeline=pipeline, data=data, tensor=tensor)
                 ranks.setdefault(mark, []).append(self.layout.rank(place))
         sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
-        raise DivergenceError(
+        return (
             f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
             f" same samples (equal on: {sets}). Do not shuffle or shard by global rank: use"
             " trainer.distributed_sampler_kwargs, and seed augmentation alike with seed_everything(workers=True)."

@@ -1,6 +1,12 @@
 """`Layout` to `DeviceMesh`: the only caller of `init_device_mesh`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
@@ -8,13 +14,37 @@ from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Lay
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMesh:
     """The mesh of `layout` over the running process group. Every rank must call it.
 
+    Its groups get `timeout`; by themselves they would wait for half an hour, whatever the job's own group does.
     With hybrid shard the data axis is two axes, `data_replicate` (outer) and `data_shard`, and `data_parallel` is their
     flattened view, so that everything but ZeRO sees the same three names.
     """
     layout.check_world(dist.get_world_size())
+    with _new_groups_wait(timeout):
+        return _axes(layout, device_type)
+
+
+@contextmanager
+def _new_groups_wait(timeout: timedelta) -> Iterator[None]:
+    """Process groups made inside wait for `timeout`: a mesh takes none, so torch's own defaults are set meanwhile.
+
+    Private to torch, read in 2.13; the stopped pipeline rank of `tests/faults/test_peers_fail.py` fails without it.
+    """
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    torchs: Any = distributed_c10d
+    before = {name: getattr(torchs, name) for name in names}
+    try:
+        for name, default in before.items():
+            setattr(torchs, name, timeout if default is not None else None)
+        yield
+    finally:
+        for name, default in before.items():
+            setattr(torchs, name, default)
+
+
+def _axes(layout: Layout, device_type: str) -> DeviceMesh:
     shard = layout.zero_shard_size
     if shard is None or shard == layout.data_parallel_size:
         return init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)

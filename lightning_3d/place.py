@@ -9,13 +9,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.anatomy import Anatomy
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.compose import Composed, Plans, keep_within_stages, plan_pipeline
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.precision import Precision3D
 from lightning_3d.randomness import StepRandom
-from lightning_3d.samples import record_one_batch
-from lightning_3d.steps import PipelinedSteps, PlainSteps, Steps
+from lightning_3d.samples import observe_one_batch, record_one_batch
+from lightning_3d.steps import PipelinedSteps, PlacedSteps, PlainSteps
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.plan import TensorPlan
 
@@ -43,12 +44,19 @@ def make_plans(
     choices: Choices,
     to_device: Callable[[Any], Any],
     on_rank_zero: OnRankZero,
+    plugin: Precision3D,
 ) -> Plans:
     """Decide on the whole module what will be done to it, the same on every rank."""
     anatomy = Anatomy.of(module)
-    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split)
+    split = plan_pipeline(module, anatomy, layout, None)
+    whole = None
+    if split is not None and not split.solo:
+        units = [unit.name for unit in split.units]
+        mean = choices.loss_scope == "microbatch"
+        whole = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
+    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, whole)
     if layout.tensor_parallel_size == 1:
-        return Plans(anatomy, split)
+        return Plans(anatomy, split, whole=whole)
     calls = record_one_batch(trainer, module, to_device)
     tensor = on_rank_zero(
         lambda: plan_tensor(
@@ -73,7 +81,8 @@ def make_steps(
     random: StepRandom,
     plugin: Precision3D,
     device: torch.device,
-) -> Steps:
+    ledger: Ledger,
+) -> PlacedSteps:
     """What the strategy's step hooks call."""
     split = plans.split
     if split is None:
@@ -89,9 +98,13 @@ def make_steps(
             num_microbatches=layout.num_microbatches,
             loss_scope=choices.loss_scope,
             hooks=hooks,
+            ledger=ledger,
         )
 
     def scale() -> float:
         return plugin.loss_scale() / trainer.accumulate_grad_batches
 
-    return PipelinedSteps(composed, random, make, scale, plugin.forward_context)
+    steps = PipelinedSteps(composed, random, make, scale, plugin.forward_context)
+    if plans.whole is not None and plans.whole.compared:
+        steps.prove(plans.whole)
+    return steps

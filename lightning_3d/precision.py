@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.comm.buckets import local
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.zero.local_step import local_tensors
+from lightning_3d.zero.local_step import LocalTensors
 
 ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 
@@ -131,7 +131,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank may hold no gradient of this
     optimizer, then it has no record yet and would refuse to step.
     """
-    with local_tensors(optimizer):
+    with LocalTensors(optimizer):
         scaler.unscale_(optimizer)
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     device = next(iter(found), torch.device(scaler._device))

@@ -4,10 +4,12 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -18,8 +20,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,9 @@ from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
-from lightning_3d.launch import ScriptLauncher
+from lightning_3d.faults import Watch, flight
+from lightning_3d.faults.verdict import is_communication
+from lightning_3d.launch import ScriptLauncher, SpawnLauncher
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
@@ -59,7 +62,8 @@ class Processes(ParallelStrategy):
         self._num_nodes = 1
         self._mesh: DeviceMesh | None = None
         self._communication: Communication | None = None
-        self._failed = False
+        self._failed = self._judged = False
+        self._watch: Watch | None = None
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -119,9 +123,10 @@ class Processes(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            environment = self.cluster_environment
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, self._guarded)
         else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = SpawnLauncher(self, self._start_method, self._guarded)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -130,6 +135,9 @@ class Processes(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        self._failed, self._judged, self._watch = False, False, None
+        if vars(self._module.trainer).get("save_checkpoint") is _not_saved:
+            del self._module.trainer.save_checkpoint  # an earlier run with this Trainer failed
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -141,13 +149,17 @@ class Processes(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
         )
+        self._before_layout()
         layout = check_same_layout(self._layout_or_error(), self.world_size)
-        self._mesh = build_mesh(layout, self.root_device.type)
+        self._watch = self._start_watch(layout)
+        self._mesh = build_mesh(layout, self.root_device.type, self._timeout)
         self._communication = Communication(
             layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
-        self._failed = False
         self._module._device_mesh = self._mesh
+
+    def _before_layout(self) -> None:
+        """What has to be settled once processes can talk and before the layout is."""
 
     @property
     def _streams(self) -> bool:
@@ -219,7 +231,62 @@ class Processes(ParallelStrategy):
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
+    def _start_watch(self, layout: Layout) -> Watch | None:
+        flight.clear()
+        if self.world_size == 1 or dist.get_backend() == "fake":
+            return None  # no other process is there
+        places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
+        folder = flight_folder(self._module.trainer.default_root_dir)
+        return Watch(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
+
+    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call what the Trainer runs; an error that another rank caused says so, before any callback hears of it."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            told = self._told(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _told(self, error: Exception) -> Exception:
+        """What to raise for `error`, after all ranks know of it."""
+        own = not is_communication(error)
+        told = self._watch.explained(error) if self._watch is not None else error
+        self._fail(in_step=own)
+        if own and self._failed and self._watch is not None:
+            self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
+        return told
+
+    def _fail(self, *, in_step: bool) -> None:
+        """Find out whether all ranks fail alike; if not, nothing that takes all of them may be tried any more."""
+        self._judged, self._failed = True, not peers.all_failed(in_step)
+        if self._failed and self.lightning_module is not None:
+            self.lightning_module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
+
     def on_exception(self, exception: BaseException) -> None:
-        self._failed = not peers.all_failed()
+        if not self._judged:
+            self._fail(in_step=not is_communication(exception))
         if self._failed:
+            if self._watch is not None:
+                self._watch.linger()
+                self._watch.close(ended=False)
             peers.leave()
+
+    def teardown(self) -> None:
+        if self._failed:
+            return  # what is in parts stays so, and cannot be moved to the CPU
+        if self._watch is not None:
+            self._watch.close(ended=True)
+            self._watch = None
+        super().teardown()
+
+
+def flight_folder(run: str) -> Path:
+    """Where the flight records of a run are; of one that lives in a bucket they stay here."""
+    return (Path(run) if _is_local_file_protocol(run) else Path.cwd()) / "flight"
+
+
+def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
+    """In place of `trainer.save_checkpoint` once a rank is missing, for callbacks that save when training fails."""
+    rank_zero_warn(f"{filepath} is not saved: the other ranks, which hold parts of it, are not there any more.")

@@ -60,6 +60,31 @@ class StepRandom:
             self._write(outside)
 
 
+Streams = dict[str, Any]
+"""The states of the main random streams, as values that every checkpoint format holds."""
+
+
+def main_streams(generator: torch.Generator | None = None) -> Streams:
+    """Where torch's, Python's and numpy's main streams are, and `generator`."""
+    import numpy
+
+    legacy: Any = numpy.random.get_state()
+    numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])  # a single file holds no arrays of numpy
+    streams = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
+    return streams if generator is None else {**streams, "generator": generator.get_state()}
+
+
+def set_main_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
+    """Go on from where `main_streams` was."""
+    import numpy
+
+    torch.set_rng_state(streams["torch"])
+    random.setstate(streams["python"])
+    numpy.random.set_state(streams["numpy"])
+    if generator is not None and "generator" in streams:
+        generator.set_state(streams["generator"])
+
+
 def share_random_state(group: dist.ProcessGroup, group_src: int = 0) -> None:
     """Give every rank of `group` the random state (torch's, Python's, numpy's) of rank `group_src`."""
     if dist.get_world_size(group) == 1:

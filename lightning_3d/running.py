@@ -9,14 +9,16 @@ from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.compose import Composed
-from lightning_3d.saving import Saving
-from lightning_3d.steps import Steps
+from lightning_3d.faults import flight
+from lightning_3d.resuming import Resuming
+from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
+from lightning_3d.zero import DataParallel, NoData
 
 
-class Running(Saving):
+class Running(Resuming):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
-    _steps: Steps | None = None
+    _steps: PlacedSteps | None = None
     _in_step = False
 
     @property
@@ -26,29 +28,34 @@ class Running(Saving):
 
     @property
     def _running(self) -> Steps:
-        assert self._steps is not None, "the module is placed from setup on"
-        return self._steps
+        return self._steps if self._steps is not None else OwnSteps()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def _data(self) -> DataParallel:
+        return self._composed.data if self._composed is not None else NoData()
+
+    def training_step(self, *args: Any) -> Any:
+        trainer = self._module.trainer
+        flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
-        output = self._running.train(lambda: super(Running, self).training_step(*args, **kwargs), args)
+        output = self._running.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
-            self._applied.data.end()
-            self._applied.data.rest()
+            self._data.end()
+            self._data.rest()
         return output
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().validation_step
-        return self._running.evaluate("validation_step", lambda: call(*args, **kwargs), args)
+    def validation_step(self, *args: Any) -> Any:
+        flight.at("validation_step")
+        return self._running.evaluate("validation_step", super().validation_step, args)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().test_step
-        return self._running.evaluate("test_step", lambda: call(*args, **kwargs), args)
+    def test_step(self, *args: Any) -> Any:
+        flight.at("test_step")
+        return self._running.evaluate("test_step", super().test_step, args)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().predict_step
-        return self._running.evaluate("predict_step", lambda: call(*args, **kwargs), args)
+    def predict_step(self, *args: Any) -> Any:
+        flight.at("predict_step")
+        return self._running.evaluate("predict_step", super().predict_step, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._running.before_backward(closure_loss)
@@ -57,12 +64,13 @@ class Running(Saving):
         self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        flight.at("optimizer_step", self._module.trainer.global_step)
         if self._in_step:  # manual optimization: what has the gradients is in place again
-            self._applied.data.rest()
+            self._data.rest()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._applied.data.rest()
+        self._data.rest()
         if self._in_step:  # the user's step goes on with the new parameters
-            self._applied.data.begin()
+            self._data.begin()
         return output
 
     @contextmanager
@@ -74,13 +82,13 @@ class Running(Saving):
             self._running.hold(False)
 
     def on_validation_end(self) -> None:
-        self._applied.data.rest()
+        self._data.rest()
 
     def on_test_end(self) -> None:
-        self._applied.data.rest()
+        self._data.rest()
 
     def on_predict_end(self) -> None:
-        self._applied.data.rest()
+        self._data.rest()
 
     def on_validation_start(self) -> None:
         self._share_buffers()

@@ -1,32 +1,41 @@
 """What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.own import own_state, restore_own, same_layout
-from lightning_3d.checkpoint.stored import RANKS, materialize
+from lightning_3d.checkpoint.keeper import gather
+from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
+from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
+from lightning_3d.errors import CheckpointError
+from lightning_3d.faults import flight
+from lightning_3d.fitloop import go_on, loader_states, places
+from lightning_3d.position import counted
 from lightning_3d.processes import Processes
-from lightning_3d.steps import Steps
+from lightning_3d.steps import PlacedSteps
+
+PATIENCE = 60.0
+"""Seconds that a failing rank gives a save in the background."""
 
 
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
     _composed: Composed | None
-    _steps: Steps | None
-    _own_states: Sequence[Any] = ()
-    """What was each rank's own in the checkpoint that a run goes on from."""
+    _steps: PlacedSteps | None
+    _found = Found()
+    """What was this rank's own in the checkpoint that a run goes on from."""
 
-    def __init__(self, *, checkpoint_format: CheckpointFormat, **processes: Any) -> None:
+    def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
-        self._keeper = Keeper(checkpoint_format)
+        self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._composed is not None:
@@ -48,6 +57,8 @@ class Saving(Processes):
         return self._composed.splits if self._composed is not None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        flight.at(f"saving {filepath}")
+        own = self._own_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             self._keeper.save(
                 checkpoint,
@@ -55,31 +66,49 @@ class Saving(Processes):
                 module=self._module,
                 optimizers=self.optimizers,
                 splits=self._splits,
-                own=self._own_state(),
+                own=own,
             )
-        elif self.is_global_zero:
-            self._keeper.save_file(checkpoint, filepath, self.checkpoint_io, storage_options)
+            return
+        owns = gather(own)
+        whole = {**checkpoint, RANKS: owns} if own else checkpoint
+        self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        self._own_states = loaded.pop(RANKS, ())
+        self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
+        loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if "combined_loader" in loop:
+            loop["combined_loader"] = found.loaders
         return loaded
+
+    # ---- what is each rank's own ---------------------------------------------------------------------------------
 
     def _own_state(self) -> dict[str, Any]:
         if self._steps is None or self._communication is None:
             return {}
-        return own_state(self.layout, self._steps.random, self._communication.compressions)
+        loop = self._module.trainer.fit_loop
+        return own_state(
+            self.layout,
+            self.coordinate,
+            self._steps.random,
+            self._communication,
+            places(loop),
+            loader_states(loop),
+        )
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Go on with the random streams and leftovers of the checkpoint before the next epoch draws its order."""
-        if self._own_states and self._module.trainer.training:
-            states, self._own_states = self._own_states, ()
-            if len(states) == self.world_size and same_layout(states[self.global_rank], self.layout):
-                assert self._steps is not None
-                assert self._communication is not None
-                mine = materialize(states[self.global_rank])
-                restore_own(mine, self._steps.random, self._communication.compressions)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        return counted(dataloader) if self._module.trainer.training else dataloader
+
+    def on_train_start(self) -> None:
+        """Go on with the samples, random streams and leftovers of the checkpoint."""
+        super().on_train_start()
+        assert self._steps is not None
+        assert self._communication is not None
+        random, communication = self._steps.random, self._communication
+        found, self._found = self._found, Found()
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:
@@ -90,6 +119,20 @@ class Saving(Processes):
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
             _optimizers_to_device([optimizer], self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save that is under way come to its end while there is a process group."""
+        try:
+            self._keeper.wait(PATIENCE)
+        except CheckpointError as error:
+            rank_zero_warn(f"{error}")
+        super().on_exception(exception)
+        if self._failed:
+            self._keeper.forget()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._keeper.close()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from lightning_3d.compose import Composed
 from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.pipeline.whole import Whole
 from lightning_3d.randomness import StepRandom
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 
 class Steps(Protocol):
     """What the strategy's hooks call."""
 
-    random: StepRandom
-
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
-        """Run a training step: `call()` would call the user's own, with `args`."""
+        """Run a training step: `call(*args)` would call the user's own."""
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         """Run a validation, test or predict step."""
@@ -35,6 +34,30 @@ class Steps(Protocol):
         """Leave the module as it was placed."""
 
 
+class PlacedSteps(Steps, Protocol):
+    """The same on a placed module."""
+
+    random: StepRandom
+
+
+class OwnSteps:
+    """Nothing but the user's own step: while the module is not placed, before `setup` and after `teardown`."""
+
+    def train(self, call: Call, args: tuple[Any, ...]) -> Any:
+        return call(*args)
+
+    def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
+        return call(*args)
+
+    def before_backward(self, loss: Tensor) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+    def hold(self, held: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class PlainSteps:
     """The user's step on the user's batch."""
 
@@ -44,12 +67,12 @@ class PlainSteps:
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
         self.data.begin()
         with self.random.step():
-            return call()
+            return call(*args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         self.data.begin()
         with self.random.step():
-            output = call()
+            output = call(*args)
         self.data.end()
         return output
 
@@ -109,6 +132,15 @@ class PipelinedSteps:
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         with self.random.step():
             return self.pipeline.eval_step(name, *args)
+
+    def prove(self, whole: Whole) -> None:
+        """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
+        self.data.hold(True)
+        self.data.begin()
+        self.pipeline.prove(whole)
+        self.data.end()
+        self.data.rest()
+        self.data.hold(False)
 
     def before_backward(self, loss: Tensor) -> None:
         self.pipeline.backward(loss)

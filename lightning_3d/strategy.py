@@ -15,14 +15,13 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.optim import LBFGS
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_3d import peers, precision, state
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
-from lightning_3d.callbacks import check_callbacks, finetune_by_identity
+from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_module, check_optimizers
@@ -30,7 +29,9 @@ from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
@@ -39,9 +40,10 @@ from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_plans, make_steps
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
+from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
-from lightning_3d.zero import step_on_shards, step_on_wholes, step_with_shared_loss
+from lightning_3d.zero import step_as_on_one_device
 
 
 class Strategy3D(Running):
@@ -67,9 +69,15 @@ class Strategy3D(Running):
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
+            time; what went wrong is told at the next one, and the last is awaited at the end.
+        resume: "auto" goes on from the newest whole checkpoint of this run when `fit` is given no `ckpt_path`, also on
+            another number of ranks, with the same global batch.
         quiet: do not say at the start of `fit` which rank holds what.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
+        dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
+            shapes only, what ranks of that cluster would hold and send, and what would go wrong.
         timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
         start_method: how processes start where no launcher started them; "popen" runs your script again.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -96,8 +104,11 @@ class Strategy3D(Running):
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
         checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
+        resume: Resume | None = None,
         quiet: bool = False,
         verify: Verify | None = None,
+        dry_run: str | None = None,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -109,7 +120,9 @@ class Strategy3D(Running):
     ) -> None:
         self._default_precision = precision.convert(None)
         super().__init__(
+            resume=resume,
             checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -140,15 +153,23 @@ class Strategy3D(Running):
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
+        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
         self._composed: Composed | None = None
         self._metrics: list[Metric] = []
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
+    def _configure_launcher(self) -> None:
+        world = current_world() or self._dry_world
+        if world is None:
+            super()._configure_launcher()
+        else:
+            self._launcher = DryLauncher(world)
+
     @property
     def layout(self) -> Layout:
         """The layout for the number of processes there are."""
-        layout = self._wanted
+        layout = self._refitted or self._wanted
         if self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
@@ -178,6 +199,8 @@ class Strategy3D(Running):
         fresh: dict[str, Any] = {
             "_mesh": None,
             "_communication": None,
+            "_watch": None,
+            "_preemption": None,
             "_composed": None,
             "_steps": None,
             "_hooks": [],
@@ -190,13 +213,14 @@ class Strategy3D(Running):
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        flight.at("placing the module")
         self.accelerator.setup(trainer)
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._begin_run(trainer)
         check_module(module, fitting, self.layout)
         if fitting:
-            check_callbacks(trainer.callbacks, self.layout)  # type: ignore[attr-defined]
-            self._undo.append(finetune_by_identity())
+            self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
         _use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -207,21 +231,14 @@ class Strategy3D(Running):
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
         for axis in (TENSOR_AXIS, PIPELINE_AXIS):
             share_random_state(self.mesh.get_group(axis))
-        plugin, first = self.precision_plugin, None
-        if fitting and self._verify == "first_step":
-            first = FirstStep(module, plugin.forward_context)
+        plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
+        first = FirstStep(module, plugin.forward_context) if first_step else None
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero)
+        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
             rank_zero_info(opening(self.layout, plans.split, plans.tensor, trainer.accumulate_grad_batches))
         self._composed = composed = compose(
-            module,
-            plans,
-            self.layout,
-            self.mesh,
-            self._sending,
-            plugin.policy(),
-            training=fitting,
+            module, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting
         )
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
@@ -240,6 +257,7 @@ class Strategy3D(Running):
             random=random,
             plugin=plugin,
             device=self.root_device,
+            ledger=self._sending.ledger,
         )
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
         self._steps = CheckedSteps(
@@ -267,12 +285,9 @@ class Strategy3D(Running):
         check_optimizers(self.optimizers, self.layout)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
-            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-                del optimizer.state[parameter]  # some fill their state when they are built (Adagrad)
-            self._undo.append(step_on_shards(optimizer))
-            self._undo.append(step_on_wholes(optimizer, composed.whole, composed.part))
-            if isinstance(optimizer, LBFGS):
-                self._undo.append(step_with_shared_loss(optimizer, self.reduce))
+            for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
+            self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
             )
@@ -315,8 +330,7 @@ class Strategy3D(Running):
         if self._communication is not None:
             self._communication.close()
             self._communication = None
-        if not self._failed:  # else what is in parts stays so, and cannot be moved to the CPU
-            super().teardown()
+        super().teardown()
 
     def _restore(self) -> None:
         for hook in self._hooks:

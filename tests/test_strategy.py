@@ -1,5 +1,6 @@
 """Strategy3D as a user meets it: good and bad input, what is left after training, launchers."""
 
+import copy
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
@@ -21,8 +22,9 @@ from torch.distributed.tensor import DTensor
 import lightning_3d
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.checks import check_same_layout
+from lightning_3d.comm.buckets import local
 from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
-from tests.modules import GPT, MLP
+from tests.modules import GPT, MLP, UntiedGPT
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -163,6 +165,7 @@ def test_an_optimizer_built_before_placing_is_given_the_placed_parameters():
 
 
 BROKEN = """
+import copy
 import os
 import torch
 from lightning.pytorch import Trainer
@@ -328,3 +331,34 @@ def _rank_zero_saves_weights():
 
 def test_state_dict_on_rank_zero_alone_is_fine_where_nothing_is_sharded():
     assert run(_rank_zero_saves_weights, world=2)[0] > 0
+
+
+class Copies(Callback):
+    """What keeps an average of the weights does, or a callback that looks at other callbacks."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.copy, self.before = copy.deepcopy(pl_module), [own.clone() for own in _held(pl_module)]
+
+    def on_train_end(self, trainer, pl_module):
+        self.kept = all(map(torch.equal, _held(self.copy), self.before))
+        self.trained = not all(map(torch.equal, _held(pl_module), self.before))
+
+
+def _held(module):
+    return [local(parameter).detach() for parameter in module.parameters() if not parameter.is_meta]
+
+
+def _copied_within_fit(strategy):
+    keeper = Copies()
+    seed_everything(0, verbose=False)
+    Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), callbacks=[keeper], max_steps=2).fit(UntiedGPT())
+    return keeper.kept, keeper.trained
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, *({"zero_stage": stage} for stage in range(4))],
+    ids=str,
+)
+def test_the_module_can_be_copied_within_fit(strategy):
+    assert run(_copied_within_fit, strategy, world=2) == [(True, True)] * 2

@@ -53,6 +53,8 @@ class _Scratch:
             return {key: self.tensors_of(value.stored(key)) for key in value}
         if isinstance(value, dict):
             return {key: self.tensors_of(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self.tensors_of(item) for item in value])
         return value
 
     def _whole(self, stored: StoredTensor) -> Tensor:
@@ -66,7 +68,8 @@ class _Scratch:
 
 
 def _stock(state: dict[str, Any], on_disk: _Scratch) -> dict[str, Any]:
-    plain = {key: value for key, value in state.items() if key not in (RANKS, CONFIGS, OPTIMIZERS)}
+    plain = {key: value for key, value in state.items() if key not in (CONFIGS, OPTIMIZERS)}
+    plain[RANKS] = on_disk.tensors_of(state[RANKS])
     plain[WEIGHTS] = on_disk.tensors_of(state.get(WEIGHTS, {}))
     if OPTIMIZERS in state:
         plain[OPTIMIZERS] = [on_disk.tensors_of(numbered(each)) for each in state[OPTIMIZERS]]

@@ -1,8 +1,9 @@
 """`Keeper`: what a strategy does with checkpoints, in whichever format."""
 
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,12 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d import peers
+from lightning_3d.checkpoint.background import Background
 from lightning_3d.checkpoint.collect import Collector
 from lightning_3d.checkpoint.describe import Splits
 from lightning_3d.checkpoint.huggingface import with_configs
 from lightning_3d.checkpoint.manifest import is_sharded
-from lightning_3d.checkpoint.save import SaveFailed, carry_out, prepare
-from lightning_3d.checkpoint.single import load_file
+from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_first_rank, prepare, snapshot
+from lightning_3d.checkpoint.single import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
 
@@ -35,16 +37,24 @@ class Keeper:
     Args:
         format: "full" is Lightning's own single file, "sharded" a directory to which every rank writes its part; "auto"
             is "full" while weights and two states per trained weight fit in a gigabyte.
+        asynchronous: save a copy of the state in the background.
+        timeout: after which a rank gives up waiting for the others in the background.
     """
 
-    def __init__(self, format: CheckpointFormat = "auto") -> None:
+    def __init__(
+        self, format: CheckpointFormat = "auto", asynchronous: bool = False, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
         if format not in get_args(CheckpointFormat):
             raise ConfigurationError(
                 f"checkpoint_format={format!r} is not one of {', '.join(map(repr, get_args(CheckpointFormat)))}."
             )
-        self.format = format
-        self.failed: set[str] = set()
-        """Paths that should have been saved and were not."""
+        self.format, self.asynchronous, self.timeout = format, asynchronous, timeout
+        self._background = Background()
+        self._room = Room()
+        self._failed = False
+        """Whether the last save that ended did."""
+        self._old: dict[str, CheckpointIO] = {}
+        """What is to be removed once a save has succeeded."""
         self.instead: list[str] = []
         """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
 
@@ -71,29 +81,64 @@ class Keeper:
             )
         peers.meet("save_checkpoint")
         found = Collector(module, splits, _rank()).collect(with_configs(checkpoint, module), optimizers, own)
-        job = prepare(found, Path(os.path.abspath(path)), _rank(), _gather)
-        try:
-            carry_out(job, _gather)
-        except SaveFailed as error:
-            self.failed.add(str(path))
-            rank_zero_warn(f"{error} Training goes on.")
+        self._begin(path)
+        job = prepare(found, Path(os.path.abspath(path)), _rank(), gather)
+        if self.asynchronous:
+            still = snapshot(job, self._room)
+            self._background.start(lambda say: carry_out(still, say), self.timeout)
+        else:
+            self._do(lambda: carry_out(job, gather))
 
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
-        """Save a single file, on rank 0."""
-        if _is_local_file_protocol(path) and is_sharded(Path(path)):
-            beside = f"{os.fspath(path)}.new"
-            io.save_checkpoint(checkpoint, beside, storage_options=storage_options)
-            shutil.rmtree(path)
-            os.replace(beside, path)
+        """Save a single file. `checkpoint` counts on rank 0. Collective."""
+        self._begin(path)
+        ours = type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and storage_options is None
+        if not ours:
+            if _rank() == 0:
+                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        target = Path(os.path.abspath(path))
+        if self.asynchronous:
+            still = copied(checkpoint) if _rank() == 0 else {}
+            work = partial(on_first_rank, lambda: save_file(still, target), path, _rank())
+            self._background.start(work, self.timeout)
         else:
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self._do(lambda: on_first_rank(lambda: save_file(checkpoint, target), path, _rank(), gather))
+
+    def _begin(self, path: Any) -> None:
+        self.wait()
+        self._failed = False
+        self._old.pop(os.fspath(path), None)
+
+    def wait(self, patience: float | None = None) -> None:
+        """Return once no save is under way, and tell what went wrong: a disk with a warning, all else as an error."""
+        self._do(lambda: self._background.wait(patience))
+
+    def close(self) -> None:
+        """Await the last save; the process group may go then."""
+        try:
+            self.wait()
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """The process group is gone."""
+        self._background, self._room = Background(), Room()
+
+    def _do(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except SaveFailed as error:
+            self._failed = True
+            rank_zero_warn(f"{error} Training goes on.")
 
     def load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Open a checkpoint of either format. Raises on every rank if any finds it damaged. Collective.
 
         Where the last one was asked for, pass over those that are damaged, with a warning for each.
         """
-        path, instead = _gather((path, self.instead))[0]
+        self.wait()
+        path, instead = gather((path, self.instead))[0]
         older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
         self.instead = []
         for candidate in older:
@@ -111,7 +156,7 @@ class Keeper:
             loaded = self._load(path, weights_only, io)
         except Exception as error:  # told to the others first: they would wait
             problem = error
-        said = _gather(None if problem is None else f"{problem}")
+        said = gather(None if problem is None else f"{problem}")
         if problem is not None and (isinstance(problem, CheckpointError) or None not in said):
             raise problem
         for rank, text in enumerate(said):
@@ -128,12 +173,16 @@ class Keeper:
         return load_file(io, path, weights_only, local=local)
 
     def remove(self, path: Any, io: CheckpointIO) -> None:
-        """Remove a checkpoint, on rank 0; not while the one that was to take its place could not be saved."""
-        if self.failed:
-            rank_zero_warn(f"{path} is kept, because {', '.join(sorted(self.failed))} could not be saved after it.")
-            self.failed.clear()
-            return
-        io.remove_checkpoint(path)
+        """Remove a checkpoint, on rank 0, once the one that takes its place is there."""
+        self._old[os.fspath(path)] = io
+        if not self._failed:
+            self._background.afterwards(self._remove_old)
+        elif os.path.exists(path):
+            rank_zero_warn(f"{path} is kept until a save succeeds: the one after it could not be written.")
+
+    def _remove_old(self) -> None:
+        for path in list(self._old):
+            self._old.pop(path).remove_checkpoint(path)
 
 
 def state_bytes(module: nn.Module) -> int:
@@ -149,7 +198,7 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather(mine: Any) -> list[Any]:
     everyone = [mine] * _world()
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)

@@ -4,14 +4,16 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_3d.checkpoint.background import Gather
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
 from lightning_3d.checkpoint.describe import held
 from lightning_3d.checkpoint.manifest import Manifest, Stored, commit, name_in_file, sync_directory
@@ -19,9 +21,6 @@ from lightning_3d.checkpoint.parts import Written, write_bytes, write_part
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.plan import share_out
 from lightning_3d.errors import CheckpointError
-
-Gather = Callable[[Any], list[Any]]
-"""What every rank says, in the order of ranks. Collective."""
 
 
 class SaveFailed(CheckpointError):
@@ -40,8 +39,8 @@ class Job:
     """For each rank what it writes."""
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """Type and shape of every tensor."""
-    tensors: Mapping[str, Tensor]
-    """What this rank holds of those that it writes."""
+    tensors: tuple[Tensor, ...]
+    """What this rank writes, in the order of its plan."""
     state: bytes = b""
     """On rank 0: everything that is not a tensor."""
     objects: bytes = b""
@@ -70,8 +69,35 @@ def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
         owns = ",".join(each[4] for each in everyone)
         state = f'{{"rest":{found.rest},"{OPTIMIZERS}":{optimizers},"ranks":[{owns}]}}'.encode()
         objects = _pickled(found.objects)
-    tensors = {name: held(found.tensors[name]) for name in plan[rank]}
-    return Job(rank, path, generation, plan, stored, tensors, state, objects)
+    tensors = [
+        held(found.tensors[name])[box(piece.local, piece.size)]
+        for name, pieces in plan[rank].items()
+        for piece in pieces
+    ]
+    return Job(rank, path, generation, plan, stored, tuple(tensors), state, objects)
+
+
+class Room:
+    """Memory for a copy, used again from one save to the next: touching new pages takes as long as copying."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copies(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of `tensors` in host memory, in the place of those made before."""
+        starts = list(accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors), initial=0))
+        if self._bytes.numel() < starts[-1]:
+            self._bytes = torch.empty(starts[-1], dtype=torch.uint8)
+        return tuple(
+            self._bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for start, tensor in zip(starts, tensors, strict=False)
+        )
+
+
+def snapshot(job: Job, room: Room) -> Job:
+    """`job` with tensors that training does not change."""
+    job.directory.mkdir(parents=True, exist_ok=True)  # so that nothing else takes the name meanwhile
+    return replace(job, tensors=room.copies(job.tensors))
 
 
 def _pickled(objects: Mapping[str, Any]) -> bytes:
@@ -93,7 +119,7 @@ def write(job: Job) -> list[Written]:
     written = []
     if pieces:
         note = f"part {job.rank} of {len(job.plan)}"
-        written.append(write_part(job.directory / job.part_name(job.rank), header, _views(job, pieces), note))
+        written.append(write_part(job.directory / job.part_name(job.rank), header, job.tensors, note))
     for kind, content in (("state", job.state), ("objects", job.objects)):
         if content:
             suffix = "json" if kind == "state" else "pt"
@@ -101,17 +127,8 @@ def write(job: Job) -> list[Written]:
     return written
 
 
-def _views(job: Job, pieces: Sequence[tuple[str, Piece]]) -> Iterator[Tensor]:
-    for name, piece in pieces:
-        yield job.tensors[name][box(piece.local, piece.size)]
-
-
-def carry_out(job: Job, gather: Callable[[str], list[str]]) -> None:
-    """Write, and make it count if every rank has written. Raises the same on every rank. Collective.
-
-    Args:
-        gather: of text; from a background thread it must not use the process group.
-    """
+def carry_out(job: Job, gather: Gather) -> None:
+    """Write, and make it count if every rank has written. Raises the same on every rank. Collective."""
     said = gather(_attempt(lambda: write(job)))
     problems = {rank: text for rank, text in enumerate(said) if text.startswith("!")}
     if not problems:
@@ -121,10 +138,20 @@ def carry_out(job: Job, gather: Callable[[str], list[str]]) -> None:
         problems = {0: verdict} if verdict.startswith("!") else {}
     if problems:
         _discard(job)
-        rank, text = min(problems.items())
-        raise (SaveFailed if text.startswith("!disk ") else CheckpointError)(
-            f"{job.path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
-        )
+        raise _failure(job.path, *min(problems.items()))
+
+
+def on_first_rank(work: Callable[[], None], path: Any, rank: int, gather: Gather) -> None:
+    """Do `work`, which writes `path`, on rank 0. Raises the same on every rank. Collective."""
+    verdict = gather(_attempt(lambda: work()) if rank == 0 else "")[0]
+    if verdict.startswith("!"):
+        raise _failure(path, 0, verdict)
+
+
+def _failure(path: Any, rank: int, text: str) -> CheckpointError:
+    return (SaveFailed if text.startswith("!disk ") else CheckpointError)(
+        f"{path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
+    )
 
 
 def _attempt(work: Callable[[], list[Written] | None]) -> str:

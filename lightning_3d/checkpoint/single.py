@@ -1,13 +1,19 @@
 """Checkpoints in one file: exactly Lightning's own, read without running code unless the user asks for that."""
 
+import os
 import pickle
+import shutil
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
+from lightning_3d.checkpoint.manifest import sync_directory
 from lightning_3d.errors import CheckpointError
 
 
@@ -30,6 +36,38 @@ def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: 
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not the dict that a Trainer saves.")
     return loaded
+
+
+def save_file(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write what Lightning would write, beside `path`, and put it there once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_dir():  # a sharded checkpoint
+            shutil.rmtree(path)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoint` with tensors in host memory that training does not change; those that share memory still do."""
+    seen: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in seen:
+            seen[place] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+        return seen[place]
+
+    whole: dict[str, Any] = apply_to_collection(checkpoint, Tensor, copy)
+    return whole
 
 
 def check_file(path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.faults import Doing, flight
 
 # torch 2.13 renamed these two and warns at the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,6 +42,9 @@ class Collectives(ABC):
     def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
         """The sum of `buffer`, in place."""
 
+    def doing(self, collective: str) -> Doing:
+        return flight.doing(f"{collective} on {self.axis}")
+
     def count(self, collective: str, sent: int) -> None:
         self.ledger.add(self.axis, collective, sent)
 
@@ -51,13 +55,16 @@ class Ring(Collectives):
     takes_pieces = True
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
-        self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
+        with self.doing("reduce_scatter"):
+            self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
 
     def all_gather(self, output: Pieces, input: Pieces) -> None:
-        self.count("all_gather", ring_all_gather(output, input, self.group))
+        with self.doing("all_gather"):
+            self.count("all_gather", ring_all_gather(output, input, self.group))
 
     def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
-        self.count("all_reduce", ring_all_reduce(buffer, self.group, average=average))
+        with self.doing("all_reduce"):
+            self.count("all_reduce", ring_all_reduce(buffer, self.group, average=average))
 
 
 class Native(Collectives):
@@ -65,17 +72,20 @@ class Native(Collectives):
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         output, input = single(output), single(input)
-        _reduce_scatter(output, input, group=self.group)
+        with self.doing("reduce_scatter"):
+            _reduce_scatter(output, input, group=self.group)
         self._divide(output, average)
         self.count("reduce_scatter", (self.size - 1) * _bytes(output))
 
     def all_gather(self, output: Pieces, input: Pieces) -> None:
         output, input = single(output), single(input)
-        _all_gather(output, input, group=self.group)
+        with self.doing("all_gather"):
+            _all_gather(output, input, group=self.group)
         self.count("all_gather", (self.size - 1) * _bytes(input))
 
     def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
-        dist.all_reduce(buffer, group=self.group)
+        with self.doing("all_reduce"):
+            dist.all_reduce(buffer, group=self.group)
         self._divide(buffer, average)
         self.count("all_reduce", 2 * (self.size - 1) * _bytes(buffer) // self.size)
 

@@ -1,6 +1,8 @@
 """What was sent, counted where it is sent."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -41,6 +43,17 @@ class Ledger:
         return sum(
             row.bytes for row in self.rows() if axis in (None, row.axis) and collective in (None, row.collective)
         )
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent inside is not counted."""
+        with self._lock:
+            before = dict(self._counts)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts = before
 
     def reset(self) -> None:
         """Start again from nothing."""

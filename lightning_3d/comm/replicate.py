@@ -3,6 +3,7 @@
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.control import exchange
 from lightning_3d.comm.engine import Engine, Handle
-from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
 
 
 class Replicas:
@@ -47,7 +48,8 @@ class Replicas:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
         self._plans: dict[bytes, list[Bucket]] = {}
         """Buckets for each set of trainable parameters that has occurred, in arrival order once that is known."""
-        self._learned: set[bytes] = set()
+        self._learned: dict[bytes, list[int]] = {}
+        """The order of arrival behind a plan, where it is known."""
         self._held = False
         self._touched: dict[nn.Parameter, None] = {}
         """Parameters whose gradient changed since the last sync, in the order in which they did."""
@@ -171,9 +173,22 @@ class Replicas:
         """Cut the buckets anew, in the order in which gradients arrived on the first rank."""
         after = arrivals.numel() + 1
         order = [(place or after, -index) for index, place in enumerate(arrivals.tolist())]
-        trainable = [-index for _, index in sorted(order) if self._key[-index]]
-        self._plans[self._key] = make_buckets([self.parameters[index] for index in trainable], self.bucket_bytes)
-        self._learned.add(self._key)
+        self._arrange(self._key, [-index for _, index in sorted(order) if self._key[-index]])
+
+    def _arrange(self, key: bytes, order: list[int]) -> None:
+        self._plans[key] = make_buckets([self.parameters[index] for index in order], self.bucket_bytes)
+        self._learned[key] = order
+
+    def state_dict(self) -> dict[str, Any]:
+        """The orders of arrival: what travels together is rounded together, so a resumed run must cut the same."""
+        return {key.hex(): order for key, order in self._learned.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, order in state.items():
+            trainable = [index for index, used in enumerate(bytes.fromhex(key)) if used]
+            if sorted(order) != trainable or trainable[-1:] >= [len(self.parameters)]:
+                raise CheckpointError("the order of gradients in the checkpoint is not that of these parameters.")
+            self._arrange(bytes.fromhex(key), list(order))
 
 
 def _hook(parameter: nn.Parameter, arrived: Callable[[nn.Parameter], None]) -> RemovableHandle:

@@ -4,6 +4,7 @@ import atexit
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_3d.launch.hydra_job import check_launcher, child_command, is_sweep, running_job
 from lightning_3d.launch.leftovers import launched
 
+Guard = Callable[..., Any]
+"""Calls the function it is given; what that raises it may replace by an error that says more."""
+LAST_WORDS = 15.0
+"""Seconds that the other processes get to say what happened, once one has failed."""
+
 
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, except in a Hydra job.
@@ -30,8 +36,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     before the next one starts.
     """
 
-    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:
+    def __init__(
+        self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int, guard: Guard
+    ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
+        self._guard = guard
         self._sweep = isinstance(cluster_environment, LightningEnvironment) and is_sweep()
         if self._sweep:
             launched.clear_before(running_job())
@@ -40,18 +49,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes if nothing did, then call `function`."""
-        if not self._sweep:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            launched.start(running_job(), self.procs)
-            _Observer(self.procs).start()
+            if self._sweep:
+                launched.start(running_job(), self.procs)
+            (_SweepObserver if self._sweep else _Observer)(self.procs).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            return function(*args, **kwargs)
+            return self._guard(function, *args, **kwargs)
         except BaseException:
-            launched.failed = True
+            launched.failed = self._sweep
             raise
 
     def _call_children_scripts(self) -> None:
@@ -70,13 +78,21 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Observer(_ChildProcessObserver):
-    """Kills the other children once one has failed, and leaves this process, which has more jobs to run.
-
-    It fails in its next collective, as the peers are gone, and so reports the job as failed.
-    """
+    """Kills the other processes once one has failed, but not before they could say why."""
 
     def __init__(self, children: "list[subprocess.Popen[bytes]]") -> None:
         super().__init__(main_pid=os.getpid(), child_processes=children, sleep_period=1)
+
+    def _terminate_all(self) -> None:
+        time.sleep(LAST_WORDS)
+        super()._terminate_all()
+
+
+class _SweepObserver(_Observer):
+    """Leaves this process, which has more jobs to run.
+
+    It fails in its next collective, as the peers are gone, and so reports the job as failed.
+    """
 
     def _terminate_all(self) -> None:
         for child in self._child_processes:

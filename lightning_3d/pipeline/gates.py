@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -29,7 +30,8 @@ class Gates:
     """Hooks on the units of a module, idle while no director is set.
 
     Made last, after FSDP's and the tensor layers' own hooks: a call is cut before any of them runs, and they see the
-    arguments that the unit really gets.
+    arguments that the unit really gets. Hooks that the user put on a unit see what the code around it sees, on every
+    stage: what they take belongs to that code.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str]) -> None:
@@ -47,6 +49,7 @@ class Gates:
                 before, after = self._before(name), self._after(name)
                 self.handles.append(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
                 self.handles.append(unit.register_forward_hook(after, with_kwargs=True))
+                _put_outside(unit)
                 self._make_skippable(unit)
 
     def _before(self, name: str) -> Any:
@@ -109,3 +112,20 @@ class Gates:
             else:
                 unit.forward = forward
         self.handles, self.replaced = [], []
+
+
+def _put_outside(unit: nn.Module) -> None:
+    """Move the user's hooks on `unit` out of the gate: before its first hook and behind its last one."""
+    before: Any = unit._forward_pre_hooks  # an OrderedDict, whatever its annotation says
+    after: Any = unit._forward_hooks
+    for key in [key for key, hook in before.items() if _is_users(hook)][::-1]:
+        before.move_to_end(key, last=False)
+    for key in [key for key, hook in after.items() if _is_users(hook)]:
+        after.move_to_end(key)
+
+
+def _is_users(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return not origin.startswith(("torch.", "lightning_3d."))

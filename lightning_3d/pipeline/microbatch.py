@@ -9,7 +9,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +91,14 @@ def auto_microbatches(rows: int | None, stages: int) -> int:
         return 1
     best = max(count for count in range(1, 4 * stages + 1) if rows % count == 0)
     return best if best >= min(stages, rows) else min(rows, 2 * stages)
+
+
+def microbatch_sizes(batch: Any, count: int | Literal["auto"], ranks: int) -> list[int]:
+    """Rows of each microbatch of a batch; [1] where it has no rows to cut."""
+    rows = batch_size(batch)
+    if not rows:
+        return [1]
+    return split_sizes(rows, auto_microbatches(rows, ranks) if count == "auto" else count)
 
 
 def split_batch(batch: Any, sizes: list[int]) -> list[Any]:

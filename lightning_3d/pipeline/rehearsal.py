@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.microbatch import leaves, map_leaves
+from lightning_3d.pipeline.prints import fingerprint
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.traced import Node, Tape, Traced, untrace
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -69,6 +70,12 @@ class Trace:
     def specs(self, cut: int) -> list[Spec]:
         """What crosses from stage `cut` to the next one."""
         return [carried.spec for carried in self.parts[cut].after]
+
+    @property
+    def pattern(self) -> Any:
+        """All but the shapes: which blocks run where, and what crosses the cuts."""
+        crossing = [[(item.node, item.spec.requires_grad) for item in part.after] for part in self.parts]
+        return repr(([(call.unit, call.stage) for call in self.calls], crossing))
 
     def with_head(self, head: int) -> "Trace":
         """With a last stage that stops where that head begins."""
@@ -172,9 +179,10 @@ class Rehearsal(Tape):
         self._use(value, _END)
 
     def _use(self, value: Any, when: int) -> None:
-        for leaf in leaves(value):
-            if isinstance(leaf, Traced):
-                self.on_use(leaf.node, when)
+        traced = [leaf for leaf in leaves(value) if isinstance(leaf, Traced)]
+        self.refresh(traced)
+        for leaf in traced:
+            self.on_use(leaf.node, when)
 
     def trace_of_step(self) -> Trace:
         """What was learnt. Raises where the step cannot be cut."""
@@ -213,24 +221,3 @@ def _checkpointed_region() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def fingerprint(value: Any) -> list[list[float]]:
-    """A few sums of each tensor in `value`: enough to see that two runs gave the same."""
-    prints = []
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor) and not leaf.is_complex():
-            flat = leaf.detach().flatten().double()
-            prints.append([float(leaf.numel()), flat.sum().item(), flat.abs().sum().item(), flat[::3].sum().item()])
-    return prints
-
-
-def differ(one: list[list[float]], other: list[list[float]]) -> bool:
-    """Whether two fingerprints are of different tensors (NaN equals NaN)."""
-    if len(one) != len(other):
-        return True
-    for left, right in zip(one, other, strict=True):
-        scale = 1e-4 * (abs(left[2]) + 1e-6)
-        if any(not (abs(a - b) <= scale or (a != a and b != b) or a == b) for a, b in zip(left, right, strict=True)):
-            return True
-    return False

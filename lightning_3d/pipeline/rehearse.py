@@ -7,37 +7,64 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.backward import leaves_below
 from lightning_3d.pipeline.logs import Record
-from lightning_3d.pipeline.rehearsal import Rehearsal, Trace, differ, fingerprint
-from lightning_3d.pipeline.step import loss_of, play
+from lightning_3d.pipeline.prints import differ, fingerprint, unlike
+from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.relay import Relay
 from lightning_3d.pipeline.traced import untrace
+from lightning_3d.pipeline.whole import Whole
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.runner import Pipeline
 
-Flights = dict[int, tuple[list[Tensor], Any]]
 
+def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: Whole | None = None) -> Trace:
+    """Run the whole step, then the step in stages, and compare; the latter once for all shapes that are cut alike.
 
-def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Trace:
-    """Run the whole step, then the step in stages, and compare.
-
-    Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the module's own plain
+    Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the modules' own plain
     attributes are as before afterwards; nothing is logged.
+
+    Args:
+        uncut: what the same step did before the module was cut; then gradients are compared too.
     """
     with as_before(pipeline.module), seeds.set_aside():
         whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace, seed)
-        flights: Flights = {}
-        problem = _run_in_stages(pipeline, step, args, seed, whole, trace, result, flights)
-        problems = [text for text in pipeline.wire.agree(problem) if text]
-        if problems:
-            raise PipelineSplitError(problems[0])
-        return replace(trace, unreached=_unreached(pipeline, flights))
+        key = (step, trace.pattern)
+        if uncut is not None or key not in pipeline.proven:
+            pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+    return replace(trace, unreached=pipeline.proven[key])
+
+
+def _run_in_stages(
+    pipeline: "Pipeline",
+    step: str,
+    args: tuple[Any, ...],
+    seed: int,
+    whole: Rehearsal,
+    trace: Trace,
+    result: Any,
+    uncut: Whole | None,
+) -> frozenset[str]:
+    relay = Relay(pipeline, trace)
+    if uncut is not None:
+        relay.problem = _unlike_uncut(uncut, whole, result)
+    relay.forward(step, args, seed, whole, result)
+    _raise_if_any(pipeline, relay.problem)
+    unreached = relay.unreached()
+    if uncut is not None and uncut.grads:
+        _compare_gradients(pipeline, relay, uncut)
+    return unreached
+
+
+def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
+    """Every rank raises what is wrong on any."""
+    problems = [text for text in pipeline.wire.agree(problem) if text]
+    if problems:
+        raise PipelineSplitError(problems[0])
 
 
 def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
@@ -65,97 +92,65 @@ def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
         )
 
 
-def _run_in_stages(
-    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, trace: Trace, result: Any,
-    flights: Flights,
-) -> str | None:  # fmt: skip
-    """Relay the microbatch through the stages without backward. What is wrong on this rank, if anything.
-
-    `flights` is given what each stage of this rank began with and what it ended with.
-    """
-    problem = None
-    received: list[Tensor] = []
-    for stage in range(pipeline.split.num_stages):
-        if stage in pipeline.my_stages:
-            try:
-                output = play(
-                    pipeline, trace, trace.parts[stage], f"stage {stage}", step, args, seed, received, Record(),
-                    whole.arguments,
-                )  # fmt: skip
-                if stage == pipeline.split.num_stages - 1 and differ(fingerprint(output), result):
-                    problem = problem or "Cut into stages, the step returns another result than whole."
-                flights[stage] = (received, output)
-            except PipelineSplitError as error:
-                problem, output = problem or str(error), None
-        if stage < pipeline.split.num_stages - 1:
-            received = _relay(pipeline, stage, trace, output if stage in pipeline.my_stages else None)
-    return problem
+def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
+    """What differs from the module before it was cut."""
+    for at, unit in enumerate(uncut.calls):
+        if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
+            return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
+    if differ(result, uncut.result, uncut.rounding):
+        return f"The step returns another result once the module is cut. {_BESIDE}"
+    return None
 
 
-def _unreached(pipeline: "Pipeline", flights: Flights) -> frozenset[str]:
-    """Parameters of this rank that no backward from the loss comes to, followed back from stage to stage.
-
-    On one device they get no gradient, and optimizers leave them alone. Here zeros come over the wire for what a later
-    stage makes of them.
-    """
-    run: set[int] = set()
-    found: set[int] = set()
-    used: list[bool] | None = None
-    for stage in reversed(range(pipeline.split.num_stages)):
-        if stage in flights:
-            received, output = flights[stage]
-            if used is None:
-                loss = loss_of(output)
-                ends = [] if loss is None else [loss]
-            else:
-                run |= leaves_below(output)
-                ends = [tensor for tensor, wanted in zip(output, used, strict=True) if wanted]
-            below = leaves_below(ends)
-            found |= below
-            used = [id(tensor) in below for tensor in received]
-        used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
-    here = [name for name, parameter in pipeline.module.named_parameters() if not parameter.is_meta]
-    return frozenset(name for name in here if id(pipeline.locate(name)) in run - found)
+def _compare_gradients(pipeline: "Pipeline", relay: Relay, uncut: Whole) -> None:
+    stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
+    name = unlike(uncut.grads, stages, uncut.rounding)
+    if name is not None:
+        raise PipelineSplitError(
+            f"Cut into stages, the step gives {name!r} another gradient than the whole module does, from the same"
+            " outputs. Code between the blocks changes gradients in a way that was not seen (a hook on a node of the"
+            " graph, say): move it into a block, or use a hook of the tensor."
+        )
 
 
-def _relay(pipeline: "Pipeline", stage: int, trace: Trace, output: list[Tensor] | None) -> list[Tensor]:
-    specs = trace.specs(stage)
-    source, target = pipeline.stage_rank[stage], pipeline.stage_rank[stage + 1]
-    tensors = output if output is not None else [spec.empty(pipeline.wire.device).zero_() for spec in specs]
-    tensors = [tensor.detach() for tensor in tensors]
-    what = f"stage {stage + 1}: rehearsal, microbatch 0, receiving activations from stage {stage}"
-    if source != target:
-        if pipeline.wire.rank == source:
-            pipeline.wire.send(tensors, target, stage, what)
-            pipeline.wire.finish()
-        if pipeline.wire.rank == target:
-            tensors = pipeline.wire.start_receive(specs, source, stage, what).wait()
-    return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(tensors, specs, strict=True)]
+_BESIDE = (
+    "A block before it must be telling it something beside its arguments: a tensor kept on a module, or taken by a hook"
+    " inside of a block. Pass it from block to block, or keep both on one stage with pipeline_split."
+)
 
 
 @contextmanager
 def as_before(module: Any) -> Iterator[None]:
     """Put back buffers and plain attributes that a step changes."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
-    plain = (int, float, str, bool, list, dict, set, tuple, type(None))
-    inner = {"_parameters", "_buffers", "_modules", "_hparams"}
-    kept = {
-        name: copy.copy(value)
-        for name, value in module.__dict__.items()
-        if type(value) in plain and name not in inner and not name.endswith("_hooks")
-    }
+    kept = [(inner, _plain_attributes(inner)) for inner in module.modules()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for name, value in kept.items():
-            current = module.__dict__.get(name)
-            if isinstance(current, list):
-                current[:] = value if isinstance(value, list) else current
-            elif isinstance(current, dict | set) and type(current) is type(value):
-                current.clear()
-                current.update(value)
-            else:
-                module.__dict__[name] = value
+        for inner, attributes in kept:
+            _put_back(inner, attributes)
+
+
+def _plain_attributes(module: Any) -> dict[str, Any]:
+    plain = (int, float, str, bool, list, dict, set, tuple, type(None))
+    inner = {"_parameters", "_buffers", "_modules", "_hparams", "_non_persistent_buffers_set"}
+    return {
+        name: copy.copy(value)
+        for name, value in module.__dict__.items()
+        if type(value) in plain and name not in inner and not name.endswith("_hooks")
+    }
+
+
+def _put_back(module: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        current = module.__dict__.get(name)
+        if isinstance(current, list) and isinstance(value, list):
+            current[:] = value
+        elif isinstance(current, dict | set) and type(current) is type(value):
+            current.clear()
+            current.update(value)
+        else:
+            module.__dict__[name] = value

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.comm.buckets import local
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
@@ -22,6 +23,7 @@ from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.step import TrainingStep, detached, loss_of
 from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.whole import Whole
 from lightning_3d.pipeline.wire import Wire
 
 _TRACES_KEPT = 32
@@ -70,6 +72,7 @@ class Pipeline:
         num_microbatches: int | Literal["auto"] = "auto",
         loss_scope: Literal["microbatch", "batch"] = "microbatch",
         hooks: Hooks | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """
         Args:
@@ -82,11 +85,12 @@ class Pipeline:
             loss_scope: "batch" computes head and loss once on the whole batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
             hooks: of the ZeRO and precision layers.
+            ledger: told of what this rank sends along the pipeline.
         """
         check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
         self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
-        self.wire = Wire(group, device or torch.device("cpu"))
+        self.wire = Wire(group, device or torch.device("cpu"), ledger)
         self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
         self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
         self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())
@@ -97,6 +101,8 @@ class Pipeline:
         self.locate = self.hooks.locate or module.get_parameter
         self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.traces: dict[Any, Trace] = {}
+        self.proven: dict[Any, frozenset[str]] = {}
+        """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
         self.stash: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -184,12 +190,20 @@ class Pipeline:
 
     def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
         """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
-        key = (step, self.module.training, signature(args[0] if args else None))
+        key = self._key(step, args)
         if key not in self.traces:
             while len(self.traces) >= _TRACES_KEPT:
                 del self.traces[next(iter(self.traces))]
             self.traces[key] = rehearse(self, step, args, seed)
         return self.traces[key]
+
+    def prove(self, whole: Whole) -> None:
+        """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
+        self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
+
+    def _key(self, step: str, args: tuple[Any, ...]) -> Any:
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        return step, self.module.training, trained, signature(args[0] if args else None)
 
     def stage_parameters(self, stage: int) -> list[Tensor]:
         """The tensors that get gradients on a stage."""

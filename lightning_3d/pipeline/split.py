@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.pipeline.units import Unit, find_units, parameters_used_everywhere
+from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
+from lightning_3d.pipeline.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def plan_split(
     *,
     cuts: Sequence[str] | None = None,
     costs: Mapping[str, float] | None = None,
+    whole: Whole | None = None,
 ) -> PipelineSplit:
     """Cut `module` into `num_stages` stages of about equal cost.
 
@@ -76,11 +78,16 @@ def plan_split(
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
         costs: measured cost of units by name, instead of the counted one.
+        whole: what one microbatch showed: the order in which units run, which are called again, and which of their
+            parameters other code reads. Without it, that is read from the code.
 
     A module with a single unit leaves all stages but the last empty. Raises `PipelineSplitError` where there are
     several units but fewer than stages.
     """
-    units = find_units(module, anatomy or Anatomy.of(module), num_stages)
+    anatomy = anatomy or Anatomy.of(module)
+    units = find_units(module, anatomy, num_stages)
+    if whole is not None:
+        units = in_running_order(units, module, whole.calls)
     if costs:
         units = tuple(Unit(unit.name, unit.parameters, costs.get(unit.name, unit.cost)) for unit in units)
     names = tuple(unit.name for unit in units)
@@ -97,6 +104,10 @@ def plan_split(
         stages = _balance(units, num_stages)
     everywhere = parameters_used_everywhere(module, units)
     holders = _holders(module, stages)
+    if whole is not None:
+        everywhere = tuple(dict.fromkeys([*everywhere, *whole.read]))
+        _refuse_to_hold_all(module, whole.read)
+        holders = _held_where_called(holders, whole.calls, anatomy)
     return PipelineSplit(stages, units, everywhere, _ties(module, holders, everywhere, num_stages), holders)
 
 
@@ -154,6 +165,35 @@ def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str
         for name in names:
             by_module.setdefault(id(module.get_submodule(name)), []).append(index)
     return {name: tuple(dict.fromkeys(by_module[id(module.get_submodule(name))])) for names in stages for name in names}
+
+
+def _held_where_called(
+    holders: dict[str, tuple[int, ...]], calls: Sequence[str], anatomy: Anatomy
+) -> dict[str, tuple[int, ...]]:
+    """What is called again on a later stage (an embedding, for encoder and decoder) is held there too.
+
+    Not so blocks of a chain: a pipeline of which every stage holds the chain is none, and the rehearsal refuses it.
+    """
+    blocks = tuple(name for chain in anatomy.chains if len(chain.blocks) > 1 for name in chain.blocks)
+    held, reached = dict(holders), 0
+    for name in calls:
+        later = [stage for stage in held[name] if stage >= reached]
+        if later:
+            reached = later[0]
+        elif not any(name == block or name.startswith(block + ".") for block in blocks):
+            held[name] = (*held[name], reached)
+    return held
+
+
+def _refuse_to_hold_all(module: nn.Module, read: Sequence[str]) -> None:
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    outside = sum(module.get_parameter(name).numel() for name in read)
+    if 2 * outside > whole:
+        raise PipelineSplitError(
+            f"The step reads {len(read)} parameters of blocks ({read[0]}, ...) outside of these blocks: {outside:,} of"
+            f" the module's {whole:,} elements, which every stage would have to hold. Let the block that owns them use"
+            " them (a penalty on weights: the optimizer's weight_decay), or use pipeline_parallel_size=1."
+        )
 
 
 def _ties(

@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.microbatch import leaves, map_leaves
-from lightning_3d.pipeline.rehearsal import Part, Trace, differ, fingerprint
+from lightning_3d.pipeline.prints import differ, fingerprint
+from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.traced import Tape, Traced, not_a_view
 from lightning_3d.pipeline.wire import Spec
 
@@ -34,6 +35,7 @@ class StagePlay(Tape):
         """In the rehearsal's check: fingerprints of what own units must be called with."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._refresh_arguments(args, kwargs)
         self.skipping = not self._begin(unit)
         if self.skipping:
             return (), {}
@@ -51,8 +53,12 @@ class StagePlay(Tape):
         return self.trace(output, absent=False) if self.tracing else output
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self._refresh_arguments(args, kwargs)
         self._begin(unit)
         return self._stand_in()
+
+    def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
+        self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)])
 
     def _stand_in(self) -> Any:
         seeds.restart(self.seed, 2 * self.call - 1)

@@ -10,14 +10,7 @@ from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.head import choose_head
 from lightning_3d.pipeline.logs import Record, combine
-from lightning_3d.pipeline.microbatch import (
-    auto_microbatches,
-    batch_size,
-    join_outputs,
-    map_leaves,
-    split_batch,
-    split_sizes,
-)
+from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, microbatch_sizes, split_batch
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import Cut, StagePlay
@@ -62,13 +55,7 @@ class TrainingStep:
 
     def _cut_batch(self) -> None:
         batch, rest = (self.args[0], self.args[1:]) if self.args else (None, ())
-        rows = batch_size(batch)
-        count = self.pipeline.num_microbatches
-        self.sizes = (
-            split_sizes(rows, auto_microbatches(rows, self.pipeline.wire.size) if count == "auto" else count)
-            if rows
-            else [1]
-        )
+        self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size)
         self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes)] if self.args else [()]
         self.traces = [
             self.pipeline.trace(self.name, args, self._mark(index)) for index, args in enumerate(self.microbatches)

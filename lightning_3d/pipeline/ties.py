@@ -63,6 +63,7 @@ class Ties:
         buffers = {rank: torch.empty_like(mine) for rank in others}
         operations = []
         for rank in others:
+            self.wire.count("send", mine)
             operations.append(dist.P2POp(dist.isend, mine, group=self.wire.group, group_peer=rank, tag=_TAG))
             operations.append(dist.P2POp(dist.irecv, buffers[rank], group=self.wire.group, group_peer=rank, tag=_TAG))
         with self.wire.naming("exchanging gradients of tied parameters"):

@@ -6,11 +6,15 @@ received values; one with inputs that were not gives another absent tensor; noth
 and used. Operations are numbered as (calls of units so far, index since then), which is the same on every stage.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.microbatch import leaves, map_leaves
@@ -22,6 +26,9 @@ _READS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
     "equal", "allclose", "is_nonzero", "__contains__", "cpu_numpy",
 }  # fmt: skip
+
+
+_HOOKS = {"register_hook", "retain_grad"}
 
 
 class Traced(Tensor):
@@ -47,6 +54,7 @@ class Tape:
         self.call = 0
         self.index = 0
         self.values = received or {}
+        self.received = frozenset(self.values)
         self.wanted = wanted
         self.made: dict[Node, Tensor] = {node: value for node, value in self.values.items() if node in wanted}
         self.tracing = True
@@ -54,17 +62,23 @@ class Tape:
 
     def __enter__(self) -> "Tape":
         _active.append(self)
+        Function.apply = classmethod(_apply_traced)  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
         _active.remove(self)
+        if not _active:
+            Function.apply = _plain_apply  # type: ignore[method-assign]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)]
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
+        self.refresh(inputs)
         if name in _READS:
             self.on_read(inputs, missing, name)
+        if name in _HOOKS and inputs and args and args[0] is inputs[0]:
+            return self._hook(func, inputs[0], args[1:], kwargs)
         if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
             return self._in_place(func, args, kwargs, bool(missing))
         with torch._C.DisableTorchFunctionSubclass():
@@ -74,6 +88,13 @@ class Tape:
         for leaf in inputs:
             self.on_use(leaf.node, self.call)
         return self.trace(result, bool(missing)) if self.tracing or missing else result
+
+    def _hook(self, func: Callable[..., Any], handle: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook on a gradient: on the handle, which all uses go through, and only where the tensor was made."""
+        if handle.absent or handle.node in self.received:
+            return RemovableHandle(OrderedDict())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(self.values.get(handle.node, handle), *args, **kwargs)
 
     def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
         """The handle that the user holds now stands for the changed tensor; what was received must not change."""
@@ -106,12 +127,16 @@ class Tape:
     def _trace(self, leaf: Any, absent: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if type(leaf) not in (Tensor, nn.Parameter, Traced):
+            # What only passes for a tensor (logits in parts) becomes one to travel: any operation that it does not do
+            # itself gives one. `as_subclass` would not ask it.
+            leaf = leaf.view_as(leaf)
         node = self._number()
         if absent and node in self.values:  # received: real from here on, wherever the user's code takes it
             leaf, absent = self.values[node], False
         if not absent:
             self.on_made(node, leaf)
-        traced = leaf.as_subclass(Traced)  # type: ignore[arg-type]
+        traced = as_kind(leaf, Traced)
         traced.node, traced.absent = node, absent
         return traced
 
@@ -124,6 +149,12 @@ class Tape:
         """Number of the call of a unit that begins now."""
         call, self.call, self.index = self.call, self.call + 1, 0
         return call
+
+    def refresh(self, inputs: list[Traced]) -> None:
+        """Note tensors that have got a gradient since they were made: a function of autograd gives it at its end."""
+        for leaf in inputs:
+            if not leaf.absent and leaf.node not in self.values and (plain := _untraced(leaf)).requires_grad:
+                self.on_made(leaf.node, plain)
 
     def on_made(self, node: Node, value: Tensor) -> None:
         """A traced tensor was made."""
@@ -165,7 +196,12 @@ def _untraced(leaf: Any) -> Any:
     if not isinstance(leaf, Traced):
         return leaf
     with torch._C.DisableTorchFunctionSubclass():
-        return leaf.as_subclass(Tensor)  # type: ignore[arg-type]
+        return as_kind(leaf, Tensor)
+
+
+def as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    """The same tensor seen as a `kind` (a dry run, whose tensors are of a class of their own, has another way)."""
+    return tensor.as_subclass(kind)  # type: ignore[arg-type]
 
 
 def _changes_input(name: str) -> bool:
@@ -175,3 +211,16 @@ def _changes_input(name: str) -> bool:
 
 
 _active: list[Tape] = []
+_plain_apply: Any = Function.__dict__["apply"]
+
+
+def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply` as one operation of the step: torch does not ask `__torch_function__` about it (2.13).
+
+    A function that is given something to call recomputes: units are called inside of it, and it stays as it is.
+    """
+    plain = partial(_plain_apply.__func__, cls)
+    traced = any(isinstance(leaf, Traced) for leaf in leaves((args, kwargs)))
+    if not _active or not traced or any(callable(arg) for arg in args):
+        return plain(*args, **kwargs)
+    return _active[-1].run(plain, args, kwargs)

@@ -4,7 +4,7 @@ A unit is called as a whole and has parameters: a block of a chain, an embedding
 (the LightningModule, the containers of blocks and what lies between) are *open*: their code runs on every stage.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,6 +38,22 @@ def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit
         if not closed:
             return units
         opened.add(id(module.get_submodule(max(closed, key=lambda unit: unit.cost).name)))
+
+
+def in_running_order(units: tuple[Unit, ...], module: nn.Module, calls: Sequence[str]) -> tuple[Unit, ...]:
+    """`units` in the order of their first calls; one that was not called stays behind the one before it.
+
+    A module that stands at several places in the tree is called by its first name: its k-th name is its k-th call.
+    """
+    places: dict[int, list[int]] = {}
+    for place, name in enumerate(calls):
+        places.setdefault(id(module.get_submodule(name)), []).append(place)
+    order: list[tuple[int, Unit]] = []
+    for unit in units:
+        mine = places.get(id(module.get_submodule(unit.name)), [])
+        last = order[-1][0] if order else -1
+        order.append((mine.pop(0) if len(mine) > 1 else mine[0] if mine else last, unit))
+    return tuple(unit for _, unit in sorted(order, key=lambda pair: pair[0]))
 
 
 def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tuple[str, ...]:

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
+from lightning_3d.faults import flight
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
 from lightning_3d.pipeline.traced import not_a_view
 
@@ -37,6 +40,8 @@ class Wire:
 
     group: dist.ProcessGroup
     device: torch.device
+    ledger: Ledger | None = None
+    """Told of what this rank sends."""
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
@@ -57,6 +62,7 @@ class Wire:
             with _naming(what, to):
                 work = dist.isend(data, group=self.group, group_dst=to, tag=tag)
             assert work is not None
+            self.count("send", data)
             self.sending.append((work, data, what))
 
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
@@ -130,7 +136,14 @@ class Wire:
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
             dist.broadcast(tensor, group=self.group, group_src=source)
+            if self.rank == source:
+                self.count("broadcast", tensor)
         return tensor
+
+    def count(self, collective: str, tensor: Tensor) -> None:
+        """Note that this rank sends `tensor`."""
+        if self.ledger is not None:
+            self.ledger.add(PIPELINE_AXIS, collective, tensor.numel() * tensor.element_size())
 
     def naming(self, what: str, peer: int | None = None) -> "_naming":
         """Errors of the process group inside say `what` was being done."""
@@ -165,11 +178,13 @@ class _naming:
 
     def __init__(self, what: str, peer: int | None) -> None:
         self.what, self.peer = what, peer
+        self.doing = flight.doing(f"{what} on {PIPELINE_AXIS}")
 
     def __enter__(self) -> None:
-        pass
+        self.doing.__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.doing.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
             peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
             raise PeerError(

@@ -50,7 +50,7 @@ class AppliedTensor:
 
 
 def apply_tensor(
-    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: Ledger | None = None, lazy: bool = True
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: Ledger | None = None
 ) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
@@ -60,10 +60,8 @@ def apply_tensor(
         plan: from `plan_tensor` with the size of `mesh`.
         mesh: the one-dimensional tensor mesh.
         ledger: told of every collective.
-        lazy: gather results that each rank has a part of only when they are asked for. Not in a pipeline, where they
-            travel on to another stage.
     """
-    axis = GroupAxis(mesh.get_group(), ledger, lazy=lazy)
+    axis = GroupAxis(mesh.get_group(), ledger)
     undo, originals = Undo(), dict[str, nn.Parameter]()
     shards: dict[int, nn.Parameter] = {}
     for name, owner, own_name in list(_owners(module, plan.splits)):

@@ -6,7 +6,7 @@ code that runs.
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class GroupAxis:
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None, *, lazy: bool = True) -> None:
         self.group, self.ledger, self.lazy = group, ledger, lazy
         self.rank, self.size = group.rank(), group.size()
+
+    def __deepcopy__(self, memo: Any) -> "GroupAxis":
+        return self  # a copied module talks to the same peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_map
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, reduce, take
-from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
 from lightning_3d.tensor.trace import tensors_in
+from lightning_3d.tensor.unproven import Change, form_of, made_whole
 
 Shadow = Callable[[Tensor], Tensor]
 
@@ -86,7 +87,8 @@ class ShardedForward:
     def __init__(self, module: nn.Module, axis: Axis, memo: Memo) -> None:
         self.module, self.axis, self.memo = module, axis, memo
         self.original = module.__dict__.get("forward")
-        self.enters = self.leaves = self.gathers = False
+        self.enters = self.emits = self.leaves = self.gathers = False
+        self.mixes: TensorSplit | None = None
         self.width: int | None = None
         self.shadows: list[tuple[nn.Module, str, Shadow]] = []
         self.__signature__ = inspect.signature(module.forward)
@@ -98,6 +100,8 @@ class ShardedForward:
             args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
         if self.enters:
             args, kwargs = each_tensor(self.memo, args), each_tensor(self.memo, kwargs)
+        if self.mixes is not None:
+            args, kwargs = each_tensor(self._all_channels, args), each_tensor(self._all_channels, kwargs)
         try:
             for owner, name, shadow in self.shadows:
                 owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
@@ -105,6 +109,10 @@ class ShardedForward:
         finally:
             for owner, name, _ in self.shadows:
                 owner.__dict__.pop(name, None)
+        if self.mixes is not None:
+            result = each_tensor(self._own_channels, result)
+        if self.emits:
+            result = each_tensor(self.memo, result)
         return each_tensor(self._reduce, result) if self.leaves else result
 
     def _reduce(self, tensor: Tensor) -> Tensor:
@@ -114,6 +122,18 @@ class ShardedForward:
     def _sum(self, tensor: Tensor) -> Tensor:
         return reduce(tensor, self.axis)
 
+    def _all_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.local_size(self.axis.rank):
+            return tensor
+        return enter(tensor, self.axis, TensorSplit(tensor.dim() - 1, split.pieces))
+
+    def _own_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.size:
+            return tensor
+        return local_part(tensor, TensorSplit(tensor.dim() - 1, split.pieces), self.axis.rank)
+
     def _narrow(self, tensor: Tensor) -> Tensor:
         width = self.width
         return self.memo.decoy(tensor, width) if width is not None and tensor.shape[-1] > width else tensor
@@ -122,12 +142,16 @@ class ShardedForward:
 class UnitForward:
     """A block's forward: its arguments and results at the edge, the dropouts inside."""
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo) -> None:
-        self.module, self.plan, self.axis, self.memo = module, plan, axis, memo
+    def __init__(self, module: nn.Module, plan: UnitPlan, axis: Axis, memo: Memo, changes: list[Change]) -> None:
+        self.module, self.plan, self.axis, self.memo, self.changes = module, plan, axis, memo, changes
+        self.forms = frozenset(plan.forms)
         self.original = module.__dict__.get("forward")
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
+            with made_whole(self.module, self.plan, self.changes, self.axis):
+                return self.module.forward(*whole(args), **whole(kwargs))
         shadows: list[tuple[dict[str, Any], str]] = []
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
@@ -168,6 +192,8 @@ class UnitForward:
         return [(owner.__dict__, name) for owner, name in places]
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # What follows tells the stream from the other arguments by identity, which gathering on use would lose.
+        args, kwargs = _numbered(lambda index, t: t if index == plan.stream else whole(t), (args, kwargs))
         tensors = tensors_in((args, kwargs))
         stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
         if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
@@ -196,6 +222,9 @@ class UnitForward:
         split = self.plan.inputs[index]
         if split is None or tensor.shape[split.dim] == 1:
             return self.memo(tensor)
+        if index in self.plan.folded and tensor.shape[split.dim] % split.size == 0:
+            rows = whole(tensor).unflatten(split.dim, (-1, split.size))
+            return take(rows, self.axis, TensorSplit(split.dim + 1, split.pieces)).flatten(split.dim, split.dim + 1)
         if tensor.shape[split.dim] != split.size:
             raise TensorPlanError(
                 f"{type(self.module).__name__} was planned with {split.size} in dimension {split.dim} of an argument"

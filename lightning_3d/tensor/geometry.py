@@ -54,6 +54,14 @@ class TensorSplit:
         """Length of the whole tensor along `dim`."""
         return max(stop for piece in self.pieces for _, stop in piece)
 
+    def period(self) -> "TensorSplit | None":
+        """The split of one of several equal rows that this one repeats; None where it repeats nothing."""
+        count = len(self.pieces[0])
+        row, first = self.size // count, TensorSplit(self.dim, tuple(piece[:1] for piece in self.pieces))
+        starts = [row * number for number in range(count)]
+        again = tuple(tuple((low + at, high + at) for at in starts for low, high in piece) for piece in first.pieces)
+        return first if again == self.pieces and row * count == self.size else None
+
     def local_size(self, rank: int) -> int:
         """Length of `rank`'s shard along `dim`."""
         return sum(stop - start for start, stop in self.pieces[rank])

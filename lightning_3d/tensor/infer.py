@@ -3,8 +3,9 @@
 import inspect
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.search import Study, find_plan, with_sequence
 from lightning_3d.tensor.told import Way, declared_plan, read_plan
 from lightning_3d.tensor.units import find_units, structure
-from lightning_3d.tensor.vocabulary import find_vocabulary
+from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
 
 SEED = 20_240_229
 SEQUENCE = "(sequence parallelism)"
@@ -70,15 +71,19 @@ def plan_tensor(
     samples = calls.samples if calls else {}
     told = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
-    with torch.random.fork_rng(devices=[]):
+    vocabulary, headed = _vocabulary(module, told, calls, size)
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):  # what is looked at must run
         torch.manual_seed(SEED)
         for name in find_units(module):
+            if name in headed:
+                continue
             unit = module.get_submodule(name)
-            sample = samples.get(name) or _made_up(unit)
+            made_up = None if name in samples else _made_up(unit)
+            calls_of = samples.get(name, ()) if made_up is None else (made_up,)
             theirs = _under(told, name)
             try:
                 plan, reasons = _plan_unit(
-                    unit, sample, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel
+                    unit, calls_of, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel
                 )
             except Refused as refusal:
                 raise TensorPlanError(
@@ -86,58 +91,70 @@ def plan_tensor(
                     f" {refusal}"
                 ) from None
             if plan is not None:
-                units[name] = plan
+                units[name] = plan if made_up is None else replace(plan, forms=())
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
     _warn_whole(module, whole)
-    vocabulary = _vocabulary(module, told, calls, size)
     return _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
 
 
 def _vocabulary(
     module: nn.Module, told: Mapping[str, Way], calls: Recording | None, size: int
-) -> dict[str, TensorSplit]:
+) -> tuple[dict[str, TensorSplit], list[str]]:
+    """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
     units = find_units(module)
+    headed = [] if calls is None else holding_heads(module, units, size)
     elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
-    found = find_vocabulary(module, units, elsewhere, size)
+    blocks = [unit for unit in units if unit not in headed]
+    found = find_vocabulary(module, blocks, elsewhere, size, seen=calls is not None)
+    headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
     for name, way in told.items():
-        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units)
+        inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
         if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
             raise TensorPlanError(
                 f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or"
                 ' set it to "whole".'
             )
-    return found
+    return found, headed
 
 
 def _plan_unit(
     unit: nn.Module,
-    sample: Sample | None,
+    calls: Sequence[Sample],
     size: int,
     kinds: dict[tuple[object, ...], list[_Kind]],
     ways: dict[str, Way],
     must: bool,
     sequence: bool,
 ) -> tuple[UnitPlan | None, Mapping[str, str]]:
-    if sample is None and must:
+    if not calls and must:
         raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
-    if sample is None:
+    if not calls:
         return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
     same = kinds.setdefault((structure(unit), must, *ways.items()), [])
+    signature = " ".join(call.signature() for call in calls)
     for kind in same:
-        if kind.signature == sample.signature() and _reads_same(unit, kind.read):
+        if kind.signature == signature and _reads_same(unit, kind.read):
             return kind.plan, kind.whole
     try:
-        samples = _samples(unit, sample)
+        samples = _samples(unit, calls[0])
+        for call in calls[1:]:
+            with suppress(Exception):  # one that cannot be run alone computes whole
+                samples += _samples(unit, call, most=1)
         known = Study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
-    plan, whole = _like(known, same) or find_plan(known, ways, must=must)
+    try:
+        plan, whole = _like(known, same) or find_plan(known, ways, must=must)
+    except (Refused, TensorPlanError):
+        raise
+    except Exception as error:  # whatever the block's code does while it is looked at, whole it is right
+        return None, {"": f"looking for a plan failed ({type(error).__name__}: {error})"}
     if sequence and plan is not None and plan.sequence is None:
         divided = with_sequence(known, plan)
         if divided is None:
             whole = {**whole, SEQUENCE: "no way of dividing its sequence too computes the same"}
         plan = divided or plan
-    same.append(_Kind(known.read, sample.signature(), plan, whole))
+    same.append(_Kind(known.read, signature, plan, whole))
     return plan, whole
 
 
@@ -161,8 +178,8 @@ def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]]
     return None
 
 
-def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
-    """Up to two calls of different sizes on which the block runs."""
+def _samples(unit: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
+    """Up to `most` calls of different sizes on which the block runs."""
     found: list[Sample] = []
     cuts = shortened(sample)
     for number, cut in enumerate(cuts):
@@ -179,7 +196,7 @@ def _samples(unit: nn.Module, sample: Sample) -> list[Sample]:
                 raise
             continue
         found.append(made)
-        if len(found) == 2:
+        if len(found) == most:
             break
     return found
 

@@ -18,6 +18,7 @@ from lightning_3d.tensor.collectives import copy, local, share
 from lightning_3d.tensor.forwards import Memo, ShardedForward, UnitForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan import UnitPlan
+from lightning_3d.tensor.unproven import Change
 
 
 @dataclass
@@ -25,13 +26,13 @@ class Undo:
     """What to put back, last change first."""
 
     steps: list[Callable[[], None]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    """Those of the steps that are attributes."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an instance attribute, past `nn.Module.__setattr__`, and remember what was there."""
-        space, missing = owner.__dict__, object()
-        before = space.get(name, missing)
-        space[name] = value
-        self.steps.append(lambda: space.pop(name, None) if before is missing else space.__setitem__(name, before))
+        self.changes.append(Change(owner, name, value))
+        self.steps.append(self.changes[-1].revert)
 
     def run(self) -> None:
         while self.steps:
@@ -47,11 +48,14 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
     forwards: dict[str, ShardedForward] = {}
-    for name in (*plan.copies, *plan.reduces, *plan.decoys, *entries, *(holder for _, holder in plan.holders)):
+    edges = (*plan.copies, *plan.emits, *plan.mixes, *plan.reduces, *plan.decoys, *entries)
+    for name in (*edges, *(holder for _, holder in plan.holders)):
         forwards.setdefault(name, ShardedForward(unit.get_submodule(name), axis, memo))
     for name, forward in forwards.items():
-        forward.enters, forward.leaves = name in plan.copies, name in plan.reduces
-        forward.gathers = name in entries
+        forward.enters, forward.emits, forward.leaves = (
+            name in found for found in (plan.copies, plan.emits, plan.reduces)
+        )
+        forward.gathers, forward.mixes = name in entries, plan.mixes.get(name)
         forward.width = plan.decoys[name][axis.rank] if name in plan.decoys else None
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")
@@ -61,7 +65,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
         undo.set(forward.module, "forward", forward)
         if isinstance(forward.module, nn.MultiheadAttention):
             undo.set(forward.module, "_sum_over_ranks", forward._sum)
-    undo.set(unit, "forward", UnitForward(unit, plan, axis, memo))
+    undo.set(unit, "forward", UnitForward(unit, plan, axis, memo, undo.changes))
     return undo
 
 

@@ -41,12 +41,18 @@ class UnitPlan:
     """Biases added before a sum over the ranks: each rank adds its share."""
     copies: tuple[str, ...] = ()
     """Modules whose input enters a split region."""
+    emits: tuple[str, ...] = ()
+    """Modules whose output enters a split region."""
+    mixes: Mapping[str, TensorSplit] = field(default_factory=dict)
+    """Modules inside a split region that take all of its channels: gathered before them, own part taken after."""
     reduces: tuple[str, ...] = ()
     """Modules whose output is a partial sum."""
     holders: tuple[tuple[str, str], ...] = ()
     """(parameter, module in whose forward it is used) for every parameter that is not used as it is."""
     inputs: Mapping[int, TensorSplit | None] = field(default_factory=dict)
     """Tensor arguments of the block used inside a region: None where whole, else each rank takes its part."""
+    folded: tuple[int, ...] = ()
+    """Those of `inputs` whose rows and heads are folded into one dimension: each row is divided."""
     outputs: Mapping[int, TensorSplit] = field(default_factory=dict)
     """Tensor results of the block that each rank has a part of: they are gathered."""
     results: int = 0
@@ -65,6 +71,9 @@ class UnitPlan:
     dropouts: tuple[bool, ...] = ()
     """For each random call of a training forward, in order: whether it acts on a shard (masks differ over ranks)."""
 
+    forms: tuple[Any, ...] = ()
+    """(training mode, form of the arguments) of the calls that are proven; without any, every call is trusted."""
+
     def merged(self, other: "UnitPlan") -> "UnitPlan":
         """Both regions of one block."""
         union = lambda ours, theirs: tuple(dict.fromkeys((*ours, *theirs)))  # noqa: E731
@@ -75,10 +84,13 @@ class UnitPlan:
             summed=union(self.summed, other.summed),
             shared=union(self.shared, other.shared),
             copies=union(self.copies, other.copies),
+            emits=union(self.emits, other.emits),
+            mixes={**self.mixes, **other.mixes},
             reduces=union(self.reduces, other.reduces),
             edges=(*self.edges, *other.edges),
             holders=union(self.holders, other.holders),
             inputs={**self.inputs, **other.inputs},
+            folded=union(self.folded, other.folded),
             outputs={**self.outputs, **other.outputs},
             attributes={**self.attributes, **other.attributes},
             decoys={**self.decoys, **other.decoys},

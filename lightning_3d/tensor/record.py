@@ -1,33 +1,40 @@
 """What each block of a module is called with: the shapes that a proof runs on."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor.sample import Sample, recorded
 from lightning_3d.tensor.units import find_units
+from lightning_3d.tensor.unproven import form_of
+
+FORMS = 4
+"""Forms of calls of one block that are looked at."""
 
 
 @dataclass(frozen=True)
 class Recording:
     """What one run of a module showed."""
 
-    samples: Mapping[str, Sample]
-    """The first call of each block, by name."""
+    samples: Mapping[str, tuple[Sample, ...]]
+    """The first call of each form of each block, by name."""
     elsewhere: frozenset[str]
     """Parameters of embeddings and linears that were read outside their own module's forward."""
 
 
 def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
-    """Watch `module` while `run()` runs: one batch through it, say.
+    """Watch `module` while `run()` runs: one batch through it, say. It runs as the module is and in eval mode.
 
     Runs without gradients and puts random state and buffers back, so that training starts as if it had not happened.
     """
-    calls: dict[str, Sample] = {}
+    calls: dict[str, dict[Any, Sample]] = {}
+    modes = [(child, child.training) for child in module.modules()]
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     watch = _Elsewhere(module)
     handles = watch.handles + [
@@ -37,13 +44,19 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     try:
         with torch.no_grad(), torch.random.fork_rng(), watch:
             run()
+            with suppress(Exception):  # only to see more forms of calls: what was not seen computes whole
+                if module.training:
+                    module.eval()
+                    run()
     finally:
         for handle in handles:
             handle.remove()
+        for child, training in modes:
+            child.training = training
         present: Mapping[str, torch.Tensor] = dict(module.named_buffers())
         for name, value in buffers.items():
             present[name].copy_(value)
-    return Recording(calls, frozenset(watch.found))
+    return Recording({name: tuple(forms.values()) for name, forms in calls.items()}, frozenset(watch.found))
 
 
 class _Elsewhere(TorchFunctionMode):
@@ -67,9 +80,14 @@ class _Elsewhere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             users = self.users.get(id(value), []) if isinstance(value, nn.Parameter) and not _is_question(func) else []
-            if users and not any(owner in self.inside[-1:] for _, owner in users):
+            if users and not any(owner in self.inside[-1:] and _is_its_use(owner, func) for _, owner in users):
                 self.found.update(name for name, _ in users)
         return func(*args, **(kwargs or {}))
+
+
+def _is_its_use(owner: nn.Module, func: Any) -> bool:
+    """Whether a module's own forward may do this to its weight: an embedding's of another class may only look up."""
+    return func is F.embedding or not isinstance(owner, nn.Embedding)
 
 
 def _is_question(func: Any) -> bool:
@@ -85,9 +103,10 @@ def _is_question(func: Any) -> bool:
     )
 
 
-def _recorder(calls: dict[str, Sample], name: str) -> Callable[..., None]:
-    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            calls[name] = recorded(args, kwargs)
+def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., None]:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forms, form = calls.setdefault(name, {}), form_of((args, kwargs))
+        if form not in forms and len(forms) < FORMS:
+            forms[form] = recorded(args, kwargs, module.training)
 
     return record

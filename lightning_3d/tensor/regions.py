@@ -23,6 +23,11 @@ class Region:
     """Parameters used in between."""
     inputs: tuple[int, ...]
     """Tensor arguments of the block used in between."""
+    joints: tuple[Site, ...] = ()
+    """Products that stay whole and whose result enters the region, also what a column product takes: keys and values
+    expanded from a latent that the heads share a part of."""
+    joined: tuple[Site, ...] = ()
+    """Column products that take what joints give and nothing else."""
 
 
 class Flow:
@@ -61,20 +66,39 @@ class Flow:
         return "what feeds it also feeds the products before it"
 
     def _grow(self, seed: Site) -> Region | None:
-        sinks, sources = {seed: None}, dict.fromkeys(self.sources[seed])
-        grown = True
-        while grown:
-            feeds = [s for s, feeding in self.sources.items() if s not in sinks and sources.keys() & feeding.keys()]
-            sinks.update(dict.fromkeys(feeds))
-            sources.update(dict.fromkeys(source for sink in feeds for source in self.sources[sink]))
-            grown = bool(feeds)
-        if not sources or sources.keys() & sinks.keys():
+        joints = dict[Site, None]()
+        while True:
+            sinks, sources = self._closed(seed, joints)
+            both = sources.keys() & sinks.keys()
+            feeding = {feeder: None for site in both for feeder in self.sources[site] if site != seed}
+            if not both or not feeding or joints.keys() >= feeding.keys() or seed in both:
+                break
+            joints |= feeding
+        joined = [site for site in sources if self.sources[site].keys() & joints.keys()]
+        mixed = any(self.sources[site].keys() - joints.keys() or self._arguments(site) for site in joined)
+        if not sources or both or mixed:
             return None
-        reached = {id(leaf): leaf for sink in sinks for leaf in self.reached[sink]}
-        used = {name for site in (*sources, *sinks) for name in site}
+        reached = {id(leaf): leaf for site in (*sinks, *joined) for leaf in self.reached[site]}
+        used = {name for site in (*sources, *sinks, *joints) for name in site}
         inner = [name for key in reached if (name := self.names.get(key)) is not None and name not in used]
         inputs = [self.input_index[key] for key in reached if key in self.input_index]
-        return Region(tuple(sources), tuple(sinks), tuple(inner), tuple(inputs))
+        return Region(tuple(sources), tuple(sinks), tuple(inner), tuple(inputs), tuple(joints), tuple(joined))
+
+    def _closed(self, seed: Site, joints: dict[Site, None]) -> tuple[dict[Site, None], dict[Site, None]]:
+        """The products that what feeds `seed` feeds too, and everything that feeds them, but for `joints`."""
+        feeding = {site: [s for s in found if s not in joints] for site, found in self.sources.items()}
+        sinks, sources = {seed: None}, dict.fromkeys(feeding[seed])
+        grown = True
+        while grown:
+            feeds = [site for site, found in feeding.items() if site not in sinks and sources.keys() & set(found)]
+            sinks.update(dict.fromkeys(feeds))
+            sources.update(dict.fromkeys(source for sink in feeds for source in feeding[sink]))
+            grown = bool(feeds)
+        return sinks, sources
+
+    def _arguments(self, site: Site) -> list[int]:
+        """Arguments of the block that `site` takes."""
+        return [self.input_index[id(leaf)] for leaf in self.reached[site] if id(leaf) in self.input_index]
 
     def _leaves(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return list({id(leaf): leaf for tensor in tensors for leaf in leaves(tensor)}.values())

@@ -18,9 +18,8 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         lines.append(f"├── {title or '(the module itself)'}")
         lines += [f"│   ├── {line}" for line in _unit_lines(unit)]
         wire = unit.summed_per_position
-        lines.append(
-            f"│   └── {wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)"
-        )
+        sent = f"{wire} elements summed per position and step, each block ({_sent(wire, plan.size)} sent)"
+        lines.append(f"│   └── {sent}{', its sequence divided in between' if unit.sequence is not None else ''}")
     for name, split in plan.vocabulary.items():
         lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
     whole: dict[tuple[str, str], int] = {}
@@ -70,6 +69,10 @@ def _unit_lines(unit: UnitPlan) -> Iterator[str]:
         yield f"{name}: dimension {split.dim}{parts}, {_sizes(split)}"
     for name, split in unit.slices.items():
         yield f"{name}: whole on each rank, which computes with {_sizes(split)}"
+    for name in unit.mixes:
+        yield f"{name}: whole, on the channels of every rank, which are gathered for it"
+    for name in unit.emits:
+        yield f"{name}: whole on each rank, which computes its own part with the result"
     for (name, path), values in unit.attributes.items():
         yield f"{name}{'.' if name else ''}{path}: {', '.join(map(str, dict.fromkeys(values)))}"
     for name, widths in unit.decoys.items():

@@ -20,6 +20,8 @@ class Sample:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    training: bool = True
+    """Mode of the block when it was called so."""
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, in a fixed order."""
@@ -37,7 +39,7 @@ class Sample:
             else:
                 changed.append(copy.deepcopy(leaf))
         args, kwargs = tree_unflatten(changed, spec)
-        return Sample(args, kwargs)
+        return Sample(args, kwargs, self.training)
 
     def random(self, generator: torch.Generator) -> "Sample":
         """Fresh normal numbers in place of activations; masks, indices and flags as they are."""
@@ -72,9 +74,9 @@ def is_activation(tensor: Tensor) -> bool:
     return not bool(extreme.any()) and not bool(((values == 0) | (values == 1)).all())
 
 
-def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Sample:
     """A snapshot of a call, on the CPU and in fp32."""
-    return Sample(args, kwargs).mapped(lambda _, tensor: _plain_tensor(tensor))
+    return Sample(args, kwargs, training).mapped(lambda _, tensor: _plain_tensor(tensor))
 
 
 def shortened(sample: Sample) -> list[Sample]:

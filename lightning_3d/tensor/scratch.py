@@ -24,6 +24,7 @@ def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
         )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
+    memo |= _computed(module)
     for child in module.modules():
         # A LightningModule knows its trainer, which knows everything else; a copy of a forward needs neither.
         for held in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
@@ -41,7 +42,13 @@ def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn
         id(parameter): nn.Parameter(local(name, parameter.detach()), requires_grad=parameter.requires_grad)
         for name, parameter in scratch.named_parameters()
     }
-    return copy.deepcopy(scratch, memo)
+    return copy.deepcopy(scratch, memo | _computed(scratch))
+
+
+def _computed(module: nn.Module) -> dict[int, Any]:
+    """Results that modules keep (a state, a reparametrized weight), which autograd does not let anybody copy."""
+    kept = (value for child in module.modules() for value in child.__dict__.values())
+    return {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -10,15 +10,17 @@ import torch
 from torch import nn
 
 from lightning_3d.tensor.attributes import combinations, watch_reads
+from lightning_3d.tensor.mixers import find_mixers, gather_around, without_mixing
 from lightning_3d.tensor.plan import Attribute, UnitPlan
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import Flow, Region, Site
 from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
+from lightning_3d.tensor.siblings import with_siblings
 from lightning_3d.tensor.told import Way, divide_as_told
 from lightning_3d.tensor.touched import Division, divide, measure, merge
-from lightning_3d.tensor.trace import Trace, trace
+from lightning_3d.tensor.trace import Trace, leaves, trace
 
 LOOKS = 4
 """Runs whose gradients are put together: a unit that was off in one is on in another."""
@@ -45,6 +47,8 @@ class Study:
     def __init__(self, make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> None:
         self.make, self.samples, self.ranks = make, samples, ranks
         self.looks: list[Look] = []
+        self.mixers: tuple[str, ...] = ()
+        """Norms that the looks take for what acts on each channel alone."""
         self.scratch = make(0)
         with warnings.catch_warnings(), watch_reads(self.scratch) as read:
             warnings.simplefilter("ignore")
@@ -99,6 +103,7 @@ def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[Uni
                 whole.setdefault(name, known.flow.why_not(site))
     if not known.flow.calls:
         whole[""] = "it has no product of an activation with a matrix"
+    plan = with_siblings(plan, known.scratch, known.called)
     return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
 
 
@@ -135,25 +140,34 @@ def _split_region(
 ) -> tuple[UnitPlan | None, str]:
     reason = "its parts depend on one another (a norm or a mix over all of them)"
     given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
-    for division in chain([given] if given else [], () if must and given else _divisions(known, region)):
-        refusals: list[str] = []
+    inferred = () if must and given else _divisions(known, region)
+    for division in chain([given] if given else [], inferred):
+        refusals, broken = list[str](), list[str]()
         for candidate in _candidates(known, region, division):
             try:
                 return known.prover.prove(base.merged(candidate)), ""
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
             except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
-                refusals.append(
-                    f"it does not run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-                )
-        reason = f"{len(refusals)} candidates tried, none computes the same: {refusals[0]}"
+                first = str(error).splitlines()[0] if str(error) else ""
+                broken.append(f"it does not run ({type(error).__name__}: {first})")
+        tried = len(refusals) + len(broken)
+        if must and division is given and not refusals:
+            refusals = known.prover.difference(base.merged(_candidate(known, region, division)))
+        reason = f"{tried} candidates tried, none computes the same: {(refusals or broken)[0]}"
     if must and given:
         raise Refused(reason)
+    mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
+    if mixers:
+        found, _ = _split_region(without_mixing(known, mixers), region, base, {}, must)
+        return found, reason
     return None, reason
 
 
 def _divisions(known: Study, region: Region) -> Iterator[Division]:
     """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
+    if not region.sinks:
+        return  # half of a region, which only a written plan can ask for
     later: list[Division] = []
     sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
     bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)
@@ -202,14 +216,29 @@ def _units(known: Study, size: int) -> list[int]:
 
 def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
     """Every combination of numbers that might shrink, first as they are read, then with the width of the input too."""
-    plain = _candidate(known, region, division)
     near, forced = _near(known, region), _forced(known, region, division)
-    for decoys in ({}, _decoys(known, region, division)):
-        for must in [forced, {}] if forced else [{}]:
-            for attributes in combinations(near, division.fractions, must):
-                yield replace(plain, attributes=attributes, decoys=decoys)
-        if not _decoys(known, region, division):
-            return
+    for plain in _with_tail(known, region, _candidate(known, region, division)):
+        for decoys in ({}, _decoys(known, region, division)):
+            for must in [forced, {}] if forced else [{}]:
+                for attributes in combinations(near, division.fractions, must):
+                    yield replace(plain, attributes=attributes, decoys=decoys)
+            if not _decoys(known, region, division):
+                break
+
+
+def _with_tail(known: Study, region: Region, plain: UnitPlan) -> Iterator[UnitPlan]:
+    """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
+    inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
+    results = [
+        (f"{module}." if module else "", t) for module in plain.reduces for t in known.looks[0].trace.results[module]
+    ]
+    used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in leaves(t)}
+    tail = tuple(sorted({name for at, name in used if name and name.startswith(at)} - inside))
+    holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
+    if tail:
+        yield replace(plain, shared=(*plain.shared, *tail), holders=holders)
+        yield replace(plain, summed=(*plain.summed, *tail), holders=holders)
+    yield plain
 
 
 def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
@@ -231,19 +260,22 @@ def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
     names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
     holders = {name: _holder(name, called) for name in names}
     holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
-    sources = tuple(dict.fromkeys(map(module_of, region.sources)))
+    sources = tuple(dict.fromkeys(module_of(site) for site in region.sources if site not in region.joined))
     around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
-    return UnitPlan(
+    plan = UnitPlan(
         edges=(tuple(dict.fromkeys(modules for modules in around if modules != ("",))),),
         splits=division.splits,
         slices=division.slices,
         summed=division.summed,
         shared=division.shared,
         copies=sources,
+        emits=tuple(dict.fromkeys(map(module_of, region.joints))),
         reduces=tuple(dict.fromkeys(map(module_of, region.sinks))),
         holders=tuple(holders.items()),
         inputs=division.inputs,
+        folded=division.folded,
     )
+    return gather_around(plan, known.mixers) if known.mixers else plan
 
 
 def _holder(name: str, called: set[str]) -> str:

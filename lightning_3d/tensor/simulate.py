@@ -79,7 +79,7 @@ class _Table:
 
 
 class ThreadAxis:
-    """One simulated rank."""
+    """One simulated rank. It posts copies: its own tensors may change (in an optimizer's step) before others look."""
 
     lazy = True
 
@@ -90,16 +90,17 @@ class ThreadAxis:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.summed += tensor.numel()
-        return _total(self.table.exchange(self.rank, "all_reduce", tensor))
+        return _total(self.table.exchange(self.rank, "all_reduce", tensor.clone()))
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.table.exchange(self.rank, "all_max", tensor)).amax(dim=0)
+        return torch.stack(self.table.exchange(self.rank, "all_max", tensor.clone())).amax(dim=0)
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        return self.table.exchange(self.rank, "all_gather", tensor)
+        return self.table.exchange(self.rank, "all_gather", tensor.clone())
 
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
-        return _total([peer[self.rank] for peer in self.table.exchange(self.rank, "reduce_scatter", tensors)])
+        copies = [tensor.clone() for tensor in tensors]
+        return _total([peer[self.rank] for peer in self.table.exchange(self.rank, "reduce_scatter", copies)])
 
 
 def _total(parts: list[Tensor]) -> Tensor:

@@ -36,6 +36,8 @@ class Division:
     """Parameters added at the end of the region: biases of row-split products."""
     inputs: Mapping[int, TensorSplit | None]
     """Arguments of the block: whole, or the part of each rank."""
+    folded: tuple[int, ...] = ()
+    """Arguments whose split is that of one row: rows and heads are folded into one dimension."""
 
     @property
     def fractions(self) -> list[tuple[tuple[int, int], ...]]:
@@ -86,7 +88,7 @@ def _deal(
     """`rank`'s share of each sink's input, as computed and as the product turns it into an output."""
     backward, forward = [], []
     for sink in region.sinks:
-        for call in flow.calls[sink]:
+        for call in flow.calls.get(sink, ()):  # an expert that no token went to in this run has none
             if -dim > call.before.dim():
                 return None
             size = call.before.shape[dim]
@@ -103,6 +105,10 @@ def _deal(
 def _collect(touched: Touched, probes: list[Tensor], targets: Mapping[str, Tensor], generator: torch.Generator) -> None:
     if not targets:
         return
+    if not probes:
+        for name, target in targets.items():
+            touched[name].append([torch.zeros(size, dtype=torch.bool) for size in target.shape])
+        return
     total = torch.stack([(probe * torch.randn(probe.shape, generator=generator)).sum() for probe in probes]).sum()
     grads = torch.autograd.grad(total, list(targets.values()), retain_graph=True, allow_unused=True)
     for (name, target), grad in zip(targets.items(), grads, strict=True):
@@ -117,17 +123,19 @@ def _along(hit: Tensor, dim: int) -> Tensor:
 
 def divide(region: Region, touched: Touched) -> Division | None:
     """Each parameter's role; None where the region does not fall apart."""
-    splits, slices, summed, shared, inputs = {}, {}, [], [], {}
+    splits, slices, summed, shared, inputs, folded = {}, {}, [], [], {}, []
     source_names = {name for site in region.sources for name in site}
     sink_names = {name for site in region.sinks for name in site}
     for name, ranks in touched.items():
         split, disjoint = _pieces(ranks)
         if name.startswith(INPUT):
+            index = int(name.removeprefix(INPUT))
             if disjoint and split is not None and len(split.parts) > 1:
-                return (
-                    None  # Rows and heads folded into one dimension: its size, and so the split, is another each batch.
-                )
-            inputs[int(name.removeprefix(INPUT))] = split if disjoint else None
+                split = split.period()  # of every row, whose number is another each batch
+                if split is None:
+                    return None
+                folded.append(index)
+            inputs[index] = split if disjoint else None
         elif split is not None and disjoint:
             splits[name] = split
         elif name in sink_names:
@@ -135,11 +143,16 @@ def divide(region: Region, touched: Touched) -> Division | None:
                 return None
             shared.append(name)
         elif split is not None and name in source_names:
+            if not all(split.pieces):
+                return None  # A rank that needs nothing of a matrix has nothing to compute with it.
             slices[name] = split
         else:
             summed.append(name)
-    matrices = [name for name in splits if name in source_names and len(touched[name][0]) > 1]
-    return Division(splits, slices, tuple(summed), tuple(shared), inputs) if matrices else None
+    divided = source_names & {*splits, *slices}
+    matrices = [name for name in splits if len(touched[name][0]) > 1]
+    if not divided or not matrices:
+        return None
+    return Division(splits, slices, tuple(summed), tuple(shared), inputs, tuple(folded))
 
 
 def _pieces(touched: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local, reduce
@@ -20,7 +21,7 @@ ranks."""
 
 
 def find_vocabulary(
-    module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int
+    module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int, *, seen: bool
 ) -> dict[str, TensorSplit]:
     """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as
     wide.
@@ -30,6 +31,7 @@ def find_vocabulary(
         units: blocks, which are left alone.
         elsewhere: parameters that are read outside their own module's forward, which are left alone too.
         size: tensor ranks.
+        seen: whether a run showed that; without one, only torch's own classes are known to be what they seem.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
     users = _users(module)
@@ -37,7 +39,7 @@ def find_vocabulary(
         name: child for name, child in module.named_modules(remove_duplicate=False)
         if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
     }  # fmt: skip
-    embeddings = {name: child for name, child in outside.items() if _is_plain_embedding(child)}
+    embeddings = {name: child for name, child in outside.items() if _can_split_embedding(child, seen)}
     most = max((child.num_embeddings for child in embeddings.values()), default=0)
     large = {
         id(child.weight): child.num_embeddings
@@ -49,17 +51,27 @@ def find_vocabulary(
         if _is_plain_linear(child) and (id(child.weight) in large or child.out_features in large.values())
     }  # fmt: skip
     chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large} | heads
+    matrices = (nn.Embedding, nn.Linear)
+    free = {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} | {
+        name for names in users.values() for name in names
+        if seen and not isinstance(module.get_submodule(name.rpartition(".")[0]), matrices)
+    }  # fmt: skip
     splits: dict[str, TensorSplit] = {}
-    for name, child in chosen.items():
-        names = [
-            f"{name}.{own}" if name else own for own in ("weight", "bias") if getattr(child, own, None) is not None
-        ]
-        shared = {user for own in names for user in users[id(child.get_parameter(own.rpartition(".")[2]))]}
-        if shared <= {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} - set(
-            elsewhere
-        ):
-            splits |= {own: TensorSplit.even(0, child.weight.shape[0], size) for own in names}
+    for child in chosen.values():
+        own = [parameter for parameter in (child.weight, getattr(child, "bias", None)) if parameter is not None]
+        names = [name for parameter in own for name in users[id(parameter)]]
+        if free.issuperset(names) and not set(names) & set(elsewhere):
+            splits |= {name: TensorSplit.even(0, child.weight.shape[0], size) for name in names}
     return splits
+
+
+def holding_heads(module: nn.Module, units: Collection[str], size: int) -> list[str]:
+    """Those of `units` with a linear as wide as the largest embedding outside of them: a head and what is before it."""
+    inside = lambda name: any(not unit or name.startswith(f"{unit}.") for unit in units)  # noqa: E731
+    outside = [m for name, m in module.named_modules() if isinstance(m, nn.Embedding) and not inside(name)]
+    most = max((embedding.num_embeddings for embedding in outside), default=0)
+    heads = [name for name, m in module.named_modules() if _is_plain_linear(m) and m.out_features == most >= 4 * size]
+    return [unit for unit in units if unit and any(name.startswith(f"{unit}.") for name in heads)]
 
 
 def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis: Axis) -> Undo:
@@ -67,6 +79,8 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
     undo = Undo()
     for name in dict.fromkeys(name.rpartition(".")[0] for name in splits):
         owner = module.get_submodule(name)
+        if not isinstance(owner, nn.Embedding | nn.Linear):
+            continue  # holds another module's bias under a name of its own, and does not use it
         kind = ShardedEmbedding if isinstance(owner, nn.Embedding) else ShardedHead
         if not isinstance(owner.__dict__.get("forward"), kind):
             undo.set(owner, "forward", kind(owner, splits[f"{name}.weight" if name else "weight"], axis))
@@ -79,9 +93,17 @@ class ShardedEmbedding:
     def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
         self.module, self.axis = module, axis
         ((self.start, self.stop),) = split.pieces[axis.rank]
+        self.original = None if type(module).forward is nn.Embedding.forward else module.forward
         self.__signature__ = inspect.signature(module.forward)
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.original is None:
+            return self.look_up(*args, **kwargs)
+        with _LookUp(self):  # a class of its own does more than look up: it scales what it found, say
+            return self.original(*args, **kwargs)
+
+    def look_up(self, input: Tensor) -> Tensor:
+        """The rows that the whole embedding has for `input`."""
         elsewhere = (input < self.start) | (input >= self.stop)
         index = (input - self.start).masked_fill(elsewhere, 0)
         # Rows asked for on behalf of another rank are masked, so the padding row needs no care but its own gradient.
@@ -89,6 +111,20 @@ class ShardedEmbedding:
         padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
         found = F.embedding(index, local(self.module.weight), padding)
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class _LookUp(TorchFunctionMode):
+    """Inside of an embedding's own forward, a look-up in its weight is one over the ranks."""
+
+    def __init__(self, sharded: ShardedEmbedding) -> None:
+        super().__init__()
+        self.sharded = sharded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+        if func is F.embedding and named["weight"] is self.sharded.module.weight:
+            return self.sharded.look_up(named["input"])
+        return func(*args, **(kwargs or {}))
 
 
 class ShardedHead:
@@ -109,10 +145,10 @@ class ShardedHead:
         return gather(logits, self.axis, split)
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
+def _can_split_embedding(module: nn.Module, seen: bool) -> bool:
     return (
         isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
+        and (seen or type(module).forward is nn.Embedding.forward)
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse

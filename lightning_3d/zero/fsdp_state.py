@@ -1,4 +1,4 @@
-"""The one place that touches FSDP2's private state.
+"""What ZeRO needs of FSDP2's private state (the seam for collectives has its own part in comm/fsdp_private.py).
 
 Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when what is
 used here changes.
@@ -14,6 +14,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+
+from lightning_3d.comm.fsdp_private import groups as groups_at
 
 
 @contextmanager
@@ -42,20 +44,17 @@ def state_of(module: nn.Module) -> Any:
 
 
 def param_groups(root: nn.Module) -> list[Any]:
-    """Every FSDP parameter group below `root`, in the order of the module tree (the root's first)."""
-    return [group for state in _states(root) for group in _groups(state)]
+    """Every FSDP parameter group below `root`, in the order of the module tree (the root's first).
+
+    Walks all modules: ask once, not once a step.
+    """
+    return [group for module in root.modules() for group in groups_at(module)]
 
 
 def _states(root: nn.Module) -> Iterator[Any]:
     for module in root.modules():
         if (state := state_of(module)) is not None:
             yield state
-
-
-def _groups(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def make_root(module: nn.Module) -> None:
@@ -73,17 +72,17 @@ def make_root(module: nn.Module) -> None:
         each.__deepcopy__ = lambda memo, each=each: each
 
 
-def hold(root: nn.Module, held: bool) -> None:
+def hold(root: nn.Module, groups: Iterable[Any], held: bool) -> None:
     """While held, backwards accumulate whole gradients and keep the whole parameters (ZeRO 1)."""
-    for group in param_groups(root):
+    for group in groups:
         group.reduce_grads = not held
         group.reshard_after_backward = not held
     state_of(root)._state_ctx.is_last_backward = not held
 
 
-def rest(root: nn.Module) -> None:
+def rest(groups: Iterable[Any]) -> None:
     """Shard everything that is whole."""
-    for group in param_groups(root):
+    for group in groups:
         group.reshard()
 
 
@@ -94,12 +93,12 @@ def open_step(root: nn.Module) -> None:
     state._root_pre_forward(root, (), {})
 
 
-def close_step(root: nn.Module) -> None:
+def close_step(root: nn.Module, groups: Iterable[Any]) -> None:
     """End an iteration that has no backward."""
     context = state_of(root)._state_ctx
     context.iter_forward_root = None
     state_of(root)._comm_ctx.post_forward_order.clear()
-    for group in param_groups(root):
+    for group in groups:
         group._post_forward_indices.clear()
 
 
@@ -113,9 +112,9 @@ def queue_end_of_backward(root: nn.Module) -> None:
     state_of(root)._register_root_post_backward_final_callback()
 
 
-def reduce_now(root: nn.Module) -> None:
+def reduce_now(root: nn.Module, groups: Iterable[Any]) -> None:
     """Reduce every gradient that backwards have accumulated so far, outside of a backward."""
-    for group in param_groups(root):
+    for group in groups:
         group.post_backward()
     state_of(root)._root_post_backward_final_callback()
 
@@ -160,7 +159,7 @@ def _forget_one(module: Any) -> None:
     state = state_of(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for group in _groups(state):
+    for group in groups_at(module):
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
             group._module_to_pre_load_state_dict_hook_handle,

@@ -120,7 +120,7 @@ class ShardedData:
                 self.ended.add(whole)
 
     def end(self) -> None:
-        fsdp_state.close_step(self.module)
+        fsdp_state.close_step(self.module, self.groups)
 
     def before_backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
@@ -136,7 +136,7 @@ class ShardedData:
             param.unsharded_accumulated_grad = stand_in.grad
         self.stand_ins = {}
         self.hold(False)
-        fsdp_state.reduce_now(self.module)
+        fsdp_state.reduce_now(self.module, self.groups)
         self.seam.finish()
         if self.replicas is not None:
             self.replicas.reduce()
@@ -145,10 +145,10 @@ class ShardedData:
         if self.replicas is not None:
             self.replicas.hold(held)
         if self.stage == 1 or self.pipelined:
-            fsdp_state.hold(self.module, held)
+            fsdp_state.hold(self.module, self.groups, held)
 
     def rest(self) -> None:
-        fsdp_state.rest(self.module)
+        fsdp_state.rest(self.groups)
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):

@@ -23,9 +23,7 @@ Convert = Callable[[nn.Parameter, Tensor], Tensor]
 
 
 def step_on_wholes(optimizer: Optimizer, whole: Convert, part: Convert) -> Callable[[], None]:
-    """Have `optimizer.step` work on whole tensors if it needs to; returns what undoes it."""
-    if not isinstance(optimizer, WHOLE):
-        return lambda: None
+    """Have `optimizer.step` work on whole tensors; returns what undoes it."""
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

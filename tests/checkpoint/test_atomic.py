@@ -2,6 +2,10 @@
 
 import errno
 import os
+import time
+from itertools import count
+from multiprocessing import get_context
+from random import Random
 
 import pytest
 import torch
@@ -94,3 +98,30 @@ class _InLine:
 
     def is_alive(self):
         return False
+
+
+def _save_for_ever(path, size):
+    torch.set_num_threads(1)
+    for number in count(1):
+        save(path, {f"state_dict.w{index}": torch.full((size, 16), float(number)) for index in range(4)})
+
+
+def test_killed_for_real_while_it_saves(tmp_path):
+    """SIGKILL at random moments: what is there is whole, and all of one save."""
+    path, random = tmp_path / "x.ckpt", Random(0)
+    save(path, {f"state_dict.w{index}": torch.zeros(2000, 16) for index in range(4)})
+    seen = []
+    for _ in range(8):
+        process = get_context("fork").Process(target=_save_for_ever, args=(path, 2000))
+        process.start()
+        time.sleep(random.uniform(0.02, 0.2))
+        process.kill()
+        process.join()
+        opened = Opened.open(path)
+        opened.verify()
+        values = {float(value) for tensor in opened.tensors.values() for value in tensor.whole().unique()}
+        assert len(values) == 1
+        seen += values
+    assert any(seen)  # some saves came through
+    save(path, NEW)
+    assert len(list(path.iterdir())) == 4  # nothing half-written stays

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import warnings
 
 import pytest
 import torch
@@ -106,3 +107,28 @@ def test_different_samples_are_refused_with_the_ranks(grid):
 def test_samples_are_those_of_one_device(kind):
     (alone,) = run(_given, kind, {"zero_stage": 0}, 1, True, world=1)
     assert run(_given, kind, GRIDS["tensor"], 2, True, world=2) == [alone, alone]
+
+
+class Predicts(MLP):
+    def predict_step(self, batch, index):
+        return self.net(batch)
+
+
+def _predictions():
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Predicts()
+    loader = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)), batch_size=4)
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = torch.cat(trainer.predict(module, loader))
+    first = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    told = sum("take the first one's" in str(warning.message) for warning in caught)
+    return given, module.net(first).detach(), told
+
+
+def test_peers_whose_evaluation_data_differ_take_the_first_ones():
+    for given, wanted, told in run(_predictions, world=2):
+        torch.testing.assert_close(given, wanted)
+        assert told == 1

@@ -28,7 +28,7 @@ def test_wrong_group_count_is_refused_with_the_size_of_the_disagreement():
 
 
 def test_rows_and_columns_swapped_are_refused():
-    with pytest.raises(TensorPlanError, match=r"blocks\.0 does not compute the same"):
+    with pytest.raises(TensorPlanError, match=r"blocks\.0 does not compute the same.*off by [0-9.]+"):
         plan({"*.attn.c_attn": "row", "*.attn.c_proj": "column"})
 
 
@@ -56,7 +56,7 @@ def test_whole_is_kept_whole():
 
 
 def test_a_column_with_no_row_is_refused():
-    with pytest.raises(TensorPlanError, match="does not compute the same"):
+    with pytest.raises(TensorPlanError, match=r"does not compute the same.*off by [0-9.]+"):
         plan({"net.0": "row"}, Wrapped())
 
 

@@ -36,28 +36,29 @@ def _step_by_hand():
     net = _sharded()
     assert type(net) is Net
     assert type(net.first) is nn.Linear
-    assert len(fsdp_state.param_groups(net)) == 2
+    groups = fsdp_state.param_groups(net)
+    assert len(groups) == 2
     assert copy.deepcopy(net) is not net
     fsdp_state.open_step(net)
-    for group in fsdp_state.param_groups(net):
+    for group in groups:
         fsdp_state.gather(group)
     loss = net(torch.ones(3, 4)).sum()
     loss.register_hook(lambda grad: fsdp_state.start_backward(net, grad))
     loss.backward()
     grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
     assert all(isinstance(p, DTensor) for p in net.parameters())
-    fsdp_state.hold(net, True)
+    fsdp_state.hold(net, groups, True)
     for _ in range(2):
-        for group in fsdp_state.param_groups(net):
+        for group in groups:
             fsdp_state.gather(group)
         net(torch.ones(3, 4)).sum().backward()
-    fsdp_state.hold(net, False)
+    fsdp_state.hold(net, groups, False)
     for p in net.parameters():
         assert not isinstance(p, DTensor)
-    fsdp_state.reduce_now(net)
+    fsdp_state.reduce_now(net, groups)
     for name, p in net.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), 3 * grads[name])
-    fsdp_state.rest(net)
+    fsdp_state.rest(groups)
     for p in net.parameters():
         p.grad = None
     fsdp_state.forget(net)

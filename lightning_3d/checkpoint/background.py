@@ -1,0 +1,85 @@
+"""A save beside training: one at a time, awaited before the next."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Lock, Thread
+from typing import Any
+
+from torch import distributed as dist
+
+Gather = Callable[[Any], list[Any]]
+"""What every rank says, in the order of ranks. Collective."""
+
+
+class Background:
+    """Runs a save in a thread, over a process group of its own: the main thread goes on to use the others."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self._after: list[Callable[[], None]] = []
+        self._over = True
+        self._lock = Lock()
+
+    def __reduce__(self) -> Any:
+        return Background, ()  # a strategy that is copied or sent to another process saves nothing yet
+
+    def start(self, work: Callable[[Gather], None], timeout: timedelta) -> None:
+        """Run `work`, which is given a way to talk to the other ranks that gives up after `timeout`. Collective."""
+        assert self._thread is None, "await the save before"
+        if dist.is_initialized() and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._over = False
+        self._thread = Thread(target=self._run, args=(work,), name="lightning_3d save", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[Gather], None]) -> None:
+        try:
+            work(self._gather)
+        except Exception as error:  # raised by `wait`, in the thread that trains
+            self._error = error
+        with self._lock:
+            self._over = True
+            if self._error is None:
+                self._error = _first_error(self._after)
+            self._after = []
+
+    def _gather(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        everyone = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def afterwards(self, do: Callable[[], None]) -> None:
+        """Call `do` now, or where a save is under way, once it has succeeded."""
+        with self._lock:
+            if not self._over:
+                self._after.append(do)
+                return
+        do()
+
+    def wait(self, patience: float | None = None) -> None:
+        """Return once nothing is under way; raise what went wrong since the last time.
+
+        Args:
+            patience: give up after so many seconds.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            return
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+
+def _first_error(calls: list[Callable[[], None]]) -> Exception | None:
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            return error
+    return None

@@ -1,0 +1,84 @@
+"""In place of starting processes: simulate some ranks of the cluster and print what they report."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_3d.dryrun.rank import SimulatedRank
+from lightning_3d.dryrun.report import DryRunReport, RankReport
+from lightning_3d.dryrun.world import World
+from lightning_3d.errors import LayoutError
+from lightning_3d.layout import Coordinate, Layout
+
+
+class DryLauncher(_Launcher):
+    """Runs what was to be launched once for each chosen rank, in processes forked from this one."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """Nothing is left running: a simulated rank is waited for."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Simulate `function`; what it would return there is not."""
+        assert trainer is not None
+        assert trainer.state.fn is not None
+        if trainer.state.fn != TrainerFn.FITTING:
+            warnings.warn(f"trainer.{trainer.state.fn.value} is left out: a dry run shows trainer.fit.", stacklevel=2)
+            return []
+        report = self._simulate(trainer, lambda: function(*args, **kwargs), _module(args, kwargs))
+        self.world.reports.append(report)
+        self.world.show(report)
+        return None
+
+    def _simulate(self, trainer: Trainer, fit: Callable[[], Any], module: Any) -> DryRunReport:
+        strategy: Any = trainer.strategy
+        try:
+            layout: Layout = strategy.layout
+        except LayoutError as error:
+            failed = RankReport(rank=0, where="every rank", error=f"LayoutError: {error}")
+            return DryRunReport(cluster=self.world.cluster, layout="none", ranks=(failed,))
+        chosen = list(self.world.ranks or one_of_each_stage(layout))
+        with tempfile.NamedTemporaryFile() as file:
+            self.world.decisions = file.name
+            reports = self._run(chosen, trainer, module, fit)
+        if layout.offload == "all":
+            reports = [replace(rank, offloaded=True) for rank in reports]
+        return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(reports))
+
+    def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
+        """What `ranks` report, as many at a time as there are cores."""
+        reports: list[RankReport] = []
+        running: list[SimulatedRank] = []
+        try:
+            while ranks or running:
+                while ranks and len(running) < (os.cpu_count() or 1):
+                    running.append(SimulatedRank(self.world, ranks.pop(0), trainer, module, fit))
+                reports.append(running[0].report())
+                running.pop(0)
+        except BaseException:
+            for rank in running:
+                rank.kill()
+            raise
+        return reports
+
+
+def one_of_each_stage(layout: Layout) -> Sequence[int]:
+    """The first data and tensor rank of each pipeline rank: their shards are the largest."""
+    return [layout.rank(Coordinate(pipeline=at, data=0, tensor=0)) for at in range(layout.pipeline_parallel_size)]
+
+
+def _module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["model"]

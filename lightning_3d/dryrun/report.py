@@ -1,0 +1,142 @@
+"""What a dry run found out, for people and for programs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.units import show_bytes, show_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one rank sends in one optimizer step along one axis with one collective."""
+
+    axis: str
+    collective: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One simulated rank. Bytes are those of tensors; what the driver and the allocator take comes on top."""
+
+    rank: int
+    where: str
+    parameters: int = 0
+    """Bytes of parameters between steps."""
+    gradients: int = 0
+    """Bytes of gradients just before the optimizer's step."""
+    optimizer: int = 0
+    """Bytes of optimizer states."""
+    peak: int = 0
+    """Most bytes alive at once in a training step."""
+    setup_peak: int = 0
+    """Most bytes alive at once before training: the whole module is there until it is divided."""
+    flops: int = 0
+    """Of matrix products, convolutions and attention in one optimizer step."""
+    offloaded: bool = False
+    """Whether parameters, gradients and optimizer states are in host memory."""
+    sent: tuple[Sent, ...] = ()
+    warnings: tuple[str, ...] = ()
+    error: str | None = None
+    """What ended this rank before its first optimizer step."""
+    log: str = ""
+    """What it printed, if it failed."""
+
+    @property
+    def rest(self) -> int:
+        """Of the peak, what is neither parameter, gradient at rest nor optimizer state: activations and buffers."""
+        return max(0, self.peak - self.parameters - self.gradients - self.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunReport:
+    """All simulated ranks of one job."""
+
+    cluster: Cluster
+    layout: str
+    ranks: tuple[RankReport, ...] = field(default=())
+
+    @property
+    def room(self) -> float:
+        """Bytes that one device has for tensors."""
+        return (self.cluster.accelerator.memory_gb - self.cluster.accelerator.reserved_gb) * 1e9
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What would end the real job, each once."""
+        return tuple(dict.fromkeys(error for rank in self.ranks for error in self._errors(rank)))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for rank in self.ranks for text in rank.warnings))
+
+    def _errors(self, rank: RankReport) -> Iterator[str]:
+        if rank.error is not None:
+            yield rank.error
+        step = rank.rest if rank.offloaded else rank.peak
+        for what, needed in (("before training", rank.setup_peak), ("in a training step", step)):
+            if needed > self.room:
+                yield (
+                    f"rank {rank.rank} ({rank.where}) does not fit: {show_bytes(needed)} {what}, and a"
+                    f" {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors. {_REMEDIES[what]}"
+                )
+
+    def data(self) -> dict[str, Any]:
+        """For `--json`."""
+        ranks = [{**asdict(rank), "activations": rank.rest} for rank in self.ranks]
+        return {
+            "cluster": str(self.cluster),
+            "world_size": self.cluster.devices,
+            "layout": self.layout,
+            "memory_bytes": int(self.room),
+            "ranks": ranks,
+            "warnings": list(self.warnings),
+            "errors": list(self.errors),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        ranks = [rank for rank in self.ranks if rank.error is None]
+        yield f"Dry run on {self.cluster} ({self.cluster.devices} ranks): {self.layout}"
+        if ranks:
+            yield ""
+            yield f"memory of a rank, of {show_bytes(self.room)} that a {self.cluster.accelerator.name} has for tensors"
+            yield from _table(_MEMORY, [_memory_row(rank) for rank in ranks])
+            yield ""
+            yield "sent by a rank in one optimizer step"
+            yield from _table(_SENT, [row for rank in ranks for row in _sent_rows(rank)])
+        for title, texts in (("warnings", self.warnings), ("errors", self.errors)):
+            if texts:
+                yield ""
+                yield f"{title}:"
+                yield from (f"  - {text}" for text in texts)
+
+
+_REMEDIES = {
+    "before training": 'Every rank holds the whole module until it is divided; precision="bf16-true" halves that.',
+    "in a training step": "Raise zero_stage, tensor_parallel_size, pipeline_parallel_size or num_microbatches, or take"
+    " a smaller batch; `lightning-3d plan` searches for what fits.",
+}
+_MEMORY = ("rank", "where", "parameters", "gradients", "optimizer", "activations", "peak", "at set-up", "FLOPs a step")
+_SENT = ("rank", "axis", "collective", "calls", "bytes")
+
+
+def _memory_row(rank: RankReport) -> tuple[str, ...]:
+    sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.rest, rank.peak, rank.setup_peak)
+    return (str(rank.rank), rank.where, *map(show_bytes, sizes), show_count(rank.flops))
+
+
+def _sent_rows(rank: RankReport) -> Iterator[tuple[str, ...]]:
+    for row in rank.sent:
+        yield str(rank.rank), row.axis, row.collective, f"{row.calls:,}", show_bytes(row.bytes)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        yield ("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

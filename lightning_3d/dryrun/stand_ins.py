@@ -1,0 +1,201 @@
+"""What one rank alone does where it would hear from others: the only place where a dry run departs from a real one.
+
+The process group is torch's fake one, which does nothing; whatever computes on what arrives runs as it is, since only
+shapes count. Listed here is the code of ours and of Lightning that looks at values that arrive, or at numbers that fake
+tensors do not have. It is replaced for good: a simulated rank is a process of its own that ends with its report.
+"""
+
+import fcntl
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors import data_connector
+from torch import Tensor, nn
+from torch import distributed as dist
+
+# private to torch, read in 2.13
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_3d import communication, data, peers, place, processes, samples, verify
+from lightning_3d.comm import replicate, ring
+from lightning_3d.comm.engine import Engine, Handle, Job
+from lightning_3d.dryrun import rehearsal
+from lightning_3d.dryrun.proof import plan_large
+from lightning_3d.dryrun.world import World, apply_to_fakes
+from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
+from lightning_3d.pipeline import rehearse, runner, stage, traced, wire
+from lightning_3d.pipeline.traced import Traced
+from lightning_3d.samples import record_one_batch
+from lightning_3d.tensor import infer, sample
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.sample import _plain_tensor
+
+
+def stand_alone(world: World, strategy: Any) -> None:
+    """Make this process one rank that has no peers."""
+    pretend, decision = world.pretend, _Decision(world.decisions)
+    sizes = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        sizes(storage, size)
+        pretend.memory.resize(storage)
+        return storage
+
+    def share(wire_: wire.Wire, value: Any, source: int, site: Any) -> Any:
+        mine = wire_.rank == source
+        return wire_._share_mine(value, site) if mine else rehearsal.results(wire_, value, site)
+
+    def empty(spec: wire.Spec, device: torch.device) -> Tensor:
+        return pretend.made(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+
+    replacements: Sequence[tuple[Any, str, Any]] = [
+        (torch.UntypedStorage, "resize_", resize),
+        (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
+        (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
+        (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
+        (processes.Processes, "from_rank_zero", _decide),
+        (processes.Processes, "_streams", property(lambda _: world.streams)),
+        (peers, "all_failed", lambda: False),
+        (communication, "Engine", InlineEngine),
+        (data.SampleCheck, "check", _nothing),
+        (verify.FirstStep, "compare", _nothing),
+        (verify.ReplicaCheck, "check", _nothing),
+        (replicate, "exchange", _everyone_says_mine),
+        (ring, "_turn", _count_only),
+        (strategy, "training_step", _in_step(pretend, strategy.training_step)),
+        (samples, "record_calls", _in_step(pretend, record_calls)),
+        (place, "record_one_batch", decision.record),
+        (place, "plan_tensor", decision.plan),
+        (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
+        (sample, "_plain_tensor", _without_values),
+        (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
+        (rehearse, "_run_whole", rehearsal.run_whole(world)),
+        (rehearse, "differ", _same),
+        (rehearse, "fingerprint", _no_prints),
+        (pipeline_rehearsal, "fingerprint", _no_prints),
+        (stage, "differ", _same),
+        (stage, "fingerprint", _no_prints),
+        (wire.Wire, "share", share),
+        (wire.Spec, "empty", empty),
+        (traced, "as_kind", _as_kind),
+    ]
+    for owner, name, replacement in replacements:
+        if not hasattr(owner, name):
+            raise AttributeError(f"a dry run replaces {name} of {owner}, which is no longer there")
+        setattr(owner, name, replacement)
+
+
+class InlineEngine(Engine):
+    """Runs jobs at once: what would be sent in the background is only counted, and fake tensors know one thread."""
+
+    def __init__(self, *, threaded: bool = True) -> None:
+        super().__init__(threaded=False)
+        self._says_threaded = threaded
+
+    @property
+    def threaded(self) -> bool:
+        return self._says_threaded
+
+    def submit(self, job: Job) -> Handle:
+        handle = Handle(job)
+        self._run(handle)
+        return handle
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _decide(strategy: Any, decide: Callable[[], Any]) -> Any:
+    return decide()
+
+
+def _everyone_says_mine(message: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return message.expand(group.size(), *message.shape)
+
+
+def _count_only(
+    flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, group: Any, average: bool, segment_bytes: int
+) -> int:
+    """The bytes that the ring would send: a large one has more messages than a dry run has time for."""
+    return len(hops) * sum(own.numel() * own.element_size() for own in owns)
+
+
+def _same(*_: Any) -> bool:
+    return False
+
+
+def _no_prints(*_: Any) -> list[list[float]]:
+    return []
+
+
+def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with pretend.step():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rehearsal happens once, in the first step, and is no part of what a step takes."""
+
+    def inside(pipeline: Any, *args: Any) -> Any:
+        flops = pretend.flops
+        with pipeline.wire.ledger.aside():
+            trace = function(pipeline, *args)
+        pretend.flops = flops
+        pretend.memory.restart()
+        return trace
+
+    return inside
+
+
+class _Decision:
+    """The tensor plan of the first simulated rank that comes, for all, as rank 0 decides in a real job."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.decided = b""
+
+    def record(self, *args: Any) -> Any:
+        """The calls to prove on, where this rank is the first. Others wait here until it has decided."""
+        self.file = open(self.path, "r+b")  # noqa: SIM115 (closed, and so unlocked, by `plan`)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+        self.decided = self.file.read()
+        return None if self.decided else record_one_batch(*args)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan, on real numbers: the proof makes its own."""
+        with self.file, _disable_current_modes():
+            if self.decided:
+                return pickle.loads(self.decided)
+            found = plan_tensor(*args, **kwargs)
+            pickle.dump(found, self.file)
+            return found
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """An argument of a block as the proof takes it: an activation gets random numbers there anyway."""
+    if not isinstance(tensor, FakeTensor):
+        return _plain_tensor(tensor)
+    if tensor.is_floating_point():
+        return torch.empty(tensor.shape, device="meta")
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+class _TracedFake(Traced, FakeTensor):
+    """torch has one class for each tensor; the class of a fake one can only be changed afterwards."""
+
+
+def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    if not isinstance(tensor, FakeTensor):
+        return tensor.as_subclass(kind)  # type: ignore[arg-type]
+    same = torch.ops.aten.alias(tensor)
+    same.__class__ = _TracedFake if kind is Traced else FakeTensor
+    return same

@@ -1,0 +1,149 @@
+"""What this process did last, kept in memory and written to a file when the job fails."""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+LENGTH = 100
+"""Entries that are kept."""
+DEPTH = 12
+"""Innermost calls of each thread that are written down."""
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_LIBRARIES = ("site-packages", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
+
+
+@dataclass
+class Entry:
+    """One thing that this process waited for others in."""
+
+    at: float
+    step: int
+    phase: str
+    operation: str
+    thread: str
+    seconds: float | None = None
+    """None while it lasts."""
+    error: str | None = None
+
+
+class Flight:
+    """The recorder. One per process, as the process is what others wait for; every thread writes to it."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.step, self.phase = 0, "starting"
+        self.open: dict[int, list[Entry]] = {}
+        """Per thread what is going on, the innermost last."""
+        self.broken: Entry | None = None
+        """The first operation that failed."""
+
+    def clear(self) -> None:
+        """Forget what an earlier run in this process did."""
+        self.entries.clear()
+        self.step, self.phase, self.broken = 0, "starting", None
+
+    def at(self, phase: str, step: int | None = None) -> None:
+        """From now on this process is in `phase`, of optimizer step `step`."""
+        self.phase = phase
+        if step is not None:
+            self.step = step
+
+    def doing(self, operation: str) -> "Doing":
+        """While inside, this process waits for other ranks in `operation`."""
+        return Doing(self, operation)
+
+    def standing(self) -> str:
+        """Where this process is, in words. Any thread may ask."""
+        main = threading.main_thread().ident
+        waiting = {thread: entries[-1].operation for thread, entries in list(self.open.items()) if entries}
+        place = waiting.pop(main or 0, None) or _place(_main_frame())
+        behind = f" (in the background: {', '.join(waiting.values())})" if waiting else ""
+        return f"step {self.step}, {self.phase}, in {place}{behind}"
+
+    def failing(self, error: BaseException) -> str:
+        """Where this process was when it raised `error`, in words."""
+        where = self.broken.operation if self.broken is not None else _collective(error.__traceback__)
+        return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
+
+    def write(self, path: Path, **rest: Any) -> None:
+        """Write everything, and `rest`, to `path`. Written beside and renamed: a reader never sees half of it."""
+        entries = [asdict(entry) for entry in list(self.entries)]
+        content = {**rest, "standing": self.standing(), "entries": entries, "stacks": _stacks()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_text(json.dumps(content, indent=1, default=str))
+        os.replace(beside, path)
+
+
+class Doing:
+    """From `Flight.doing`."""
+
+    def __init__(self, flight: Flight, operation: str) -> None:
+        self.flight, self.operation = flight, operation
+
+    def __enter__(self) -> None:
+        flight, thread = self.flight, threading.current_thread()
+        self.start = time.monotonic()
+        self.entry = Entry(time.time(), flight.step, flight.phase, self.operation, thread.name)
+        flight.entries.append(self.entry)
+        flight.open.setdefault(threading.get_ident(), []).append(self.entry)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.flight.open[threading.get_ident()].pop()
+        self.entry.seconds = round(time.monotonic() - self.start, 6)
+        if error is not None:
+            self.entry.error = f"{type(error).__name__}: {error}"[:500]
+            self.flight.broken = self.flight.broken or self.entry
+
+
+def _main_frame() -> FrameType | None:
+    ident = threading.main_thread().ident
+    return sys._current_frames().get(ident) if ident is not None else None
+
+
+def _place(frame: FrameType | None) -> str:
+    """The collective that `frame` waits in, else the innermost line that no library holds."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    for outer in reversed(frames):
+        if _is_collective(outer):
+            return _name(outer)
+    own = [each for each in frames if not any(library in each.f_code.co_filename for library in _LIBRARIES)]
+    return "".join(f"{each.f_code.co_filename}:{each.f_lineno} ({each.f_code.co_name})" for each in own[:1]) or "?"
+
+
+def _collective(trace: TracebackType | None) -> str | None:
+    """The collective in which an error arose."""
+    return next((_name(frame) for frame, _ in traceback.walk_tb(trace) if _is_collective(frame)), None)
+
+
+def _is_collective(frame: FrameType) -> bool:
+    """Whether `frame` is a public function of torch's collectives."""
+    return frame.f_code.co_filename.endswith(_C10D) and not frame.f_code.co_name.startswith("_")
+
+
+def _name(frame: FrameType) -> str:
+    """What a collective is called, and on which axis: meshes name their groups after it."""
+    axis = getattr(frame.f_locals.get("group"), "group_desc", None)
+    return frame.f_code.co_name + (f" on {axis.removeprefix('mesh_')}" if axis else "")
+
+
+def _stacks() -> dict[str, list[str]]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [line.rstrip() for line in traceback.format_stack(frame)[-DEPTH:]]
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+flight = Flight()

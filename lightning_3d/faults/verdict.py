@@ -1,0 +1,79 @@
+"""Who made a job fail, decided once for all ranks, and what each of them says of it."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from torch import distributed as dist
+
+from lightning_3d.errors import PeerError
+
+How = Literal["failed", "lost", "late", "apart"]
+_WORDS = {
+    "failed": "failed",
+    "lost": "does not answer any more: its process was killed or stopped, or its machine cannot be reached",
+    "late": "did not come",
+    "apart": "was elsewhere",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who made a job fail."""
+
+    how: How
+    ranks: dict[int, str]
+    """The ranks to blame, each with where it stood last."""
+    detail: str = ""
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> "Verdict":
+        content = json.loads(text)
+        ranks = {int(rank): where for rank, where in content["ranks"].items()}
+        return cls(content["how"], ranks, content["detail"])
+
+    def explain(self, places: dict[int, str]) -> str:
+        """In words.
+
+        Args:
+            places: the coordinates of ranks on the axes.
+        """
+        parts = [
+            f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
+            for rank, where in sorted(self.ranks.items())
+        ]
+        return "; ".join(parts) + (f": {self.detail}" if self.detail else "")
+
+
+def _at(place: str | None) -> str:
+    return f" ({place})" if place else ""
+
+
+def is_communication(error: BaseException) -> bool:
+    """Whether `error` is what a rank gets because of another one."""
+    if isinstance(error, PeerError | dist.DistError):
+        return True
+    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:
+    """Who is to blame where no rank said that it failed by itself.
+
+    Args:
+        silent: ranks that have not been heard of lately, with where they stood.
+        announced: ranks that gave up waiting for others, with what they waited in.
+        standing: the others, with where they are.
+    """
+    if silent:
+        return Verdict("lost", silent)
+    if standing:
+        return Verdict("late", standing, "the others waited for it longer than the timeout")
+    counts = Counter(announced.values())
+    usual = counts.most_common(1)[0][0]
+    strange = {rank: where for rank, where in announced.items() if where != usual}
+    return Verdict("apart", strange or announced, f"the others were at {usual}" if strange else "all waited in vain")

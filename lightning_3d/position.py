@@ -1,0 +1,214 @@
+"""How far a map-style dataloader is in an epoch, and going on from there.
+
+A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. Under a
+`DistributedSampler` it is the number of samples that all data ranks have had together, so that another number of data
+ranks deals out the rest of the same order. Any other sampler is run again from the random state it started from.
+"""
+
+import copy
+from array import array
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_3d.randomness import Streams, main_streams, set_main_streams
+from lightning_3d.workers import WorkerStreams, note_streams
+
+Place = dict[str, Any]
+"""A position as plain values, to be saved: see `Counted.place`."""
+
+
+def counted(loader: object) -> object:
+    """`loader`, or where it has a sampler a copy of it whose position can be told and taken up."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, _Stateful):
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    loader = copy.copy(loader)  # the user's own stays as it is
+    loader._iterator = None
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    # a DataLoader refuses to have its sampler set; what is set here deals out the very same
+    counter = Counted(getattr(loader, name), name == "batch_sampler", note_streams(loader))
+    object.__setattr__(loader, name, counter)
+    return loader
+
+
+def counter_of(loader: object) -> "Counted | None":
+    """What counts the batches of a loader that `counted` returned."""
+    for name in ("batch_sampler", "sampler"):
+        if isinstance(found := getattr(loader, name, None), Counted):
+            return found
+    return None
+
+
+class Counted(Sampler[Any]):
+    """A batch sampler (or, for a loader that does not batch, a sampler) that knows how much it has dealt out.
+
+    Args:
+        inner: whose batches it deals out.
+        batched: whether `inner` deals out lists.
+        workers: the random streams of the loader's workers, if it has any.
+    """
+
+    def __init__(self, inner: Any, batched: bool, workers: WorkerStreams | None = None) -> None:
+        self.inner, self.batched, self.workers = inner, batched, workers
+        self.sampler: Any = getattr(inner, "sampler", None) if batched else inner
+        self._next: tuple[Place | None, int] = (None, 0)
+        self._skipped = self._samples = 0
+        self._ends = array("q")
+        """How many samples this data rank has had after each batch of the epoch that was not skipped."""
+        self._streams: list[Streams] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the data ranks share one order, of which each takes its part."""
+        return type(self.sampler) in (DistributedSampler, DistributedSamplerWrapper)
+
+    @property
+    def _drawn(self) -> bool:
+        """Whether the order is drawn from a random stream. That of a DistributedSampler is a matter of its seed."""
+        return type(self.sampler) is not DistributedSampler
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        found = getattr(self.sampler, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    # ---- where it is ---------------------------------------------------------------------------------------------
+
+    def place(self, batches: int) -> Place:
+        """The position after `batches` of this epoch."""
+        place: Place = {"batches": batches, "length": len(self)}
+        if self.shared:
+            place |= {"seed": self.sampler.seed, "samples": self._had(batches)}
+        if self._drawn:
+            place |= {"streams": self._streams, "now": main_streams(self._generator)}
+        if self.workers is not None:
+            place["workers"] = self.workers.after(batches - self._skipped)
+        return place
+
+    def _had(self, batches: int) -> int:
+        """How many samples of the shared order all data ranks together have had after `batches` of this epoch."""
+        index = min(batches - self._skipped, len(self._ends))
+        here = self._ends[index - 1] if index > 0 else 0
+        return self._samples + int(here) * int(self.sampler.num_replicas)
+
+    # ---- going on ------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """The loader starts anew; what was dealt out so far came to nothing."""
+        self._ends = array("q")
+        if self.workers is not None:
+            self.workers.restart()
+
+    def go_on_from(self, place: Place | None, batches: int, same_data_ranks: bool) -> int:
+        """Have the next iteration go on from `place`, or leave out `batches` where there is none.
+
+        Returns how many batches that leaves out, in those of now: another number of data ranks cuts the epoch into
+        others. The sampler must know its epoch.
+        """
+        length = len(self)
+        place = place or {"batches": batches, "length": length}
+        if self.shared and "samples" in place:
+            self.sampler.seed = place["seed"]
+            skip = length - len(self._rest(place))
+        else:  # the same share of the epoch
+            skip = min(length, round(place["batches"] * length / max(1, place["length"])))
+        self._next = (place, skip)
+        streams = place.get("workers", [])
+        if self.workers is not None and same_data_ranks and len(streams) == self.workers.workers:
+            self.workers.starts = streams
+        return skip
+
+    def _rest(self, place: Place) -> Any:
+        """What deals out the rest of the shared order."""
+        part = self._part(place)
+        if not self.batched:
+            return part
+        rest = copy.copy(self.inner)
+        rest.sampler = part
+        return rest
+
+    def _part(self, place: Place) -> list[Any]:
+        """This data rank's part of what all of them have not had yet."""
+        sampler = self.sampler
+        now = main_streams(self._generator)
+        self._set_streams(place, -1)
+        order = _whole_order(sampler)
+        set_main_streams(now, self._generator)
+        left, ranks = order[place["samples"] :], sampler.num_replicas
+        if sampler.drop_last:
+            left = left[: len(left) // ranks * ranks]
+        elif left:
+            left += islice(cycle(order), -len(left) % ranks)
+        return left[sampler.rank :: ranks]
+
+    def _set_streams(self, place: Place, index: int) -> None:
+        if place.get("streams"):
+            set_main_streams(place["streams"][index], self._generator)
+
+    def __iter__(self) -> Iterator[Any]:
+        place, _ = self._next
+        if place is None:
+            if self.workers is not None:
+                self.workers.starts = None
+            return self._from_start([main_streams(self._generator)] if self._drawn else [])
+        return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
+
+    def _going_on(self) -> Iterator[Any]:
+        (place, skip), self._next = self._next, (None, 0)
+        assert place is not None, "only one iteration goes on from a position"
+        batches = iter(self._rest(place)) if self.shared and "samples" in place else self._again(place, skip)
+        yield from self._count(batches, place, skip)
+
+    def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
+        """Everything, noting what the order is drawn from: some samplers draw at once, some when they begin."""
+        batches = iter(self.inner)
+        return self._count(batches, {"streams": streams}, 0, first=True)
+
+    def _again(self, place: Place, skip: int) -> Iterator[Any]:
+        """The order from its start, but for the first `skip` batches."""
+        now = main_streams(self._generator)
+        self._set_streams(place, 0)
+        batches = iter(self.inner)
+        self._set_streams(place, -1)
+        for _ in islice(batches, skip):
+            continue
+        set_main_streams(now, self._generator)
+        if self._generator is not None and "generator" in place.get("now", {}):
+            self._generator.set_state(place["now"]["generator"])
+        return batches
+
+    def _count(self, batches: Iterator[Any], place: Place, skip: int, first: bool = False) -> Iterator[Any]:
+        self._streams = place.get("streams", [])
+        if first and self._drawn:
+            self._streams = [*self._streams, main_streams(self._generator)]
+        if self.workers is not None:
+            self.workers.next_epoch(len(self._ends))
+        self._skipped, self._samples, self._ends = skip, place.get("samples", 0), array("q")
+        had = 0
+        for batch in batches:
+            had += len(batch) if self.batched else 1
+            self._ends.append(had)
+            yield batch
+
+
+def _whole_order(sampler: Any) -> list[Any]:
+    """What the sampler would deal out to one data rank."""
+    alone = copy.copy(sampler)
+    alone.num_replicas, alone.rank = 1, 0
+    alone.num_samples = alone.total_size = len(sampler.dataset)
+    return list(alone)

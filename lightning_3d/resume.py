@@ -1,0 +1,138 @@
+"""`Strategy3D(resume="auto")`: where the checkpoints of this very run are, and what the run was when it wrote them.
+
+A run is known by the directory that its ModelCheckpoints were given. Where they were given none, Lightning makes a new
+one at each start; then the run is known by the job that torchrun or Slurm restarts, which leaves a note of it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_3d.checkpoint.last import checkpoints_in, newest_first
+from lightning_3d.checkpoint.manifest import NAME
+from lightning_3d.errors import CheckpointError
+
+NOTE = "lightning_3d-run.json"
+PREEMPTED = "preempted.ckpt"
+"""What a run that was told to end saves."""
+
+
+@dataclass(frozen=True)
+class RunNote:
+    """What a later start must know of a run."""
+
+    folders: tuple[str, ...]
+    """Where its checkpoints are."""
+    data_parallel_size: int
+    """Of the first start."""
+    accumulate_grad_batches: int
+    """As the user set it at the first start."""
+
+    @property
+    def windows(self) -> int:
+        """Batches that one optimizer step is made of."""
+        return self.data_parallel_size * self.accumulate_grad_batches
+
+    @classmethod
+    def read(cls, path: Path) -> "RunNote | None":
+        try:
+            content = json.loads(path.read_text())
+            sizes = (int(content["data_parallel_size"]), int(content["accumulate_grad_batches"]))
+            return cls(tuple(map(str, content["folders"])), *sizes)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}, which says what the run was, is damaged: {error!r}. Remove it.") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start goes on from."""
+
+    checkpoints: tuple[str, ...]
+    """The newest first."""
+    note: RunNote | None
+
+
+def find_run(trainer: Trainer) -> Found:
+    """The checkpoints of this run, and its note. Reads only."""
+    note = next((n for n in (RunNote.read(path) for path in _notes(trainer)) if n is not None), None)
+    folders = dict.fromkeys([*_given(trainer), *(note.folders if note is not None else ())])
+    found = [path for folder in folders for path in checkpoints_in(Path(folder)) if _was_saved(Path(path))]
+    if SLURMEnvironment.detect():
+        found += [str(path) for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
+    return Found(tuple(newest_first(found)), note)
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether a save to `path` ever ended: a first one that was interrupted leaves nothing to go on from."""
+    return path.is_file() or (path / NAME).exists()
+
+
+def leave_note(trainer: Trainer, note: RunNote) -> None:
+    """Write `note` where a later start looks for it. On rank 0, once directories are known."""
+    for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.new")
+        beside.write_text(json.dumps(asdict(note)))
+        os.replace(beside, path)
+
+
+def folders_of(trainer: Trainer) -> tuple[str, ...]:
+    """Where this start saves, once its callbacks are set up; where nothing is saved, the run's own directory."""
+    found = [str(each.dirpath) for each in _savers(trainer) if each.dirpath is not None]
+    local = [folder for folder in found if _is_local_file_protocol(folder)]
+    return tuple(dict.fromkeys(local)) or (str(trainer.default_root_dir),)
+
+
+def preempted_path(trainer: Trainer) -> str:
+    """Where a run that is told to end saves."""
+    return str(Path(folders_of(trainer)[0]) / PREEMPTED)
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    return [each for each in callbacks if isinstance(each, ModelCheckpoint) and not each.save_weights_only]
+
+
+def _given(trainer: Trainer) -> tuple[str, ...]:
+    """Directories that do not change from start to start."""
+    savers = _savers(trainer)
+    if not savers:
+        return (str(trainer.default_root_dir),)
+    given = [str(each.dirpath) for each in savers if each.dirpath is not None]
+    return tuple(folder for folder in given if _is_local_file_protocol(folder))
+
+
+def _notes(trainer: Trainer) -> Iterator[Path]:
+    yield from (Path(folder) / NOTE for folder in _given(trainer))
+    if _restarted():
+        yield from _job_notes(trainer)
+
+
+def _job_notes(trainer: Trainer) -> list[Path]:
+    """The note that goes by the job, where something restarts jobs."""
+    job = _job()
+    local = _is_local_file_protocol(trainer.default_root_dir)
+    return [Path(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None and local else []
+
+
+def _job() -> str | None:
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is not None:
+        return f"torchrun-{''.join(c if c.isalnum() else '_' for c in name)}"
+    return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _restarted() -> bool:
+    """Whether a note of the same job can be ours: torchrun calls all jobs "none" that are given no name."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    return int(restarts) > 0 or os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"

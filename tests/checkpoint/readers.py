@@ -1,0 +1,133 @@
+"""Trainings that tell which samples they were given; run by the workers of `tests/workers.py`."""
+
+import multiprocessing
+import random
+import warnings
+
+import numpy
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from lightning_3d import Strategy3D
+from tests.checkpoint.trainings import SaveAt
+from tests.parity import QUIET
+
+SAMPLES, BATCH = 60, 4
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index))
+
+
+class Augmented(Numbers):
+    """With random changes that are made where the sample is read."""
+
+    def __getitem__(self, index):
+        more = torch.rand(()) + random.random() + numpy.random.rand()
+        return super().__getitem__(index) + more / 4
+
+
+class Own(BatchSampler):
+    """A batch sampler of one's own, which draws its order at once."""
+
+    def __iter__(self):
+        return iter(torch.randperm(SAMPLES).view(-1, BATCH).tolist())
+
+
+class Stateful(IterableDataset):
+    """Not a DataLoader, but it can say where it is."""
+
+    def __init__(self, start):
+        self.at, self.start = 0, start
+
+    def __iter__(self):
+        while self.at < 10:
+            self.at += 1
+            yield torch.full((BATCH,), self.start + self.at - 1.0)
+        self.at = 0
+
+    def __len__(self):
+        return 10
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Reader(LightningModule):
+    """Remembers its samples; its loss depends on them, on dropout and on everything before."""
+
+    loader, workers, estimates, augmented, persistent = "shuffled", 0, False, False, False
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        self.given, self.losses = [], []
+
+    def training_step(self, batch, batch_idx):
+        batch = torch.cat([part.view(-1) for part in batch]) if isinstance(batch, list) else batch.view(-1)
+        self.given.append((self.trainer.current_epoch, batch_idx, batch.int().tolist()))
+        loss = (self.net(batch.view(-1, 1) / SAMPLES) - 1).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch.view(-1, 1))
+
+    def configure_optimizers(self):
+        if self.estimates:
+            assert self.trainer.estimated_stepping_batches > 0  # has Lightning set up the data now
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def val_dataloader(self):
+        return DataLoader(Numbers(), batch_size=30)
+
+    def train_dataloader(self):
+        data, more = Augmented() if self.augmented else Numbers(), {"num_workers": self.workers}
+        if self.persistent:
+            more["persistent_workers"] = True
+        rank = self.trainer.strategy.coordinate.data
+        if self.loader == "two":
+            return [DataLoader(data, BATCH, shuffle=True, **more), DataLoader(range(20), BATCH, shuffle=True, **more)]
+        return {
+            "shuffled": lambda: DataLoader(data, BATCH, shuffle=True, **more),
+            "generator": lambda: DataLoader(data, BATCH, shuffle=True, generator=torch.Generator(), **more),
+            "weighted": lambda: DataLoader(
+                data, BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **more
+            ),
+            "unbatched": lambda: DataLoader(data, batch_size=None, shuffle=True, **more),
+            "own": lambda: DataLoader(data, batch_sampler=Own(range(SAMPLES), BATCH, False), **more),
+            "stateful": lambda: Stateful(100 * rank),
+            "together": lambda: Stateful(0),
+        }[self.loader]()
+
+
+def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None):
+    """Train to the end, or save after step `stop` and stop; what was given, and the losses, on this rank."""
+    warnings.simplefilter("ignore")
+    # the ranks of a test are daemons, which may not start dataloader workers
+    multiprocessing.current_process()._config["daemon"] = False
+    seed_everything(7, workers=True, verbose=False)
+    module = Reader()
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    flags = {**QUIET, "use_distributed_sampler": True, "limit_val_batches": 0, "max_epochs": 3, **trainer}
+    callbacks = [SaveAt(stop, save, True)] if stop else []
+    fit = Trainer(**flags, devices=world, strategy=Strategy3D(**strategy), callbacks=callbacks)
+    fit.fit(module, ckpt_path=resume)
+    return module.given, module.losses
+
+
+def read_on(world, strategy, attributes, trainer, stop, path):
+    """Once without interruption, once with one after `stop` steps."""
+    whole = read(world, strategy, attributes, trainer)
+    before = read(world, strategy, attributes, trainer, stop=stop, save=path)
+    return whole, before, read(world, strategy, attributes, trainer, resume=path)

@@ -1,0 +1,70 @@
+"""Saves beside training, and saves that fail: training goes on, and nothing that was whole is lost."""
+
+import errno
+
+import pytest
+import torch
+
+from lightning_3d.checkpoint.stored import Opened
+from tests.checkpoint.savers import fail_beside, run_into_full_disk, save_beside, weights_of
+from tests.workers import run
+
+BESIDE = {"async_checkpoint": True}
+FORMATS = ["sharded", "full"]
+
+
+def stored(path, format):
+    if format == "full":
+        return weights_of(path)
+    opened = Opened.open(path)
+    opened.verify()
+    return {k.removeprefix("state_dict."): t.whole() for k, t in opened.tensors.items() if k.startswith("state_dict")}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_training_goes_on_and_what_is_saved_is_of_the_moment(tmp_path, format):
+    layout = {"checkpoint_format": format, "zero_stage": 0, **BESIDE}
+    order, weights = run(save_beside, 2, layout, str(tmp_path), world=2)[0]
+    assert order.index("goes on") < order.index("writes")
+    assert order.index("three steps on") < order.index("writes")
+    assert order.count("writes") == order.count("begins")  # the last one was awaited
+    found = stored(tmp_path / "a.ckpt", format)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in weights.items())
+    assert not all(torch.equal(stored(tmp_path / "b.ckpt", format)[key], weight) for key, weight in weights.items())
+
+
+def test_a_full_disk_is_told_at_the_next_save(tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    layout = {"checkpoint_format": "sharded", **BESIDE}
+    ranks = run(fail_beside, 2, layout, str(tmp_path), error, world=2)
+    assert [steps for steps, _ in ranks] == [{"two": 2, "four": 4}] * 2
+    (told,) = ranks[0][1]
+    assert "a.ckpt was not saved" in told
+    assert "No space left" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
+
+
+def test_any_other_failure_ends_training_at_the_next_save(tmp_path):
+    layout = {"checkpoint_format": "sharded", **BESIDE}
+    for steps, told in run(fail_beside, 2, layout, str(tmp_path), ValueError("odd"), world=2):
+        assert steps == {"two": 2}
+        assert told.startswith("CheckpointError")
+        assert "a.ckpt was not saved" in told
+        assert "odd" in told
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["now", "beside"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_full_disk_in_training(tmp_path, format, beside):
+    layout = {"checkpoint_format": format, "async_checkpoint": beside}
+    ranks = run(run_into_full_disk, 2, layout, str(tmp_path), world=2)
+    for steps, there, _ in ranks:
+        assert steps == 6
+        assert there[2] == ["step=1.ckpt/whole"]
+        # while the disk is full the last that was whole stays, and nothing else
+        assert there[3] == there[4] == ["step=1.ckpt/whole"]
+        assert there[5] == ["step=4.ckpt/whole"]
+        assert there[6] == ["step=5.ckpt/whole"]
+    told = ranks[0][2]
+    assert sum("was not saved" in text and "Training goes on" in text for text in told) == 2

@@ -1,0 +1,74 @@
+"""Resumed in the middle of an epoch, a run neither repeats nor skips samples."""
+
+from collections import Counter
+
+import pytest
+
+from tests.checkpoint.readers import SAMPLES, read, read_on
+from tests.workers import run
+
+SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
+OWN = {"use_distributed_sampler": False}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "trainer", "stop", "world"),
+    [
+        ({}, {}, 11, 2),
+        ({"workers": 1, "augmented": True}, {}, 11, 2),
+        ({"workers": 2, "estimates": True}, {}, 17, 1),
+        ({"workers": 2, "augmented": True}, {}, 18, 1),
+        ({"workers": 2, "augmented": True, "persistent": True}, {}, 21, 1),
+        ({"augmented": True}, {}, 17, 1),
+        ({"loader": "weighted"}, {}, 5, 2),
+        ({}, {"limit_train_batches": 5}, 7, 1),
+        ({}, {"accumulate_grad_batches": 2}, 10, 1),
+        ({"loader": "two"}, {}, 18, 1),
+        ({"loader": "stateful"}, {}, 13, 2),
+        ({"loader": "stateful", "estimates": True}, {}, 13, 1),
+        ({}, OWN, 17, 1),
+        ({"workers": 1}, OWN, 17, 1),
+        ({"loader": "generator"}, OWN, 17, 1),
+        ({"loader": "unbatched"}, OWN, 70, 1),
+        ({"loader": "unbatched"}, {}, 70, 1),
+        ({"loader": "own"}, OWN, 17, 1),
+        ({}, {"limit_val_batches": 1.0, "val_check_interval": 5}, 20, 1),
+        ({}, {"max_epochs": -1, "max_steps": 40}, 15, 1),
+    ],
+    ids=str,
+)
+def test_goes_on_as_if_uninterrupted(tmp_path, attributes, trainer, stop, world):
+    path, strategy = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL
+    for whole, before, after in run(read_on, world, strategy, attributes, trainer, stop, path, world=world):
+        assert before[0]
+        assert after[0]
+        for had, rest, everything in zip(before, after, whole, strict=True):
+            assert had + rest == everything
+
+
+def epoch(ranks, number):
+    """How often each sample was given in an epoch, to any rank."""
+    return Counter(sample for given, _ in ranks for at, _, batch in given if at == number for sample in batch)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop"),
+    [((2, {}), (3, {"zero_stage": 3}), 11), ((3, {}), (1, {}), 8), ((1, {}), (2, {"tensor_parallel_size": 2}), 20)],
+    ids=str,
+)
+def test_on_another_number_of_data_ranks(tmp_path, before, after, stop):
+    path = str(tmp_path / "x.ckpt")
+    (world, layout), (new_world, new_layout) = before, after
+    first = run(read, world, {**SHARDED, **layout}, {}, {}, stop, path, world=world)
+    then = run(read, new_world, {**SHARDED, **new_layout}, {}, {}, None, None, path, world=new_world)
+    if "tensor_parallel_size" in new_layout:
+        assert then[0] == then[1]
+        then = then[:1]
+    assert epoch(first + then, 1) == Counter(range(SAMPLES))
+    assert epoch(then, 2) == Counter(range(SAMPLES))
+    assert epoch(first, 1)
+    assert epoch(then, 1)
+    (given, _), *_ = then
+    batches = [index for at, index, _ in given if at == 2]
+    assert batches == list(range(len(batches)))
+    assert [index for at, index, _ in given if at == 1][-1] == len(batches) - 1

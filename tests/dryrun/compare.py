@@ -1,0 +1,66 @@
+"""A training on real gloo ranks and the same training dry, measured by the same watch."""
+
+import gc
+import os
+import warnings
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_3d import Strategy3D
+from lightning_3d.dryrun import in_world, parse_cluster
+from lightning_3d.dryrun.pretend import Pretend
+from lightning_3d.dryrun.watch import Watch
+from tests.parity import QUIET, build
+from tests.workers import run
+
+FLAGS = {**QUIET, "max_epochs": 4, "limit_val_batches": 0}
+
+
+class Clean(Watch):
+    """A watch to which what a proof left behind on rank 0 is gone, as it is once Python has collected its garbage."""
+
+    def on_train_start(self, trainer, module):
+        gc.collect()
+        super().on_train_start(trainer, module)
+
+
+def real_rank(name, strategy, flags):
+    """What the watch sees on this rank of a job that trains two steps."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    pretend, found = Pretend(), {}
+    _count_resizes(pretend)
+    watch = Clean(pretend, 2, found.update)
+    own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [watch], "max_steps": 2}
+    trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=Strategy3D(**strategy))
+    with pretend:
+        trainer.fit(build(name))
+    return found
+
+
+def _count_resizes(pretend):
+    """Have `pretend` told of what FSDP2 frees; the worker process lives on for other tests."""
+    original = getattr(torch.UntypedStorage.resize_, "original", torch.UntypedStorage.resize_)
+
+    def resize(storage, size):
+        original(storage, size)
+        pretend.memory.resize(storage)
+        return storage
+
+    resize.original = original
+    torch.UntypedStorage.resize_ = resize
+
+
+def real(name, world, strategy, flags=None, timeout=120):
+    return run(real_rank, name, strategy, flags or {}, world=world, timeout=timeout)
+
+
+def dry(name, cluster, strategy, flags=None, ranks=None):
+    """The report of the same training on `cluster`."""
+    with in_world(parse_cluster(cluster)) as world:
+        world.ranks = ranks
+        seed_everything(7, verbose=False)
+        module = build(name)
+        Trainer(**{**FLAGS, **(flags or {})}, strategy=Strategy3D(**strategy)).fit(module)
+        return world.reports[0]

@@ -1,0 +1,86 @@
+"""`Strategy3D(dry_run=...)` and what the report says of a job that would fail."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_3d import Strategy3D
+from lightning_3d.dryrun import in_world, parse_cluster
+from lightning_3d.dryrun.pretend import Pretend
+from lightning_3d.errors import RunError
+from tests.dryrun.compare import FLAGS, dry
+from tests.modules import MLP
+
+
+class Failing(MLP):
+    def training_step(self, batch, batch_idx):
+        raise OSError("the disk is full")
+
+
+class Branching(MLP):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss > 100:
+            raise AssertionError("a branch on a value that is not there takes the way of false")
+        return loss
+
+
+def test_a_strategy_alone_prints_the_report_and_leaves_the_module_alone(capfd):
+    module = MLP()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = Trainer(**{**FLAGS, "accelerator": "gpu", "devices": 3}, strategy=Strategy3D(dry_run="1x8xcpu"))
+    assert trainer.fit(module) is None
+    said = capfd.readouterr().out
+    assert "Dry run on 1x8xcpu (8 ranks): data 8 x tensor 1 x pipeline 1, ZeRO 1" in said
+    assert "reduce_scatter" in said
+    torch.testing.assert_close(module.state_dict(), before)
+    assert not any(isinstance(parameter, Pretend.kind) for parameter in module.parameters())
+    other = Trainer(**FLAGS, devices=1)
+    assert other.world_size == 1  # only the Trainer with that strategy was dry
+    with pytest.warns(UserWarning, match=r"trainer\.validate is left out"):
+        assert trainer.validate(module) == []
+
+
+def test_a_strategy_alone_fails_where_the_job_would(capfd):
+    trainer = Trainer(**FLAGS, strategy=Strategy3D(dry_run="1x6xcpu", tensor_parallel_size=4))
+    with pytest.raises(RunError, match="6 ranks cannot be split into tensor_parallel_size=4"):
+        trainer.fit(MLP())
+    assert "LayoutError" in capfd.readouterr().out
+
+
+def test_one_rank_of_each_stage_is_simulated():
+    report = dry("GPT", "1x8xh100", {"pipeline_parallel_size": 2})
+    assert [rank.rank for rank in report.ranks] == [0, 4]
+    assert report.errors == ()
+    sent = {(row.axis, row.collective): row for row in report.ranks[0].sent}
+    assert sent["pipeline_parallel", "send"].bytes > 0
+    assert json.loads(json.dumps(report.data()))["ranks"][1]["where"] == "pipeline 1, data 0, tensor 0"
+
+
+def test_what_does_not_fit_is_an_error():
+    cluster = parse_cluster("1x2xk80")
+    with in_world(cluster) as world:
+        module = MLP()
+        module.large = torch.nn.Linear(60_000, 60_000)  # 14.4 GB
+        module.loss = lambda batch: MLP.loss(module, batch) + module.large.bias.sum() + module.large.weight[0].sum()
+        Trainer(**FLAGS, strategy=Strategy3D(zero_stage=0)).fit(module)
+        (report,) = world.reports
+    assert any("does not fit" in error and "in a training step" in error for error in report.errors)
+    assert "a k80 has 10.5 GB for tensors" in report.errors[0]
+
+
+def test_errors_of_the_step_and_branches_on_values_are_reported():
+    failing = dry("tests.dryrun.test_launcher:Failing", "1x2xcpu", {})
+    assert failing.errors == ("OSError: the disk is full",)
+    assert "Traceback" in failing.ranks[0].log
+    branching = dry("tests.dryrun.test_launcher:Branching", "1x2xcpu", {})
+    assert branching.errors == ()
+    assert any("test_launcher.py:" in text for text in branching.warnings)
+
+
+def test_a_pipeline_that_cannot_be_cut_is_reported():
+    report = dry("GPT", "1x4xcpu", {"pipeline_parallel_size": 2, "pipeline_split": ["nothing"]})
+    assert len(report.errors) == 1  # all ranks say the same
+    assert "PipelineSplitError" in report.errors[0]

@@ -1,0 +1,70 @@
+"""The mode that counts memory and FLOPs and keeps large results from being computed."""
+
+import torch
+from torch import nn
+
+from lightning_3d.dryrun.pretend import LARGE, Pretend, held
+
+
+def test_live_and_peak_bytes_are_those_of_storages():
+    pretend = Pretend()
+    with pretend:
+        one = torch.zeros(256)
+        view = one.view(16, 16).t()
+        two = one + 1
+        assert pretend.memory.live == 2048
+        del two
+        assert (pretend.memory.live, pretend.memory.peak) == (1024, 2048)
+        assert pretend.memory.restart() == 2048 and pretend.memory.peak == 1024
+        del one
+        assert pretend.memory.live == 1024  # the view still needs it
+        del view
+    assert pretend.memory.live == 0
+
+
+def test_memory_of_a_training_step_is_that_of_real_tensors():
+    def peak(fake):
+        pretend = Pretend()
+        net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        if fake:
+            for child in net.children():
+                for name, parameter in list(child.named_parameters()):
+                    setattr(child, name, nn.Parameter(pretend.made(parameter)))
+        with pretend:
+            net(torch.ones(16, 8)).square().sum().backward()
+        return pretend.memory.peak, pretend.flops
+
+    assert peak(fake=True) == peak(fake=False)
+    assert peak(fake=True)[1] == 2 * 16 * (8 * 32 + 32 * 4 + 8 * 32 + 2 * 32 * 4)  # the input needs no gradient
+
+
+def test_what_is_large_is_not_computed_in_a_step_only():
+    pretend = Pretend()
+    with pretend:
+        assert not isinstance(torch.zeros(LARGE), Pretend.kind)
+        with pretend.step():
+            assert isinstance(torch.zeros(LARGE), Pretend.kind)
+            small = torch.arange(1000)
+            assert small[7].item() == 7
+            assert isinstance(small[:, None] < small[None, :].repeat(1000, 1).repeat(1, 4)[:, :1000], Pretend.kind)
+            assert torch.zeros(LARGE, device="meta").is_meta
+
+
+def test_masks_of_the_batch_select_from_what_has_no_values():
+    pretend = Pretend()
+    fake = pretend.made(torch.empty(6, 3))
+    with pretend:
+        assert fake[torch.tensor([True, False, True, True, False, False])].shape == (3, 3)
+
+
+def test_values_that_are_not_there_are_one_and_their_place_is_noted():
+    pretend = Pretend()
+    fake = pretend.made(torch.empty(()))
+    with pretend, pretend.step():
+        assert fake.item() == 1.0 and not bool(fake > 0) and torch.tensor(5).item() == 5
+    assert len(pretend.reads) == 1 and __file__ in next(iter(pretend.reads))
+
+
+def test_bytes_held_count_a_storage_once():
+    one = torch.zeros(10)
+    assert held([one, one[2:], torch.zeros(5)]) == 60

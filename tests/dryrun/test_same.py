@@ -1,0 +1,45 @@
+"""What a dry run says of a rank is what the same rank of a real job holds and sends."""
+
+import pytest
+
+from tests.dryrun.compare import dry, real
+
+EXACT = ("parameters", "gradients", "optimizer", "sent", "flops")
+
+
+def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1):
+    """States, bytes and FLOPs to the last one, peaks within 10%, on every rank."""
+    report = dry(name, f"1x{world}xcpu", strategy, flags, ranks=range(world))
+    assert report.errors == ()
+    for rank, found in zip(report.ranks, real(name, world, strategy, flags, timeout=timeout), strict=True):
+        said = {key: getattr(rank, key) for key in EXACT}
+        assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
+        assert rank.peak == pytest.approx(found["peak"], rel=peak)
+        if "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
+            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
+
+
+def test_sharded_data_ranks():
+    assert_same("MLP", 4, {"zero_stage": 1})
+
+
+def test_tensor_and_pipeline_ranks():
+    assert_same("GPT", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "world", "strategy", "flags"),
+    [
+        ("GPT", 8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 1}, {}),
+        ("UntiedGPT", 8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 3}, {}),
+        ("Llama", 8, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"accumulate_grad_batches": 2}),
+        ("GPT", 2, {"zero_stage": 3}, {"gradient_clip_val": 1.0}),
+        ("GPT", 2, {"zero_stage": 0}, {}),
+        ("Encoder", 4, {"tensor_parallel_size": 2, "sequence_parallel": True}, {}),
+        ("GPT", 4, {"zero_stage": 3, "zero_shard_size": 2}, {}),
+        ("GPT", 4, {"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}, {}),
+    ],
+)
+def test_other_layouts(name, world, strategy, flags):
+    assert_same(name, world, strategy, flags, timeout=300)

@@ -1,0 +1,65 @@
+"""What a script finds in a dry run."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_3d import Strategy3D
+from lightning_3d.dryrun import current_world, in_world, parse_cluster
+from lightning_3d.dryrun.pretend import Pretend
+from lightning_3d.errors import ConfigurationError, PlannerError
+from tests.parity import QUIET
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "devices", "name"),
+    [("128x8xh100", 128, 8, "h100"), ("8xcpu", 8, 1, "cpu"), ("1024", 128, 8, "h100"), ("1x4xcpu", 1, 4, "cpu")],
+)
+def test_clusters_are_named_as_for_the_planner_or_counted(text, nodes, devices, name):
+    cluster = parse_cluster(text)
+    assert (cluster.nodes, cluster.devices_per_node, cluster.accelerator.name) == (nodes, devices, name)
+
+
+def test_clusters_that_cannot_be_simulated_are_refused():
+    with pytest.raises(ConfigurationError, match="up to 4096 ranks, and 5000 has 5000"):
+        parse_cluster("5000")
+    with pytest.raises(PlannerError, match="did you mean h100"):
+        parse_cluster("8xh10")
+
+
+def test_parameters_take_no_memory_and_ties_stay():
+    with in_world(parse_cluster("8xcpu")):
+        module = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False), nn.BatchNorm1d(10))
+        module[1].weight = module[0].weight
+        large = nn.Linear(20_000, 20_000)  # 1.6 GB
+        before = large.weight
+        large.half().to(torch.float64)
+    assert module[1].weight is module[0].weight
+    assert all(isinstance(parameter, Pretend.kind) for parameter in (*module.parameters(), *large.parameters()))
+    assert large.weight is before and before.dtype is torch.float64 and large.weight.requires_grad
+    assert not isinstance(module[2].running_mean, Pretend.kind)
+
+
+def test_modules_are_ordinary_again_afterwards():
+    with in_world(parse_cluster("8xcpu")):
+        assert current_world() is not None
+    assert current_world() is None
+    assert not isinstance(nn.Linear(2, 2).weight, Pretend.kind)
+    assert Trainer(**QUIET, devices=1).world_size == 1
+
+
+def test_a_trainer_finds_the_cluster_whatever_it_asks_for():
+    with in_world(parse_cluster("128x8xh100")):
+        flags = {**QUIET, "accelerator": "gpu", "devices": 2, "num_nodes": 3}
+        trainer = Trainer(**flags, strategy=Strategy3D(tensor_parallel_size=4))
+    assert (trainer.world_size, trainer.num_nodes, trainer.num_devices) == (1024, 128, 8)
+    assert trainer.strategy.layout.data_parallel_size == 256
+
+
+def test_other_strategies_are_refused():
+    with (
+        in_world(parse_cluster("1x2xcpu")),
+        pytest.raises(ConfigurationError, match="strategy=DDPStrategy: a dry run shows what Strategy3D"),
+    ):
+        Trainer(**QUIET, strategy="ddp")

@@ -1,0 +1,103 @@
+"""One rank fails, dies, stops or goes astray: the others end in time and say which, where and in what."""
+
+import json
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from lightning_3d import Strategy3D
+from tests.faults.squad import squad
+from tests.modules import MODULES
+from tests.parity import QUIET
+
+TIMEOUT, SLACK = 5.0, 8.0
+"""Seconds after which ranks give up, and until they have agreed on who it was, on a busy machine."""
+LAYOUTS = {
+    "ring": {"zero_stage": 0},
+    "zero": {"zero_stage": 2},
+    "tensor": {"tensor_parallel_size": 2, "zero_stage": 1},
+    "pipeline": {"pipeline_parallel_size": 2, "zero_stage": 1},
+}
+VICTIM, STEP = 1, 3
+PLACE = {"ring": "data 1", "zero": "data 1", "tensor": "tensor 1", "pipeline": "data 1"}
+
+
+class Fault(Callback):
+    """What `how` says happens to one rank when a step begins."""
+
+    def __init__(self, rank, how):
+        self.rank, self.how = rank, how
+
+    def on_train_batch_start(self, trainer, *_):
+        if self.rank != VICTIM or trainer.global_step != STEP:
+            return
+        Path(trainer.default_root_dir, "fault").write_text(str(time.time()))
+        if self.how == "raise":
+            raise ValueError("boom")
+        if self.how in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+        if self.how == "hang":
+            time.sleep(1000)
+        if self.how == "astray":
+            torch.distributed.barrier()
+
+
+def train(rank, layout, how, folder):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    trainer = Trainer(
+        **QUIET,
+        devices=4,
+        max_epochs=100,
+        limit_val_batches=0,
+        default_root_dir=folder,
+        callbacks=[Fault(rank, how)],
+        strategy=Strategy3D(**LAYOUTS[layout], timeout=TIMEOUT, quiet=True),
+    )
+    trainer.fit(MODULES["MLP"]())
+
+
+def case(layout, how, marks=()):
+    return pytest.param(layout, how, id=f"{layout}-{how}", marks=marks)
+
+
+CASES = [
+    case("zero", "kill"),
+    case("pipeline", "stop"),
+    *[
+        case(layout, how, pytest.mark.long)
+        for layout, how in (
+            ("ring", "raise"), ("tensor", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
+            ("ring", "stop"), ("zero", "stop"), ("tensor", "stop"), ("zero", "hang"), ("tensor", "astray"),
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "how"), CASES)
+def test_survivors_name_who_and_where(tmp_path, layout, how):
+    survivors = [rank for rank in range(4) if rank != VICTIM]
+    with squad(train, layout, how, str(tmp_path), world=4, folder=tmp_path / "ended") as job:
+        assert job.wait(60, survivors) == []
+        ended = job.ended
+        moment = float((tmp_path / "fault").read_text())
+        took = [job.file(rank).stat().st_mtime - moment for rank in survivors]
+    assert max(took) < TIMEOUT + SLACK
+    for rank in survivors:
+        assert ended[rank]["raised"] == "PeerError"
+        text = ended[rank]["text"]
+        assert f"ank {VICTIM} (" in text
+        assert PLACE[layout] in text
+        assert f"step {STEP}" in text
+        record = json.loads((tmp_path / "flight" / f"rank-{rank:05d}.json").read_text())
+        assert record["rank"] == rank
+        assert record["entries"]
+    if how == "raise":
+        assert "ValueError: boom" in ended[0]["text"]
+        assert ended[VICTIM]["raised"] == "ValueError"

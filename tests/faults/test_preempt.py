@@ -1,0 +1,134 @@
+"""SIGTERM and a cluster's warning: saved once, before the same batch on all ranks, and gone on from."""
+
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from lightning_3d import Strategy3D
+from tests.faults.drill import Net
+from tests.faults.squad import squad
+from tests.parity import QUIET
+
+STEPS, AT = 10, 4
+
+
+class SignalAt(Callback):
+    """One rank gets the signal in the middle of a step."""
+
+    def __init__(self, rank, signum):
+        self.rank, self.signum, self.began, self.losses = rank, signum, 0, []
+
+    def on_train_start(self, trainer, module):
+        self.began = trainer.global_step
+
+    def on_before_backward(self, trainer, module, loss):
+        self.losses.append((trainer.global_step, float(loss)))
+        if self.rank == 1 and trainer.global_step == AT and self.signum is not None:
+            os.kill(os.getpid(), self.signum)
+
+
+def train(rank, folder, signum, slurm):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    if slurm:
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+    callback, saves = SignalAt(rank, signum), []
+    trainer = Trainer(
+        **{**QUIET, "use_distributed_sampler": True}, devices=2, max_steps=STEPS, max_epochs=-1, limit_val_batches=0,
+        callbacks=[callback], default_root_dir=folder, plugins=[SLURMEnvironment(True, signal.SIGUSR1)] if slurm else [],
+        strategy=Strategy3D(resume="auto", timeout=30.0, quiet=True),
+    )  # fmt: skip
+    save = trainer.save_checkpoint
+    trainer.save_checkpoint = lambda path, *args: (saves.append(str(path)), save(path, *args))
+    module, ended = Net(), None
+    try:
+        trainer.fit(module)
+    except SystemExit as error:
+        ended = type(error).__name__
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    return {
+        "began": callback.began, "step": trainer.global_step, "ended": ended, "saves": saves,
+        "losses": callback.losses, "weights": weights,
+    }  # fmt: skip
+
+
+def start(folder, signum, slurm=False, environment=None):
+    with squad(train, str(folder), signum, slurm, world=2, folder=folder / "ended", environment=environment) as job:
+        assert job.wait(60) == []
+        return [job.ended[rank]["returned"] for rank in range(2)]
+
+
+def test_sigterm_saves_once_at_a_boundary_and_the_run_goes_on(tmp_path):
+    whole = start(tmp_path / "whole", None)
+    cut = start(tmp_path / "cut", signal.SIGTERM)
+    for rank in cut:
+        assert rank["ended"] == "SIGTERMException"
+        assert rank["step"] == AT + 1
+        assert rank["saves"] == [str(tmp_path / "cut" / "preempted.ckpt")]
+    rest = start(tmp_path / "cut", None)
+    for rank in range(2):
+        assert rest[rank]["began"] == AT + 1
+        assert cut[rank]["losses"] + rest[rank]["losses"] == whole[rank]["losses"]
+        assert rest[rank]["weights"] == whole[rank]["weights"]
+
+
+@pytest.mark.long
+def test_slurm_is_asked_to_requeue_at_a_boundary(tmp_path):
+    tool = tmp_path / "bin" / "scontrol"
+    tool.parent.mkdir()
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[1:]))\n"
+    )
+    tool.chmod(0o755)
+    there = {
+        "PATH": f"{tool.parent}:{os.environ['PATH']}", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "drill", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NTASKS_PER_NODE": "2",
+    }  # fmt: skip
+    cut = start(tmp_path / "cut", signal.SIGUSR1, True, there)
+    assert [rank["ended"] for rank in cut] == ["SIGTERMException"] * 2
+    assert Path(tmp_path / "asked").read_text() == "requeue 77"
+    rest = start(tmp_path / "cut", None, True, {**there, "SLURM_RESTART_COUNT": "1"})
+    assert [rank["began"] for rank in rest] == [AT + 1] * 2
+    assert [rank["step"] for rank in rest] == [STEPS] * 2
+
+
+def sleep(rank, folder):
+    warnings.simplefilter("ignore")
+
+    class Slow(Net):
+        def test_dataloader(self):
+            return self.train_dataloader()
+
+        def test_step(self, batch, batch_idx):
+            Path(folder, f"in_{rank}").touch()
+            time.sleep(30)
+
+    Trainer(**QUIET, devices=2, strategy=Strategy3D(quiet=True), default_root_dir=folder).test(Slow())
+
+
+@pytest.mark.long
+def test_outside_of_a_fit_sigterm_ends_at_once(tmp_path):
+    with squad(sleep, str(tmp_path), world=2, folder=tmp_path / "ended") as job:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "in_1").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send(1, signal.SIGTERM)
+        assert job.wait(5, [1]) == []
+        assert job.processes[1].exitcode == -signal.SIGTERM
+
+
+def test_lightning_still_has_what_is_replaced():
+    assert callable(_SignalConnector._sigterm_notifier_fn)
+    assert callable(_SignalConnector._slurm_sigusr_handler_fn)
+    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
+    assert callable(_TrainingEpochLoop.advance)

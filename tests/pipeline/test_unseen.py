@@ -1,0 +1,62 @@
+"""Modules that nothing here was designed for train exactly as on one device, or are refused before training."""
+
+from functools import partial
+
+import pytest
+
+from tests.pipeline import unseen
+from tests.pipeline.fitting import check, fit
+from tests.workers import WorkerError, run
+
+REFUSED = {
+    "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
+    "SkippedBlocks": "UnsupportedError: training_step draws at random which blocks to run",
+    "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must be telling it something beside",
+    "InnerHook": "PipelineSplitError: ",
+    "Twice": "UnsupportedError: The step calls 'blocks.0' .* twice cannot be pipelined",
+    "GraphHooks": "PipelineSplitError: Cut into stages, the step gives .* another gradient than the whole module",
+}
+WHOLE_BATCH = ["Conv"]
+"""Batch norm normalizes over what it gets: these agree where the batch is one microbatch."""
+EXACT = [
+    name
+    for name, kind in vars(unseen).items()
+    if isinstance(kind, type) and issubclass(kind, unseen.Awkward) and kind is not unseen.Awkward
+    if name not in REFUSED
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_trains_as_on_one_device(name):
+    microbatches = 1 if name in WHOLE_BATCH else 4
+    check(partial(unseen.build, name), 2, {"num_microbatches": microbatches}, validate=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("name", EXACT)
+def test_over_three_stages_and_with_a_split_backward(name, schedule):
+    options = {"schedule": schedule, "stages_per_rank": 1} | ({"num_microbatches": 1} if name in WHOLE_BATCH else {})
+    check(partial(unseen.build, name), 3, options, validate=True, accumulate_grad_batches=2)
+
+
+def refused(name):
+    module, batches = unseen.build(name)
+
+    def began():
+        raise AssertionError("training began")
+
+    module.on_train_start = began
+    fit(lambda: (module, batches), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank_before_training(name):
+    with pytest.raises(WorkerError, match=REFUSED[name]) as error:
+        run(refused, name, world=2)
+    kind = REFUSED[name].split(":")[0]
+    for part in str(error.value).split("--- rank ")[1:]:
+        assert kind in part.splitlines()[-1] or f"errors.{kind}" in part
+    assert "training began" not in str(error.value)
+    assert "--- rank 0" in str(error.value)
+    assert "--- rank 1" in str(error.value)

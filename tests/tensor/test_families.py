@@ -1,0 +1,73 @@
+"""Families from the installed transformers that nobody wrote a plan for: split, or whole, and never wrong."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from tests import workers
+from tests.tensor.families import BATCHES, FAMILIES, loss_of
+from tests.tensor.survey import share_of_blocks, survey
+
+QUICK = ("qwen3", "gemma2", "bloom", "deepseek_v3", "olmo2", "gpt_oss", "bart", "albert")
+PARTLY = {
+    # what stays whole, and so more than half of these tiny blocks
+    "falcon multi-query": "a key and a value in one matrix with the queries",
+    "gpt_bigcode": "a key and a value in one matrix with the queries",
+    "codegen": "an order of heads that its code has as a literal number",
+    "diffllama": "lambdas and a norm of each head, large only in a tiny model",
+    "dbrx": "experts as rows of one matrix",
+    "mamba": "a product inside of what would be divided",
+    "recurrent_gemma": "gates block by block",
+    "rwkv": "a gate on what leaves the second product",
+    "squeezebert": "convolutions",
+    "convbert": "convolutions",
+    "convnext": "convolutions",
+    "segformer": "a convolution before keys and values",
+    "swinv2": "a stage is planned in one piece",
+    "wav2vec2": "convolutions",
+    "hubert": "convolutions",
+    "wavlm": "attention that torch computes in one call, and convolutions",
+    **dict.fromkeys(("vit", "deit", "beit", "dinov2"), "a convolution and positions, which count as a block here"),
+}
+
+
+def names(quick=QUICK):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long], id=name) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", names())
+def test_large_matrices_are_split(name):
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    module, batch = family.build().train(), BATCHES[family.inputs]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
+    share = share_of_blocks(module, plan)
+    assert share > 0.55 if name in PARTLY else share <= 0.56, f"{share:.2f} of the blocks on a rank: {plan.whole}"
+
+
+def trained(names, size, **options):
+    results = workers.run(survey, names, size, 3, options, world=size, group=True, timeout=300)
+    for name in names:
+        for result in (of_rank[name] for of_rank in results):
+            assert "error" not in result, f"{name}: {result['trace']}"
+            assert result["loss"] < 1e-5, (name, result["loss"])
+            assert result["drift"][0] < 1e-5, (name, result["drift"])
+            assert result["eval"] < 1e-5, (name, result["eval"])
+            for parameter, value in result["replicated"].items():
+                assert torch.equal(value, results[0][name]["replicated"][parameter]), (name, parameter)
+
+
+def test_a_few_train_as_on_one_process():
+    trained(list(QUICK), 2, sequence_parallel=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, len(FAMILIES), 8))
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (2, True), (3, False), (4, False), (4, True)])
+def test_all_train_as_on_one_process(first, size, sequence_parallel):
+    trained(list(FAMILIES)[first : first + 8], size, sequence_parallel=sequence_parallel)

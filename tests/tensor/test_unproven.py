@@ -1,0 +1,100 @@
+"""Calls that the proof did not see: whole, with the outputs and gradients of one device."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_3d.tensor.geometry import assemble
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.patch import local_value, patch_unit
+from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.scratch import shard_copy
+from lightning_3d.tensor.simulate import run_shards
+from lightning_3d.tensor.unproven import form_of
+
+
+class Stateful(nn.Module):
+    """Takes a state as wide as its hidden dimension, in some calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.width = nn.Linear(16, 32), nn.Linear(32, 16), 32
+
+    def forward(self, x, state=None):
+        h = self.up(x).view(*x.shape[:-1], self.width)
+        return self.down(h if state is None else h * state)
+
+
+def planned(block, run):
+    module = nn.Sequential(nn.Identity(), nn.ModuleDict({"block": nn.ModuleList([block])}))
+    return plan_tensor(module, 2, calls=record_calls(module, run)).units["1.block.0"]
+
+
+def in_shards(block, plan, call):
+    """`call(shard)` on two ranks; results, and gradients in one piece."""
+
+    def job(axis):
+        shard = shard_copy(block, lambda name, value: local_value(plan, name, value, axis.rank))
+        undo = patch_unit(shard, plan, axis)
+        result = call(shard)
+        result.square().sum().backward()
+        grads = {name: p.grad for name, p in shard.named_parameters()}
+        undo.run()
+        return result.detach(), grads
+
+    (first, ours), (second, theirs) = run_shards(2, job)
+    assert torch.equal(first, second)
+    split = {name: assemble([ours[name], theirs[name]], way) for name, way in plan.splits.items()}
+    return first, {**ours, **split}
+
+
+@pytest.mark.filterwarnings("ignore:Stateful is called in a way")
+@pytest.mark.parametrize("state", [torch.rand(32), torch.rand(2, 1, 32), None])
+def test_another_form_of_call_computes_the_same(state):
+    torch.manual_seed(0)
+    block, x = Stateful(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+    reference = copy.deepcopy(block)
+    expected = reference(x, state)
+    expected.square().sum().backward()
+    found, grads = in_shards(block, plan, lambda shard: shard(x, state))
+    torch.testing.assert_close(found, expected.detach())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def test_it_is_said_once_and_shards_go_on_as_before():
+    block, x, state = Stateful(), torch.randn(2, 8, 16), torch.rand(32)
+    plan = planned(block, lambda: block(x))
+    with pytest.warns(UserWarning, match="Stateful is called in a way that it was not when it was planned"):
+        in_shards(block, plan, lambda shard: shard(x, state) + shard(x))
+    found, _ = in_shards(block, plan, lambda shard: shard(x))  # without a warning, which would be an error
+    torch.testing.assert_close(found, block(x).detach())
+
+
+def test_forms_that_the_plan_fits_are_proven_too():
+    block, x = Stateful(), torch.randn(2, 8, 16)
+    plan = planned(block, lambda: (block(x), block(x, True)))
+    assert (True, form_of(((x, True), {}))) in plan.forms
+
+
+def test_a_form_that_the_plan_does_not_fit_is_left_out_of_it():
+    block, x = Stateful(), torch.randn(2, 8, 16)
+    torch.manual_seed(0)
+    # wide in a way that shards of it are not: the state would have to be divided too
+    plan = planned(block, lambda: (block(x), block(x, torch.arange(32).remainder(2).bool())))
+    assert plan.splits
+    assert [form for _, form in plan.forms] == [form_of(((x,), {}))] * len(plan.forms)
+
+
+def test_forms_tell_structure_apart_and_not_sizes():
+    x, y = torch.rand(2, 3), torch.rand(4, 5)
+    assert form_of((x, {"mask": None, "flag": True})) == form_of((y, {"mask": None, "flag": True}))
+    assert form_of((x, {"mask": None})) != form_of((x, {"mask": x}))
+    assert form_of((x, True)) != form_of((x, False))
+    assert form_of((x, 3)) == form_of((x, 4))
+    assert form_of(x.long()) != form_of(x)
+    assert form_of(x[0]) != form_of(x)

@@ -1,0 +1,116 @@
+"""LightningModules around the listed families, as their users write them. None of them knows about this package."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.modules import Base
+from tests.tensor import models
+
+
+class Tokens(Base):
+    """Sequences of token numbers."""
+
+    length = 9
+    tokens = 50
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(5)
+        return (torch.randint(3, self.tokens, (self.samples, self.length), generator=generator),)
+
+
+class Floats(Base):
+    """Sequences of vectors, each with a class."""
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(self.samples, 8, 16, generator=generator)
+        return x, x.mean((1, 2)).mul(20).long().remainder(5)
+
+
+class Perceptron(Floats):
+    """A plain MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.MLP()
+        self.head = nn.Linear(16, 5)
+
+    def loss(self, batch):
+        return F.cross_entropy(self.head(self.inner(batch[0]).mean(1)), batch[1])
+
+
+class NanoGPT(Tokens):
+    """Fused attention, tied embedding of 51 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = models.GPT()
+
+    def loss(self, batch):
+        return self.model(batch[0][:, :-1], batch[0][:, 1:])
+
+
+class Packed(Floats):
+    """Packed attention as timm has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = models.packed()
+        self.head = nn.Linear(16, 5)
+
+    def loss(self, batch):
+        return F.cross_entropy(self.head(self.inner(batch[0]).mean(1)), batch[1])
+
+
+class TorchEncoder(Tokens):
+    """torch's own encoder between an embedding and a head of as many tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.encoder, self.head = nn.Embedding(50, 16), models.encoder(), nn.Linear(16, 50)
+        self.criterion = nn.CrossEntropyLoss()
+
+    def loss(self, batch):
+        logits = self.head(self.encoder(self.embed(batch[0])))
+        return self.criterion(logits.flatten(0, 1), batch[0].flip(1).flatten())
+
+
+class Causal(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.model = self.make()
+
+    def loss(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+class Llama(Causal):
+    make = staticmethod(models.llama)
+
+
+class GPT2(Causal):
+    make = staticmethod(models.gpt2)
+
+
+class Bert(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.model = models.bert()
+
+    def loss(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss
+
+
+class ViT(Base):
+    def __init__(self):
+        super().__init__()
+        self.model = models.vit()
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(self.samples, 3, 16, 16, generator=generator)
+        return x, x.mean((1, 2, 3)).mul(1000).long().remainder(2)
+
+    def loss(self, batch):
+        return self.model(pixel_values=batch[0], labels=batch[1]).loss

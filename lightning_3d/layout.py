@@ -91,6 +91,12 @@ class Layout:
     def num_stages(self) -> int:
         return self.pipeline_parallel_size * self.stages_per_rank
 
+    @property
+    def holds_parts(self) -> bool:
+        """Whether a rank holds only a part of the parameters."""
+        split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
+        return split or (self.data_parallel_size > 1 and self.zero_stage > 0)
+
     def coordinate(self, rank: int) -> Coordinate:
         """Where global `rank` sits."""
         if not 0 <= rank < self.world_size:

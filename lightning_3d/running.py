@@ -73,9 +73,11 @@ class Running(Resuming):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         flight.at("optimizer_step", self._module.trainer.global_step)
+        if self._in_step:  # manual optimization: what has the gradients is in place again
+            self._data.rest()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._data.rest()
-        if self._in_step:  # manual optimization: the user's step goes on with the new parameters
+        if self._in_step:  # the user's step goes on with the new parameters
             self._data.begin()
         return output
 

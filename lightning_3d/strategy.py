@@ -22,9 +22,10 @@ from lightning_3d import peers, precision, state
 from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_module, use_no_grad
+from lightning_3d.checks import check_hooks, check_module, check_optimizers, use_no_grad
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
@@ -44,7 +45,7 @@ from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
-from lightning_3d.zero import step_on_shards
+from lightning_3d.zero import step_as_on_one_device
 
 
 class Strategy3D(Running):
@@ -227,6 +228,9 @@ class Strategy3D(Running):
         if self._auto is not None:
             self._auto.choose(trainer, module, self, self._to_device)
             self._open_axes()
+        if fitting:
+            check_hooks(module, self.layout)
+            self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -237,21 +241,14 @@ class Strategy3D(Running):
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
         for axis in (TENSOR_AXIS, PIPELINE_AXIS):
             share_random_state(self.mesh.get_group(axis))
-        plugin, first = self.precision_plugin, None
-        if fitting and self._verify == "first_step":
-            first = FirstStep(module, plugin.forward_context)
+        plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
+        first = FirstStep(module, plugin.forward_context) if first_step else None
         self._metrics = use_data_group(module, self.data_group, self.layout)
         plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
         if fitting and not self._quiet:
             rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
         self._composed = composed = compose(
-            module,
-            plans,
-            self.layout,
-            self.mesh,
-            self._sending,
-            plugin.policy(),
-            training=fitting,
+            module, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting
         )
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
@@ -287,11 +284,12 @@ class Strategy3D(Running):
         composed = self._applied
         if composed.split is not None:
             check_supported(self._module, self.optimizers)
+        check_optimizers(self.optimizers, self.layout)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
-            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-                del optimizer.state[parameter]  # some fill their state when they are built (Adagrad)
-            self._undo.append(step_on_shards(optimizer))
+            for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
+            self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
             )

@@ -21,22 +21,29 @@ QUIET = {
 }
 
 
-class Norms(Callback):
-    """The norm of the gradients before each optimizer step, as a user would ask for it."""
+class Gradients(Callback):
+    """Before each optimizer step, the norm of the gradients, as a user would ask for it; and each gradient, whole."""
 
     def __init__(self):
-        self.seen = []
+        self.norms, self.whole = [], []
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
+        here = {name: p for name, p in module.named_parameters() if not p.is_meta and p.requires_grad}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in here.items()}
         if isinstance(trainer.strategy, Strategy3D):
             norm = trainer.strategy.grad_norm(2.0)
+            composed = trainer.strategy._composed
+            grads = {name: composed.whole(p, grads[name]) for name, p in here.items()}
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        self.seen.append(float(norm))
+        self.norms.append(float(norm))
+        self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 
 def build(name):
-    """A module by its name in `tests/modules.py`, or as "some.test.module:Class"."""
+    """A module by its name in `tests/modules.py`, as "some.test.module:Class", or by calling `name`."""
+    if callable(name):
+        return name()
     if ":" in name:
         where, name = name.split(":")
         return getattr(importlib.import_module(where), name)()
@@ -44,7 +51,15 @@ def build(name):
 
 
 def train(name, world, strategy, attributes, trainer):
-    """Fit on this rank; what came out: losses and gradient norms per step, final weights on this rank."""
+    """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank.
+
+    Args:
+        name: of a module, see `build`.
+        world: number of devices.
+        strategy: arguments of `Strategy3D`, None for one device.
+        attributes: to set on the module.
+        trainer: arguments of the Trainer; "callbacks" are functions that make them.
+    """
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = build(name)
@@ -52,14 +67,16 @@ def train(name, world, strategy, attributes, trainer):
         setattr(module, key, value)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    norms = Norms()
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 4, "limit_val_batches": 0, "callbacks": [norms]}
-    fit = Trainer(**{**QUIET, **flags, **trainer})
+    gradients = Gradients()
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 4, "limit_val_batches": 0}
+    callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]
+    fit = Trainer(**{**QUIET, **flags, **trainer, "callbacks": callbacks})
     fit.fit(module)
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return {
         "losses": module.seen,
-        "norms": norms.seen,
+        "norms": gradients.norms,
+        "gradients": gradients.whole,
         "before": before,
         "weights": state,
         "metrics": {k: float(v) for k, v in fit.callback_metrics.items()},
@@ -78,19 +95,29 @@ def reference(name, attributes, trainer):
 
 
 def assert_parity(name, world, strategy, *, tolerance=1e-5, attributes=None, trainer=None, timeout=120, steps=5):
-    """Losses and gradient norms of every step, metrics and final weights equal one device's, on every rank."""
+    """Losses, gradients and norms of every step, metrics, final weights equal one device's, on every rank."""
     attributes, trainer = attributes or {}, trainer or {}
     wanted = reference(name, attributes, trainer)
     results = run(train, name, world, strategy, attributes, trainer, world=world, timeout=timeout)
     assert len(wanted["losses"]) >= steps
+    assert_same(results, wanted, tolerance)
+    return results
+
+
+def assert_same(results, wanted, tolerance):
+    """What `train` returned on every rank is what it returned on one device."""
     close = {"rtol": tolerance, "atol": tolerance}
     for rank, got in enumerate(results):
         for what in ("losses", "norms", "metrics"):
             torch.testing.assert_close(got[what], wanted[what], **close, msg=_say(rank, what))
+        for step, (mine, whole) in enumerate(zip(got["gradients"], wanted["gradients"], strict=True)):
+            for key, grad in mine.items():
+                torch.testing.assert_close(grad, whole[key], **close, msg=_say(rank, f"step {step}, {key}.grad"))
         assert got["weights"].keys() == wanted["weights"].keys()
         for key, weight in wanted["weights"].items():
             torch.testing.assert_close(got["weights"][key], weight, **close, msg=_say(rank, key))
-    return results
+    for step, whole in enumerate(wanted["gradients"]):
+        assert {key for got in results for key in got["gradients"][step]} == whole.keys()
 
 
 def _say(rank, what):

@@ -14,7 +14,7 @@ ORDER = [
     {"layout", "anatomy", "resources", "names"},
     {"randomness"},
     {"workers"},
-    {"mesh", "broadcast", "data", "position", "metrics", "checks", "peers", "refit", "planner", "launch"},
+    {"mesh", "broadcast", "data", "position", "metrics", "checks", "callbacks", "peers", "refit", "planner", "launch"},
     {"faults"},
     {"comm"},
     {"communication", "batchnorm", "fitloop"},

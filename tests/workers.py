@@ -110,8 +110,17 @@ class Pool:
         if not process.is_alive():
             return "(dead)"
         os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return stack.read_text()[-3000:] if stack.exists() else "(no stack)"
+        for _ in range(30):  # a busy machine takes a while
+            time.sleep(0.1)
+            if stack.exists() and stack.stat().st_size:
+                time.sleep(0.1)
+                break
+        if not stack.exists():
+            return "(no stack)"
+        text = stack.read_text()
+        return text[max(0, text.rfind("hread 0x") - 10) :][
+            :3000
+        ]  # the main thread comes last, its innermost call first
 
 
 def _serve(pipe: Connection, stack: str, path: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +126,22 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 def _reaches(output: Tensor, leaves: set[int]) -> bool:
     """Whether a backward from `output` comes to one of `leaves` (by id)."""
-    if id(output) in leaves:
-        return True
-    seen, waiting = set(), [output.grad_fn]
+    return any(leaf in leaves for leaf in _leaves_below([output]))
+
+
+def leaves_below(outputs: Sequence[Tensor]) -> set[int]:
+    """The tensors (by id) that a backward from `outputs` comes to: parameters, and what was received."""
+    return set(_leaves_below(outputs))
+
+
+def _leaves_below(outputs: Sequence[Tensor]) -> Iterator[int]:
+    yield from (id(output) for output in outputs)
+    seen, waiting = set(), [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if id(getattr(node, "variable", None)) in leaves:
-            return True
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield id(variable)
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
-    return False

@@ -16,14 +16,19 @@ _FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "torchmetrics.")
 
 
 def ordered_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children in the order in which the class's methods first use them, the rest as declared."""
+    """The children in the order in which the class's methods first use them.
+
+    One that is not seen there (`getattr(self, f"block_{i}")`) follows the one that is declared before it.
+    """
     declared = dict(module._modules)
-    order: dict[str, None] = {}
+    order: list[str] = []
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        order = dict.fromkeys(path[0] for path in attribute_paths(module) if path[0] in declared)
+        order = list(dict.fromkeys(path[0] for path in attribute_paths(module) if path[0] in declared))
     if len(order) < 2:
-        order = {}
-    order |= {name: None for name in declared if name not in order}
+        order = []
+    for before, name in zip([None, *declared], declared, strict=False):
+        if name not in order:
+            order.insert(order.index(before) + 1 if before is not None else 0, name)
     return [(name, child) for name in order if (child := declared[name]) is not None]
 
 

@@ -4,10 +4,13 @@ Every rank runs the user's step; each unit runs where it lives and its output is
 everywhere. What was made where and used when says which tensors must cross each cut.
 """
 
+import sys
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.utils import checkpoint
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline import seeds
@@ -36,6 +39,8 @@ class Carried:
 
     node: Node
     spec: Spec
+    mark: list[list[float]]
+    """Of its values in the rehearsal."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,12 @@ class Trace:
     calls: tuple[Call, ...]
     parts: tuple[Part, ...]
     """One per stage."""
-    head: Part
-    """With the loss on the whole batch: the last call and what follows it."""
+    heads: tuple[Part, ...]
+    """With the loss on the whole batch: from a call of the last stage on, whichever is left out; the last one first."""
     changed: tuple[str, ...] = ()
     """Buffers outside of units that the step changes."""
+    unreached: frozenset[str] = frozenset()
+    """Parameters of this rank that run in the step but that the loss does not depend on."""
 
     def specs(self, cut: int) -> list[Spec]:
         """What crosses from stage `cut` to the next one."""
@@ -72,10 +79,10 @@ class Trace:
         crossing = [[(item.node, item.spec.requires_grad) for item in part.after] for part in self.parts]
         return repr(([(call.unit, call.stage) for call in self.calls], crossing))
 
-    def with_head(self) -> "Trace":
-        """With a last stage that stops where the head begins."""
-        last = self.parts[-1]
-        return replace(self, parts=(*self.parts[:-1], replace(last, stop=self.head.start, after=self.head.before)))
+    def with_head(self, head: int) -> "Trace":
+        """With a last stage that stops where that head begins."""
+        last, chosen = self.parts[-1], self.heads[head]
+        return replace(self, parts=(*self.parts[:-1], replace(last, stop=chosen.start, after=chosen.before)))
 
     def origin(self, node: Node) -> str:
         return f"made after the call of {self.calls[node[0] - 1].unit!r}" if node[0] else "made before the first block"
@@ -91,8 +98,11 @@ class Rehearsal(Tape):
         self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
         self.calls: list[Call] = []
         self.specs: dict[Node, Spec] = {}
+        self.marks: dict[Node, list[list[float]]] = {}
         self.last_use: dict[Node, int] = {}
         self.reads: list[tuple[int, Node, str]] = []
+        self.recomputed: list[tuple[FrameType, str, int]] = []
+        """Regions that the step's own code checkpoints, with a unit that each has called and its stage."""
         self.arguments: dict[int, list[list[float]]] = {}
         """Fingerprints of what each unit that runs here was called with."""
 
@@ -113,6 +123,7 @@ class Rehearsal(Tape):
 
     def _begin(self, unit: str) -> bool:
         stage = self._place(unit)
+        self._check_recomputed(unit, stage)
         self.calls.append(Call(unit, stage, None))
         seeds.restart(self.seed, 2 * self.next_call())
         return self.stage_rank[stage] == self.wire.rank
@@ -143,8 +154,21 @@ class Rehearsal(Tape):
             " Declare modules in the order in which they run, or name the cuts with pipeline_split."
         )
 
+    def _check_recomputed(self, unit: str, stage: int) -> None:
+        region = _checkpointed_region()
+        if region is None:
+            return
+        for known, other, reached in self.recomputed:
+            if known is region and reached != stage:
+                raise UnsupportedError(
+                    f"The step computes {other!r} (stage {reached}) and {unit!r} (stage {stage}) inside one"
+                    " torch.utils.checkpoint, so that backward would have to compute both stages again. Checkpoint"
+                    " smaller parts, or name other cuts with pipeline_split."
+                )
+        self.recomputed.append((region, unit, stage))
+
     def on_made(self, node: Node, value: Tensor) -> None:
-        self.specs[node] = Spec.of(value)
+        self.specs[node], self.marks[node] = Spec.of(value), fingerprint(value)
 
     def on_use(self, node: Node, when: int) -> None:
         self.last_use[node] = max(when, self.last_use.get(node, -1))
@@ -175,8 +199,9 @@ class Rehearsal(Tape):
         bounds = [0, *cuts, len(stages)]
         crossing = [(), *(self._carried(cut) for cut in cuts), ()]
         parts = [Part(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
-        head = len(stages) - 1
-        trace = Trace(tuple(self.calls), tuple(parts), Part(head, len(stages), self._carried(head), ()))
+        starts = range(len(stages) - 1, bounds[last] - 1, -1)
+        heads = tuple(Part(start, len(stages), self._carried(start), ()) for start in starts)
+        trace = Trace(tuple(self.calls), tuple(parts), heads)
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(
@@ -187,4 +212,14 @@ class Rehearsal(Tape):
 
     def _carried(self, cut: int) -> tuple[Carried, ...]:
         nodes = sorted(node for node, when in self.last_use.items() if node[0] <= cut < when)
-        return tuple(Carried(node, self.specs[node]) for node in nodes)
+        return tuple(Carried(node, self.specs[node], self.marks[node]) for node in nodes)
+
+
+def _checkpointed_region() -> FrameType | None:
+    """The innermost call of `torch.utils.checkpoint.checkpoint` that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == checkpoint.__file__:
+            return frame
+        frame = frame.f_back
+    return None

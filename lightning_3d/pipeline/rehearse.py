@@ -36,10 +36,10 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, 
         with as_before(pipeline.module):
             whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace, seed)
-        if uncut is not None or (step, trace.pattern) not in pipeline.proven:
-            _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
-            pipeline.proven.add((step, trace.pattern))
-    return trace
+        key = (step, trace.pattern, pipeline.trained)
+        if uncut is not None or key not in pipeline.proven:
+            pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+    return replace(trace, unreached=pipeline.proven[key])
 
 
 def _run_in_stages(
@@ -51,18 +51,20 @@ def _run_in_stages(
     trace: Trace,
     result: Any,
     uncut: Whole | None,
-) -> None:
+) -> frozenset[str]:
     relay = Relay(pipeline, trace)
     with as_before(pipeline.module):
         relay.forward(step, args, seed, whole, result)
         if uncut is not None:
             relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
     _raise_if_any(pipeline, relay.problem)
+    unreached = relay.unreached()
     if (uncut is not None and uncut.grads) or pipeline.schedule in SPLIT:
         stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
         _raise_if_any(pipeline, relay.problem)
         if uncut is not None:
             _compare_gradients(stages, uncut)
+    return unreached
 
 
 def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import RunError
-from lightning_3d.pipeline.backward import halves_agree
+from lightning_3d.pipeline.backward import halves_agree, leaves_below
 from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, grad_print
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
@@ -115,6 +115,26 @@ class Relay:
                 " its class (`Function.apply`), so that it is seen."
             )
             return [torch.zeros_like(tensor) for tensor in self.received[stage] if tensor.requires_grad], {}
+
+    def unreached(self) -> frozenset[str]:
+        """Parameters of this rank that no backward from the loss comes to, followed back from stage to stage.
+
+        On one device they get no gradient, and optimizers leave them alone. Here zeros come over the wire for what a
+        later stage makes of them.
+        """
+        pipeline, run, found = self.pipeline, set[int](), set[int]()
+        used: list[bool] | None = None
+        for stage in reversed(range(self._last + 1)):
+            if stage in self.outputs:
+                outputs = self.outputs[stage]
+                run |= leaves_below(outputs)
+                wanted = [True] * len(outputs) if used is None else used
+                below = leaves_below([output for output, is_used in zip(outputs, wanted, strict=True) if is_used])
+                found |= below
+                used = [id(tensor) in below for tensor in self.received[stage]]
+            used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
+        here = [name for name, parameter in pipeline.module.named_parameters() if not parameter.is_meta]
+        return frozenset(name for name in here if id(pipeline.locate(name)) in run - found)
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
         """Gradients of what a stage received, and fingerprints of those of its parameters."""

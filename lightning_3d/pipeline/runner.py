@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.comm.buckets import local
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
@@ -97,14 +98,15 @@ class Pipeline:
         absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(module, units, absent)
         self.taps = LogTap(module)
-        self.ties = Ties(split, self.wire, self.stage_rank, self.hooks.locate or module.get_parameter)
+        self.locate = self.hooks.locate or module.get_parameter
+        self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.traces: dict[Any, Trace] = {}
         self.trained = self._trained()
         """Which parameters get gradients: callbacks freeze and unfreeze them between steps."""
         self.unsplit: set[int] = set()
         """Stages whose backward is not to be run in two halves."""
-        self.proven: set[Any] = set()
-        """Patterns of traces of which a microbatch was also run in stages."""
+        self.proven: dict[Any, frozenset[str]] = {}
+        """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
         self.stash: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -136,7 +138,10 @@ class Pipeline:
             if self.split.solo:
                 output, record = self._solo(args, seed, scale, step)
             else:
-                output, record = TrainingStep(self, step, args, seed, scale).run()
+                running = TrainingStep(self, step, args, seed, scale)
+                output, record = running.run()
+                if last:
+                    self._forget_unreached(running.traces)
         if last:
             self.ties.sum_gradients()
             self.hooks.reduce()
@@ -222,6 +227,14 @@ class Pipeline:
         self.stash = {}
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    def _forget_unreached(self, traces: Sequence[Trace]) -> None:
+        """No gradient, as on one device, where there would be one of zeros. One that is not zero stays: the loss may
+        depend on more in some steps than in the rehearsal."""
+        for name in frozenset.intersection(*(trace.unreached for trace in traces)):
+            tensor = self.locate(name)
+            if tensor.grad is not None and not local(tensor.grad).any():
+                tensor.grad = None
 
     def _stash_gradients(self) -> None:
         for parameter in self.module.parameters():

@@ -9,9 +9,10 @@ from torch import Tensor
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.executor import Execution
+from lightning_3d.pipeline.head import choose_head
 from lightning_3d.pipeline.logs import Record, combine
 from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, microbatch_sizes, split_batch
-from lightning_3d.pipeline.rehearsal import Carried, Part, Trace
+from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import Cut, StagePlay
 from lightning_3d.pipeline.traced import untrace
@@ -34,6 +35,9 @@ class TrainingStep:
     traces: list[Trace] = field(default_factory=list)
     whole: Trace | None = None
     """With the loss on the whole batch: the trace of the step on it."""
+    head: int = 0
+    """Which of its heads runs, and along which dimension each tensor joins that it goes on with."""
+    dims: list[int | None] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
@@ -59,7 +63,8 @@ class TrainingStep:
         ]
         if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
             self.whole = self.pipeline.trace(self.name, self.args, self.seed)
-            self.traces = [trace.with_head() for trace in self.traces]
+            self.head, self.dims = choose_head(self.whole, self.traces)
+            self.traces = [trace.with_head(self.head) for trace in self.traces]
 
     def _mark(self, index: int) -> int:
         """The random seed of a microbatch."""
@@ -86,9 +91,8 @@ class TrainingStep:
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
         """Head and loss on the whole batch: the gradients of each microbatch's activations."""
         assert self.whole is not None
-        part, record = self.whole.head, Record()
+        part, dims, record = self.whole.heads[self.head], self.dims, Record()
         columns = list(zip(*activations, strict=True))
-        dims = [self._joined_dim(carried, at) for at, carried in enumerate(part.before)]
         joined = [torch.cat([item.detach() for item in column], dim) if dim is not None else column[0].detach()
                   for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
         for tensor, carried in zip(joined, part.before, strict=True):
@@ -108,19 +112,6 @@ class TrainingStep:
                 first_only = grad if index == 0 else None
                 grads[index].append(pieces[index] if pieces else first_only)
         return grads
-
-    def _joined_dim(self, carried: Carried, at: int) -> int | None:
-        """The dimension along which the microbatches' tensors make up the batch's; None where all have the same."""
-        whole = carried.spec.shape
-        parts = [trace.parts[-1].after[at].spec.shape for trace in self.traces]
-        if all(part == whole for part in parts):
-            return None
-        for dim in range(len(whole)):
-            if sum(part[dim] for part in parts) == whole[dim]:
-                return dim
-        raise PipelineSplitError(
-            f"loss_scope='batch': shapes {parts} of the microbatches do not join to {whole} of the whole batch."
-        )
 
     def _results(self) -> tuple[Any, Record]:
         mine, last = None, self.pipeline.holds_last

@@ -30,7 +30,8 @@ class Unit:
 
 def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit, ...]:
     """Units of `module`; large ones are opened until there are `at_least` that many, where that is possible."""
-    opened = {name for chain in anatomy.chains for name in _with_parents(chain.name)}
+    # by identity: a module that stands at two places is open at both
+    opened = {id(module.get_submodule(name)) for chain in anatomy.chains for name in _with_parents(chain.name)}
     while True:
         units = tuple(_walk(module, "", opened))
         if len(units) >= at_least:
@@ -38,7 +39,7 @@ def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit
         closed = [unit for unit in units if _can_open(module.get_submodule(unit.name))]
         if not closed:
             return units
-        opened.add(max(closed, key=lambda unit: unit.cost).name)
+        opened.add(id(module.get_submodule(max(closed, key=lambda unit: unit.cost).name)))
 
 
 def in_running_order(units: tuple[Unit, ...], module: nn.Module, calls: Sequence[str]) -> tuple[Unit, ...]:
@@ -70,13 +71,13 @@ def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tu
     return tuple(dict.fromkeys(found))
 
 
-def _walk(module: nn.Module, prefix: str, opened: set[str]) -> Iterator[Unit]:
+def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
     for name, child in ordered_children(module):
         full = f"{prefix}.{name}" if prefix else name
         count = sum(parameter.numel() for parameter in child.parameters())
         if count == 0 and not isinstance(child, _NormBase):
             continue
-        if full in opened or type(child) in (nn.ModuleList, nn.ModuleDict):
+        if id(child) in opened or type(child) in (nn.ModuleList, nn.ModuleDict):
             yield from _walk(child, full, opened)
         else:
             yield Unit(full, count, _cost(child))

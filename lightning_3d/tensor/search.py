@@ -113,7 +113,7 @@ def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
     shapes = {index: t.shape for index, t in enumerate(call[1].tensors()) if is_activation(t)}
     results = {index: tensor.shape for index, tensor in enumerate(call[2].outputs)}
     trainable = [name for name, parameter in known.parameters.items() if parameter.requires_grad]
-    for candidate in sequence_candidates(plan, shapes, results, trainable):
+    for candidate in sequence_candidates(plan, shapes, results, trainable, known.prover.ranks):
         try:
             return known.prover.prove(candidate)
         except Exception:  # a wrong candidate breaks the block's own code in any way it likes

@@ -79,7 +79,11 @@ def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
 
 
 def sequence_candidates(
-    plan: UnitPlan, shapes: Mapping[int, torch.Size], results: Mapping[int, torch.Size], parameters: list[str]
+    plan: UnitPlan,
+    shapes: Mapping[int, torch.Size],
+    results: Mapping[int, torch.Size],
+    parameters: list[str],
+    ranks: int,
 ) -> Iterator[UnitPlan]:
     """`plan` with the residual stream in parts, in every way that may be right.
 
@@ -88,6 +92,7 @@ def sequence_candidates(
         shapes: of the block's activation arguments, by index among its tensors.
         results: shapes of the block's results.
         parameters: the block's trainable parameters.
+        ranks: that share the stream. Along a dimension with fewer elements nothing would be divided, nor proven.
     """
     stream = next((index for index, shape in shapes.items() if len(shape) == 3), None)
     if stream is None or not plan.edges:
@@ -95,7 +100,7 @@ def sequence_candidates(
     inside = {*plan.splits, *plan.slices, *plan.summed, *plan.shared}
     outer = tuple(name for name in parameters if name not in inside)
     leaving = tuple(index for index, shape in results.items() if shape == shapes[stream])
-    for dim in (1, 0):
+    for dim in (dim for dim in (1, 0) if shapes[stream][dim] >= ranks):
         for entries in itertools.product(*plan.edges):
             flat = tuple(dict.fromkeys(name for group in entries for name in group))
             yield replace(plan, sequence=SequencePlan(dim, stream, leaving, flat, outer))

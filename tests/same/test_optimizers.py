@@ -1,11 +1,26 @@
-"""Optimizers of torch.optim, fused and foreach, over mixed plain and split parameters; parameters frozen for a while."""
+"""Optimizers, schedules, parameter groups, callbacks that change them, hooks: over mixed plain and split parameters."""
+
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
 from torch import optim
+from torch.optim import lr_scheduler
 
+from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
 from tests.modules import MLP, UntiedGPT
-from tests.parity import assert_parity
+from tests.parity import QUIET, assert_parity
+from tests.workers import run
 
 LAYOUTS = {
     "tensor": (2, {"tensor_parallel_size": 2}),
@@ -14,9 +29,11 @@ LAYOUTS = {
 }
 KINDS = {
     "fused": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),
+    "single": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=False),
     "foreach": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=True),
     "adagrad": lambda parameters: optim.Adagrad(parameters, lr=1e-2, eps=1e-2),
     "rmsprop": lambda parameters: optim.RMSprop(parameters, lr=1e-4, eps=1e-3),
+    "adafactor": lambda parameters: optim.Adafactor(parameters, lr=1e-2, eps=(1e-3, 1e-3)),
     "adamax": lambda parameters: optim.Adamax(parameters, lr=1e-3, eps=1e-4),
 }
 
@@ -40,8 +57,13 @@ class Thawing(UntiedGPT):
         self.blocks[0].requires_grad_(self.current_epoch > 0)
 
 
+COMMON = ["fused", "foreach", "single", "adagrad", "adafactor"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 def test_optimizer(kind, layout):
     world, strategy = LAYOUTS[layout]
     trainer = {"max_epochs": 1}
@@ -58,3 +80,226 @@ def test_plateau_schedule(layout):
 def test_frozen_then_trained(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Thawing", world, strategy, trainer={"max_epochs": 2})
+
+
+class Muon(UntiedGPT):
+    """Whole matrices by Muon, what is no matrix by AdamW: two optimizers, stepped by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        matrices = [p for name, p in self.named_parameters() if p.ndim == 2 and "blocks" in name]
+        rest = [p for p in self.parameters() if not any(p is m for m in matrices)]
+        return optim.Muon(matrices, lr=1e-3), optim.AdamW(rest, lr=1e-3, eps=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tensor", "zero3"])
+def test_two_optimizers_one_of_which_sees_whole_matrices(layout):
+    world, strategy = {**LAYOUTS, "zero0": (2, {"zero_stage": 0})}[layout]
+    # Muon computes in bf16 inside
+    assert_parity(f"{__name__}:Muon", world, strategy, trainer={"max_epochs": 1}, tolerance=1e-3)
+
+
+class Scheduled(UntiedGPT):
+    """Groups with rates of their own, under a schedule."""
+
+    kind = "every step"
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if p.ndim != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": 2e-3, "weight_decay": 0.0}]
+        made = optim.AdamW(groups, lr=1e-3, eps=1e-4)
+        if self.kind == "every step":
+            steps = self.trainer.estimated_stepping_batches
+            schedule = lr_scheduler.OneCycleLR(made, max_lr=[1e-2, 2e-2], total_steps=steps)
+            return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        schedule = lr_scheduler.StepLR(made, 1, gamma=0.3)
+        how = {"interval": "step", "frequency": 2} if self.kind == "every second step" else {"interval": "epoch"}
+        return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, **how}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("every step", "tensor"), ("every second step", "zero3"), ("every epoch", "pipeline-zero1")]
+)
+def test_parameter_groups_under_schedules(kind, layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Scheduled", world, strategy, attributes={"kind": kind}, trainer={"max_epochs": 2})
+
+
+class Unfreeze(BaseFinetuning):
+    """The blocks join the optimizer in the second epoch, in a group of their own."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.blocks)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.blocks, optimizer, lr=5e-4)
+
+
+class Trained(UntiedGPT):
+    def configure_optimizers(self):
+        return optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_finetuning_callback(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Trained", world, strategy, trainer={"max_epochs": 3, "callbacks": [Unfreeze]})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accumulation_that_changes_with_the_epoch(layout):
+    world, strategy = LAYOUTS[layout]
+    changing = partial(GradientAccumulationScheduler, {0: 1, 1: 2, 2: 3})
+    assert_parity("GPT", world, strategy, trainer={"max_epochs": 3, "callbacks": [changing]})
+
+
+AVERAGES = {
+    "EMAWeightAveraging": EMAWeightAveraging,
+    "StochasticWeightAveraging": partial(StochasticWeightAveraging, swa_lrs=1e-3, swa_epoch_start=1),
+    "ModelPruning": partial(ModelPruning, "l1_unstructured", amount=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_averaged_weights_where_ranks_hold_whole_ones(kind):
+    trainer = {"max_epochs": 3, "limit_val_batches": 1, "callbacks": [AVERAGES[kind]]}
+    assert_parity("GPT", 2, {"zero_stage": 0}, trainer=trainer)
+
+
+def _refused(strategy, world, callback, changes):
+    module = MLP()
+    changes(module)
+    callbacks = [AVERAGES[callback]()] if callback else []
+    chosen = Strategy3D(**strategy)
+    try:
+        Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_steps": 1, "callbacks": callbacks}).fit(module)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _nothing(module):
+    pass
+
+
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_callbacks_that_need_whole_weights_are_refused_on_every_rank(kind, layout):
+    world, strategy = LAYOUTS[layout]
+    for said in run(_refused, strategy, world, kind, _nothing, world=world):
+        assert said.startswith(f"{kind} computes with the module's whole parameters")
+
+
+def _hook(module):
+    module.net[0].weight.register_hook(lambda grad: grad * 2)
+
+
+def _late_hook(module):
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize(("hook", "layout"), [(_hook, "tensor"), (_late_hook, "zero3")])
+def test_hooks_of_parameters_that_are_divided_are_refused(hook, layout):
+    world, strategy = LAYOUTS[layout]
+    for said in run(_refused, strategy, world, None, hook, world=world):
+        assert said.startswith("net.0.weight has a hook for its gradient")
+
+
+class Hooked(UntiedGPT):
+    """Gradients changed where Lightning offers it, and a hook in the graph of activations."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def forward(self, tokens):
+        scores = super().forward(tokens)
+        if scores.requires_grad:
+            scores.register_hook(lambda grad: grad * 3)
+        return scores
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_changed_by_hooks(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Hooked", world, strategy, trainer={"max_epochs": 1})
+
+
+class Searched(MLP):
+    def configure_optimizers(self):
+        return optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def _searching(module):
+    module.configure_optimizers = lambda: optim.LBFGS(module.parameters())
+
+
+def test_lbfgs_sees_the_loss_of_all_data_ranks():
+    assert_parity(f"{__name__}:Searched", 2, {"zero_stage": 0}, trainer={"max_epochs": 1}, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "zero3"])
+def test_lbfgs_over_parts_is_refused(layout):
+    world, strategy = LAYOUTS[layout]
+    for said in run(_refused, strategy, world, None, _searching, world=world):
+        assert said.startswith("LBFGS computes with all parameters as one vector")
+
+
+class Rated(MLP):
+    learning_rate = 1e-3
+
+    def configure_optimizers(self):
+        return optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+def _find_rate(strategy, world):
+    seed_everything(7, verbose=False)
+    module = Rated()
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    trainer = Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_epochs": 30, "limit_val_batches": 0})
+    found = Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-4, max_lr=1.0, early_stop_threshold=None)
+    trainer.fit(module)
+    return found.results["loss"], module.learning_rate, float(module.scale)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_lr_find(layout):
+    world, strategy = {**LAYOUTS, "pipeline": (2, {"pipeline_parallel_size": 2})}[layout]
+    (wanted,) = run(_find_rate, None, 1, world=1)
+    for got in run(_find_rate, strategy, world, world=world):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_lr_find_is_the_same_on_all_data_ranks(stage):
+    one, two = run(_find_rate, {"zero_stage": stage}, 2, world=2)
+    assert one == two
+
+
+class Compiled(UntiedGPT):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize("layout", ["tensor", "zero3"])
+def test_compiled_blocks(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Compiled", world, strategy, trainer={"max_epochs": 1})

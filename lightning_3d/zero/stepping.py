@@ -1,0 +1,27 @@
+"""How each kind of optimizer steps on parameters of which ranks hold parts, or losses of which they hold parts."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_3d.zero.local_step import step_on_shards, step_with_shared_loss
+from lightning_3d.zero.whole_step import WHOLE, Convert, step_on_wholes
+
+
+def step_as_on_one_device(
+    optimizer: Optimizer, whole: Convert, part: Convert, mean: Callable[[Tensor], Tensor]
+) -> Callable[[], None]:
+    """Have `optimizer.step` do what it would with everything in one place; returns what undoes it.
+
+    Args:
+        optimizer: any; of one that is none of torch's the parameters are DTensors.
+        whole: makes a tensor that is divided like a parameter whole.
+        part: this rank's part of a whole tensor.
+        mean: of a loss over the data ranks.
+    """
+    if isinstance(optimizer, LBFGS):
+        return step_with_shared_loss(optimizer, mean)
+    if isinstance(optimizer, WHOLE):
+        return step_on_wholes(optimizer, whole, part)
+    return step_on_shards(optimizer)

@@ -1,0 +1,46 @@
+"""Cases that the fuzzer has found, by what was wrong."""
+
+from dataclasses import replace
+
+from tests.fuzz.draw import Case
+from tests.fuzz.grammar import Spec
+
+FLAGS = {"max_epochs": 1, "precision": "64-true", "accumulate_grad_batches": 1}
+ATTRIBUTES = {"batch_size": 4, "samples": 12, "optimizer": "sgd", "schedule": None}
+
+
+def _pipeline(spec, stages, **strategy):
+    return Case(spec, {"pipeline_parallel_size": stages, **strategy}, FLAGS, ATTRIBUTES)
+
+
+LINEARS = (("linear", True),) * 4
+HEADS = (("mse", 8, -1), ("ce", 12, -1), ("ce", 2, -1))
+INSIDE = (("residual", ("linear", False), ("mlp", 12, "tanh", True)),)
+
+FOUND = {
+    "of several heads only the last one's loss was on the whole batch": _pipeline(
+        Spec(blocks=LINEARS, heads=HEADS), 2, loss_scope="batch", num_microbatches=2
+    ),
+    "blocks that no loss depends on got gradients of zeros, and so weight decay": _pipeline(
+        Spec(blocks=LINEARS, heads=(("mse", 3, 0),)), 2
+    ),
+    "blocks that no loss depends on, sharded": replace(
+        _pipeline(Spec(blocks=LINEARS, heads=(("mse", 3, 0),)), 2, zero_stage=3, data_parallel_size=2),
+        trainer=FLAGS | {"accumulate_grad_batches": 2},
+    ),
+    "a block that stands at two places was a unit at one and opened at the other": _pipeline(
+        Spec(blocks=(("mlp", 8, "relu", False),) * 5, container="attributes", tie="module"), 3
+    ),
+    "blocks that are found by getattr were placed behind the heads": _pipeline(
+        Spec(blocks=LINEARS, container="attributes"), 2
+    ),
+}
+"""These train."""
+
+REFUSED = {
+    "a cut inside a checkpointed region stopped one rank in its backward": (
+        _pipeline(Spec(blocks=INSIDE, recompute=True, container="attributes"), 4),
+        "inside one torch.utils.checkpoint",
+    ),
+}
+"""These are refused, on every rank, with what is said."""

@@ -1,0 +1,41 @@
+"""Errors to put into a rank, each one that a peer has shipped: the fuzzer must find them."""
+
+import torch
+
+from lightning_3d.pipeline.ties import Ties
+from lightning_3d.steps import PipelinedSteps
+from lightning_3d.tensor.axis import GroupAxis
+
+
+def _accumulation_is_not_averaged(patch):
+    """A pipeline that sums the batches of an accumulation window."""
+    train = PipelinedSteps.train
+
+    def without(self, call, args):
+        self.scale = lambda: 1.0
+        return train(self, call, args)
+
+    patch.setattr(PipelinedSteps, "train", without)
+
+
+def _input_gradients_are_not_summed(patch):
+    """Tensor ranks that keep their own part of the gradient of what enters a split region."""
+    all_reduce = GroupAxis.all_reduce
+
+    def without(self, tensor):
+        in_backward = torch._C._current_graph_task_id() != -1
+        return tensor.clone() if in_backward else all_reduce(self, tensor)
+
+    patch.setattr(GroupAxis, "all_reduce", without)
+
+
+def _ties_are_not_summed(patch):
+    """Stages that each train their own copy of a shared weight."""
+    patch.setattr(Ties, "sum_gradients", lambda self: None)
+
+
+PLANTED = {
+    "scaling": _accumulation_is_not_averaged,
+    "missing all-reduce": _input_gradients_are_not_summed,
+    "missing sum of ties": _ties_are_not_summed,
+}

@@ -1,0 +1,180 @@
+"""What other trainers got wrong at least once, each by name. (Traps with a home of their own are tested there.)"""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_3d import Strategy3D
+from tests.modules import GPT
+from tests.parity import QUIET, assert_parity
+from tests.workers import run
+
+LAYOUTS = {
+    "zero0": (2, {"zero_stage": 0}),
+    "zero2": (2, {"zero_stage": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "pipeline-zero3": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3}),
+    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tensor-zero1": (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
+}
+
+
+class Closed(LightningModule):
+    """Two weights of 1, input 1, target 0: the gradient of either is 2, whatever the batch size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.first.weight)
+        nn.init.ones_(self.second.weight)
+
+    def training_step(self, batch, batch_idx):
+        return self.second(self.first(batch)).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader([torch.ones(4, 1)] * 4, batch_size=None)
+
+    val_dataloader = train_dataloader
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _closed(world, strategy, accumulate, evaluate):
+    module = Closed()
+    flags = {"limit_train_batches": accumulate, "accumulate_grad_batches": accumulate, "max_epochs": 1}
+    flags |= {"val_check_interval": 1, "limit_val_batches": 1} if evaluate else {"limit_val_batches": 0}
+    Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), **flags}).fit(module)
+    return [float(module.first.weight), float(module.second.weight)]
+
+
+@pytest.mark.parametrize("layout", ["zero0", "zero2", "pipeline", "pipeline-zero3"])
+@pytest.mark.parametrize(("accumulate", "evaluate"), [(1, False), (2, False), (4, True)])
+def test_microbatches_accumulation_and_evaluation_scale_no_gradient(layout, accumulate, evaluate):
+    world, strategy = LAYOUTS[layout]
+    for weights in run(_closed, world, strategy, accumulate, evaluate, world=world):
+        assert weights == pytest.approx([0.8, 0.8], abs=1e-6)
+
+
+class Masked(GPT):
+    """The mean over tokens that count, of which every rank and microbatch has another number."""
+
+    def tensors(self):
+        (tokens,) = super().tensors()
+        kept = torch.arange(1, 10) <= torch.arange(self.samples)[:, None] % 8 + 1
+        return torch.where(kept, tokens, 0), kept
+
+    def loss(self, batch):
+        tokens, kept = batch
+        target = tokens[:, 1:].masked_fill(~kept[:, 1:], -100)
+        counted = (target != -100).sum().float()
+        total = F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), target.flatten(), reduction="sum")
+        return total / self.trainer.strategy.reduce(counted, reduce_op="mean")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mean_over_tokens_with_uneven_masks_is_that_of_the_whole_batch(layout):
+    world, strategy = LAYOUTS[layout]
+    scope = {"loss_scope": "batch"} if "pipeline_parallel_size" in strategy else {}
+    assert_parity(f"{__name__}:Masked", world, {**strategy, **scope}, trainer={"max_epochs": 1})
+
+
+class Ones(Callback):
+    """Makes every element of every gradient 1 and asks for the norm."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad
+                (grad.to_local() if hasattr(grad, "to_local") else grad).fill_(1.0)
+        self.norms = [float(trainer.strategy.grad_norm(kind)) for kind in (1.0, 2.0, math.inf)]
+
+
+def _ones(world, strategy):
+    ones, module = Ones(), GPT()
+    chosen = Strategy3D(**strategy)
+    Trainer(**{**QUIET, "devices": world, "strategy": chosen, "max_steps": 1, "callbacks": [ones]}).fit(module)
+    return ones.norms, sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_norm_counts_ties_once_and_not_their_copies(layout):
+    """sqrt(800) and not sqrt(1600): ties stand on two stages, norms on all tensor ranks, everything on data ranks."""
+    world, strategy = LAYOUTS[layout]
+    for norms, elements in run(_ones, world, strategy, world=world):
+        assert norms == pytest.approx([elements, math.sqrt(elements), 1.0], rel=1e-6)
+
+
+class Bits(Callback):
+    """What this rank holds of the tied weight, whole, before the module is put together again."""
+
+    def on_train_end(self, trainer, module):
+        held = {"embed": module.embed.weight, "head": module.head.weight}
+        composed = trainer.strategy._composed
+        self.held = {name: composed.whole(p, p.detach()).clone() for name, p in held.items() if not p.is_meta}
+
+
+def _tied(strategy):
+    seed_everything(7, verbose=False)
+    bits, module = Bits(), GPT()
+    flags = {"devices": 4, "strategy": Strategy3D(**strategy), "max_steps": 20, "callbacks": [bits]}
+    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    return bits.held
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_tied_copies_on_two_stages_stay_bit_equal_for_20_adam_steps(stage):
+    results = run(_tied, {"pipeline_parallel_size": 2, "zero_stage": stage}, world=4)
+    copies = [copy for held in results for copy in held.values()]
+    assert len(copies) >= 4
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+class Vocabulary10(GPT):
+    vocabulary = 10
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_vocabulary_of_10_on_3_ranks(sequence_parallel):
+    strategy = {"tensor_parallel_size": 3, "sequence_parallel": sequence_parallel}
+    assert_parity(f"{__name__}:Vocabulary10", 3, strategy, trainer={"max_epochs": 1})
+
+
+def test_norms_of_a_divided_sequence_stay_bit_equal_for_20_steps():
+    strategy = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    one, two = assert_parity("Llama", 2, strategy, trainer={"max_epochs": 4}, steps=20)
+    norms = [name for name in one["weights"] if "norm" in name]
+    assert len(norms) == 7
+    assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in norms)
+
+
+class Apart(Callback):
+    """The first weight of each block, as it was placed."""
+
+    def on_train_start(self, trainer, module):
+        blocks = [b for b in module.blocks if not b.c_proj.weight.is_meta]
+        composed = trainer.strategy._composed
+        self.firsts = [composed.whole(p, p.detach()).clone() for p in (b.c_proj.weight for b in blocks)]
+
+
+def _apart(strategy):
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 5)
+    apart, module = Apart(), GPT()
+    flags = {"devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1, "callbacks": [apart]}
+    Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    return apart.firsts
+
+
+def test_stages_do_not_start_from_the_same_weights():
+    one, two = run(_apart, {"pipeline_parallel_size": 2}, world=2)
+    firsts = [*one, *two]
+    assert len(firsts) == 3
+    assert not any(torch.equal(a, b) for i, a in enumerate(firsts) for b in firsts[:i])

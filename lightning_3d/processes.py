@@ -284,8 +284,9 @@ class Processes(ParallelStrategy):
     def _fail(self, *, in_step: bool) -> None:
         """Find out whether all ranks fail alike; if not, nothing that takes all of them may be tried any more."""
         self._judged, self._failed = True, not peers.all_failed(in_step)
-        if self._failed and self.lightning_module is not None:
-            self.lightning_module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
+        module = self.lightning_module
+        if self._failed and module is not None and module._trainer is not None:
+            module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
 
     def on_exception(self, exception: BaseException) -> None:
         if not self._judged:

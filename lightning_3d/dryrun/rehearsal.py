@@ -66,7 +66,7 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
             whole.use_at_end(result)
-        pipeline.wire.rehearsed = (detached(untrace(result)), record.logged, record.updates)
+        pipeline.wire.rehearsed = (detached(untrace(result)), record.logged, record.updates, {})
         return whole, whole.trace_of_step(), []
 
     return run

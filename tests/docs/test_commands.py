@@ -60,7 +60,7 @@ def test_commands_run(words, here, capsys):
     elif program == "python" and any("@" in word or "=" in word for word in rest):
         compose_all([word for word in rest[1:] if word != "-m"], here, rest[0])
     else:
-        assert program in ("srun", "python"), f"say in this test what to do with `{' '.join(words)}`"
+        assert program in ("srun", "sbatch", "python"), f"say in this test what to do with `{' '.join(words)}`"
 
 
 def run_ours(words):

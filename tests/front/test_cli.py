@@ -26,7 +26,7 @@ def test_a_config_can_be_printed_and_holds_every_argument(capsys):
     strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_3d.Strategy3D"
     assert strategy["init_args"]["tensor_parallel_size"] == 2
-    assert strategy["init_args"]["zero_stage"] == 1
+    assert strategy["init_args"]["loss_scope"] == "microbatch"
 
 
 def test_a_yaml_file_names_the_strategy(tmp_path):
@@ -48,7 +48,7 @@ def test_arguments_are_typed_and_explained(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help=lightning_3d.Strategy3D"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "ranks that share every large matrix. (type: int, default: 1)" in text
+    assert "ranks that share every large matrix. (type: Optional[int], default: null)" in text
     assert "{ring,native,hierarchical,auto}" in text.replace(" ", "").replace("|", ",") or "'hierarchical'" in text
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "--model=tests.modules.MLP", "--trainer.strategy=lightning_3d.Strategy3D",

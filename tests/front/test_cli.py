@@ -48,7 +48,7 @@ def test_arguments_are_typed_and_explained(capsys):
     with pytest.raises(SystemExit):
         main(["fit", "--trainer.strategy.help=lightning_3d.Strategy3D"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "ranks that share every large matrix. (type: Optional[int], default: null)" in text
+    assert "ranks that share every large matrix; 1 if not given. (type: int | null, default: null)" in text
     assert "{ring,native,hierarchical,auto}" in text.replace(" ", "").replace("|", ",") or "'hierarchical'" in text
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "--model=tests.modules.MLP", "--trainer.strategy=lightning_3d.Strategy3D",

@@ -83,7 +83,7 @@ class Pool:
             for pipe in wait(list(pending), timeout=max(0.0, deadline - time.monotonic())):
                 rank = pending[pipe]  # type: ignore[index]
                 try:
-                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                    results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     results[rank] = ("died", f"rank {rank} died with exit code {self.workers[rank][0].exitcode}")
                 if results[rank][0] != "ok":
@@ -143,9 +143,11 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("default")
-                pipe.send(("ok", _call(module, name, args, group, timeout, rank, world)))
+                result = _call(module, name, args, group, timeout, rank, world)
+                # as plain bytes: a tensor that is sent as such keeps a file open at the other end
+                pipe.send_bytes(pickle.dumps(("ok", result)))
         except BaseException:
-            pipe.send(("raised", traceback.format_exc()))
+            pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
 
 
 def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank: int, world: int) -> Any:

@@ -28,7 +28,7 @@ def test_a_failed_job_does_not_harm_the_next(tmp_path, capsys):
     assert "this job was made to fail" in text
     assert jobs.keys() == {1}
     assert_right(jobs, {1: (2, ["layout@trainer.strategy=pp2", "trainer.devices=2", "fail_job=0"])})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight", "out"]  # the failed job left its record
     assert main(["compare", str(tmp_path / "out")]) == 0
     failed, ended = capsys.readouterr().out.splitlines()[1:]
     assert failed.split() == ["0", "did", "not", "finish", *["-"] * 6, "layout@trainer.strategy=zero1"]
@@ -113,13 +113,17 @@ def test_a_child_is_a_single_run_of_the_job(job, monkeypatch, tmp_path):
     }
 
 
+def _unguarded(function):
+    return function()
+
+
 def test_launchers_that_run_jobs_side_by_side_are_refused(job):
     job("trainer.devices=2", launcher="joblib")
     with pytest.raises(
         ConfigurationError, match=r"wants 2 processes, and hydra/launcher=joblib .*hydra/launcher=basic"
     ):
-        ScriptLauncher(LightningEnvironment(), 2, 1)
-    ScriptLauncher(LightningEnvironment(), 1, 1)
+        ScriptLauncher(LightningEnvironment(), 2, 1, _unguarded)
+    ScriptLauncher(LightningEnvironment(), 1, 1, _unguarded)
 
 
 def test_strategy3d_starts_its_processes_so():

@@ -60,8 +60,6 @@ def test_jobs_of_different_sizes_and_one_that_fails_go_through_submitit(tmp_path
 
 
 def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
-    from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
-
     def submitted(self, job_overrides, first):
         if job_overrides[0] == ["trainer.devices=8"]:
             raise RuntimeError("job 2 failed")
@@ -69,7 +67,6 @@ def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
         return [first]
 
     told = []
-    monkeypatch.setattr(SlurmLauncher, "launch", submitted)
     overrides = ["+launcher=slurm", "trainer.devices=2,4,8", "+trainer.num_nodes=2"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(SCRIPT.parent), version_base="1.3"):
@@ -79,6 +76,9 @@ def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
             task_function=print,
             config=hydra.compose_config("config", overrides, run_mode=RunMode.MULTIRUN),
         )
+        slurm = type(launcher).__base__  # as it was when ours was made: Hydra loads plugins anew
+        assert slurm.__name__ == "SlurmLauncher"
+        monkeypatch.setattr(slurm, "launch", submitted)
         jobs = [[f"trainer.devices={devices}", "+trainer.num_nodes=2", "+launcher=slurm"] for devices in (2, 4)]
         assert launcher.launch(jobs, 5) == [5, 6]
         assert sorted(told) == [(5, 2, 2, 2), (6, 4, 4, 2)]

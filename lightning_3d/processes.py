@@ -32,7 +32,7 @@ from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
 from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.verdict import is_communication
-from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined
+from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
@@ -163,9 +163,10 @@ class Processes(ParallelStrategy):
         )
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
-        )
+        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
+        if not dist.is_initialized():
+            options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         self._before_layout()
         layout = check_same_layout(self._layout_or_error(), self.world_size)
         self._watch = self._start_watch(layout)

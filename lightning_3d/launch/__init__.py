@@ -1,5 +1,6 @@
 """How the other processes of a job start when a script is simply run, also inside of Hydra runs and sweeps."""
 
+from lightning_3d.launch.attempt import store_of_attempt as store_of_attempt
 from lightning_3d.launch.hydra_job import job_folder as job_folder
 from lightning_3d.launch.script import ScriptLauncher as ScriptLauncher
 from lightning_3d.launch.script import can_run_again as can_run_again

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_3d.errors import PeerError
 

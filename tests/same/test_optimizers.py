@@ -27,6 +27,7 @@ LAYOUTS = {
     "zero3": (2, {"zero_stage": 3}),
     "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
 }
+SHORT = ["tensor", "zero3", pytest.param("pipeline-zero1", marks=pytest.mark.long)]
 KINDS = {
     "fused": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, fused=True),
     "single": lambda parameters: optim.AdamW(parameters, lr=1e-3, eps=1e-4, foreach=False),
@@ -70,13 +71,13 @@ def test_optimizer(kind, layout):
     assert_parity(f"{__name__}:Chosen", world, strategy, attributes={"optimizer": kind}, trainer=trainer)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHORT)
 def test_plateau_schedule(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Plateau", world, strategy, trainer={"max_epochs": 3, "limit_val_batches": 2})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHORT)
 def test_frozen_then_trained(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Thawing", world, strategy, trainer={"max_epochs": 2})
@@ -155,13 +156,13 @@ class Trained(UntiedGPT):
         return optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHORT)
 def test_finetuning_callback(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Trained", world, strategy, trainer={"max_epochs": 3, "callbacks": [Unfreeze]})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHORT)
 def test_accumulation_that_changes_with_the_epoch(layout):
     world, strategy = LAYOUTS[layout]
     changing = partial(GradientAccumulationScheduler, {0: 1, 1: 2, 2: 3})
@@ -235,7 +236,7 @@ class Hooked(UntiedGPT):
         return scores
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SHORT)
 def test_gradients_changed_by_hooks(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Hooked", world, strategy, trainer={"max_epochs": 1})
@@ -299,7 +300,7 @@ class Compiled(UntiedGPT):
             block.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize("layout", ["tensor", "zero3"])
+@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.long), "zero3"])
 def test_compiled_blocks(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Compiled", world, strategy, trainer={"max_epochs": 1})

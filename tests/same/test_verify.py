@@ -21,7 +21,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# "all" has every axis but data, "zero3" has that
+WIDE = [name if name in ("zero3", "all") else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", WIDE)
 @pytest.mark.parametrize("verify", ["first_step", "replicas"])
 def test_silent_where_all_is_well(layout, verify):
     world, strategy = LAYOUTS[layout]

@@ -133,8 +133,8 @@ class Relay:
                 found |= below
                 used = [id(tensor) in below for tensor in self.received[stage]]
             used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
-        here = [name for name, parameter in pipeline.module.named_parameters() if not parameter.is_meta]
-        return frozenset(name for name in here if id(pipeline.locate(name)) in run - found)
+        # the gathered parameters themselves: to locate one is to begin to accumulate beside it in mixed precision
+        return frozenset(name for name, parameter in pipeline.module.named_parameters() if id(parameter) in run - found)
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
         """Gradients of what a stage received, and fingerprints of those of its parameters."""

@@ -207,16 +207,13 @@ class Step:
         return unit.summed_per_position // width * width if None in unit.inputs.values() else unit.summed_per_position
 
     def _vocabulary_elements(self, owner: nn.Module, positions: float) -> float:
-        """An embedding sums what it found; a head sums the gradient of its input, and the logits are gathered in a
-        pipeline and stay apart else, where the loss sums three numbers per position."""
+        """An embedding sums what it found; a head sums the gradient of its input, and the loss, whose logits stay
+        apart, three numbers per position."""
         size = self.layout.tensor_parallel_size
         if isinstance(owner, nn.Embedding):
             return ring_all_reduce(positions * owner.embedding_dim, size)
         assert isinstance(owner, nn.Linear)
-        sent = ring_all_reduce(positions * owner.in_features, size)
-        if self.layout.pipeline_parallel_size > 1:
-            return sent + (size - 1) * positions * -(-owner.out_features // size)
-        return sent + ring_all_reduce(3 * positions, size)
+        return ring_all_reduce(positions * owner.in_features, size) + ring_all_reduce(3 * positions, size)
 
     def _runs(self, name: str, coordinate: Coordinate) -> bool:
         """Whether a block runs on the pipeline rank."""

@@ -82,6 +82,7 @@ class LocalTensors:
         for parameter, shard in self.shards.items():
             if shard in state:
                 state[parameter] = {key: _like(parameter, value, shard) for key, value in state.pop(shard).items()}
+        self.parameters, self.shards = [], {}  # a closure begins with dropping gradients: nothing here may keep them
 
     def outside(self, closure: Callable[[], Any]) -> Any:
         """What `closure` returns; it computes gradients, and clears them, on the parameters themselves."""

@@ -178,3 +178,29 @@ def test_stages_do_not_start_from_the_same_weights():
     firsts = [*one, *two]
     assert len(firsts) == 3
     assert not any(torch.equal(a, b) for i, a in enumerate(firsts) for b in firsts[:i])
+
+
+class Looks(Closed):
+    """Notes the gradients as its hook finds them; one parameter is never used, so that its bucket stays open."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(1, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch * (1 + self.global_rank), batch_idx)
+
+    def on_after_backward(self):
+        self.seen.append(float(self.first.weight.grad))
+
+
+def _looks():
+    module = Looks()
+    flags = {"max_steps": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=0), **flags}).fit(module)
+    return module.seen
+
+
+def test_a_hook_after_backward_sees_the_gradients_of_all_ranks():
+    assert run(_looks, world=2) == [[5.0], [5.0]]  # the mean of 2 and 2 x 2 squared

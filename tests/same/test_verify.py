@@ -34,9 +34,12 @@ def test_silent_where_all_is_well(layout, verify):
 
 
 class Wrong(GPT):
-    """Its gradients are scaled once it is split, or a weight drifts on rank 1."""
+    """Its gradients are scaled once it is split and trains, or a weight drifts on rank 1."""
 
-    drift = False
+    drift = training_began = False
+
+    def on_train_start(self):
+        self.training_began = True
 
     def on_after_backward(self):
         if self.drift and os.environ["RANK"] == "1":
@@ -44,7 +47,7 @@ class Wrong(GPT):
             (weight.to_local() if hasattr(weight, "to_local") else weight).data.add_(1e-6)
 
     def loss(self, batch):
-        split = any(p.is_meta or hasattr(p, "to_local") for p in self.parameters())
+        split = self.training_began and any(p.is_meta or hasattr(p, "to_local") for p in self.parameters())
         return super().loss(batch) * (1.01 if split and not self.drift else 1.0)
 
 

@@ -1,5 +1,7 @@
 """Optimizers step on local shards, and closures still see the parameters themselves."""
 
+import weakref
+
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import nn
@@ -18,12 +20,14 @@ def _closures():
     whole = torch.arange(8.0).view(4, 2)
     parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    seen = []
+    seen, freed = [], []
     undo = step_on_shards(optimizer)
 
     def closure():
         seen.append(isinstance(optimizer.param_groups[0]["params"][0], DTensor))
+        before = weakref.ref(parameter.grad.to_local().untyped_storage()) if seen[1:] else lambda: None
         optimizer.zero_grad()
+        freed.append(before() is None)
         loss = (parameter**2).sum()
         loss.backward()
         return loss
@@ -32,7 +36,7 @@ def _closures():
         loss = optimizer.step(closure)
     kept = isinstance(optimizer.state[parameter]["momentum_buffer"], DTensor)
     undo()
-    return loss.full_tensor().item(), parameter.full_tensor().detach(), seen, kept
+    return loss.full_tensor().item(), parameter.full_tensor().detach(), seen, freed, kept
 
 
 def test_a_closure_computes_on_the_parameters_themselves():
@@ -43,8 +47,9 @@ def test_a_closure_computes_on_the_parameters_themselves():
         loss = (whole**2).sum()
         loss.backward()
         optimizer.step()
-    for got, weights, seen, kept in run(_closures, world=2, group=True, fresh=True):
+    for got, weights, seen, freed, kept in run(_closures, world=2, group=True, fresh=True):
         assert seen == [True, True]
+        assert freed == [True, True]
         assert kept
         assert abs(got - loss.item()) < 1e-4
         torch.testing.assert_close(weights, whole.detach())

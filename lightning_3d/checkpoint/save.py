@@ -3,8 +3,8 @@
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -137,7 +137,9 @@ def carry_out(job: Job, gather: Gather) -> None:
         verdict = gather(verdict)[0]
         problems = {0: verdict} if verdict.startswith("!") else {}
     if problems:
-        _discard(job)
+        if job.rank == 0:
+            with suppress(OSError):  # of the same broken disk: what is told is why the save failed
+                _discard(job)
         raise _failure(job.path, *min(problems.items()))
 
 
@@ -179,10 +181,10 @@ def _commit(job: Job, files: tuple[Written, ...]) -> None:
 
 
 def _discard(job: Job) -> None:
-    """Remove what this rank wrote."""
-    directory = job.directory
-    for file in directory.glob(f"*{job.generation}*") if directory.is_dir() else ():
-        if job.rank == 0 or file.name == job.part_name(job.rank):
-            file.unlink(missing_ok=True)
-    if job.rank == 0 and directory.is_dir() and not any(directory.iterdir()):
-        shutil.rmtree(directory, ignore_errors=True)
+    """Remove what the ranks wrote, all of which have ended. One rank does: others would look into what it removes."""
+    if not job.directory.is_dir():
+        return
+    for file in job.directory.glob(f"*{job.generation}*"):
+        file.unlink()
+    if not any(job.directory.iterdir()):
+        job.directory.rmdir()

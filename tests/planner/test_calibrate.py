@@ -5,6 +5,7 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import calibrate, engine, measure
 from lightning_3d.planner.catalogue import Catalogue
+from tests.workers import run
 
 RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "update": 5e9, "link": 8e8, "host": 1e10}
 WAITS = {"launch": 5e-4, "sum": 1e-3, "loop": 8e-3, "shard": 2e-3, "stage": 3e-3}
@@ -44,7 +45,8 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e-6 < measure.launch_seconds(cpu) < 1
     assert 1e6 < measure.update_rate(cpu) < 1e14
     assert measure.disk_rate(tmp_path) > 1e3
-    assert 1e-5 < engine.step_seconds(1, 2) < 5
+    (seconds,) = run(engine.step_seconds, 1, 2, world=1)  # in a process of its own: a Trainer leaves its address behind
+    assert 1e-5 < seconds < 5
 
 
 @pytest.mark.long

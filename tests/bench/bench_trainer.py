@@ -1,4 +1,4 @@
-"""Steps of whole Trainer runs against Lightning's own strategies: `python -m tests.bench.bench_trainer [--world 2]`.
+"""Steps of whole Trainer runs against Lightning's own strategies: `python -m tests.bench.bench_trainer [--alone]`.
 
 The same GPT of some 20M parameters, unchanged, under each strategy in turn, several rounds in the same processes; the
 table shows the median step over all rounds and the median over rounds of the ratio to the strategy it is judged by.
@@ -72,7 +72,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Training]]] = {
     "3d_zero0": (lambda: Strategy3D(zero_stage=0, quiet=True), Training),
     "3d_zero1": (lambda: Strategy3D(zero_stage=1, quiet=True), Training),
     "3d_zero2": (lambda: Strategy3D(zero_stage=2, quiet=True), Training),
-    "model parallel": (ModelParallelStrategy, HandSharded),
+    # its default on one node is all tensor and no data parallelism, which would send nothing here
+    "model parallel": (lambda: ModelParallelStrategy(2, 1), HandSharded),
     "3d_zero3": (lambda: Strategy3D(zero_stage=3, quiet=True), Training),
 }
 ALONE: dict[str, tuple[Callable[[], Any], type[Training]]] = {
@@ -109,7 +110,6 @@ def _show(times: dict[str, list[list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--shape", type=int, nargs=4, default=[6, 512, 2, 64], help="layers width batch length")
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="also the cost of the strategy on one device")
     a = parser.parse_args()
     shape = tuple(a.shape)
-    _show(run(_rounds, a.only, a.world, shape, a.rounds, a.steps, world=a.world, timeout=600)[0])
+    _show(run(_rounds, a.only, 2, shape, a.rounds, a.steps, world=2, timeout=600)[0])
     if a.alone:
         _show(run(_rounds, list(ALONE), 1, shape, a.rounds, a.steps, world=1, timeout=600)[0])
 

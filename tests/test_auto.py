@@ -95,7 +95,7 @@ def choose(name, world, memory, arguments):
 HERE = "tests.test_auto:"
 
 
-@pytest.mark.parametrize(("name", "world"), [("GPT", 1), ("MLP", 1), ("GPT", 2), ("Llama", 4)])
+@pytest.mark.parametrize(("name", "world"), [("GPT", 1), ("GPT", 2), pytest.param("Llama", 4, marks=pytest.mark.long)])
 def test_the_name_3d_trains_as_one_device_does(name, world):
     assert_parity(name, world, {"layout": "auto"})
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_done_is_not_chosen_and_said(name, reason):
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [
-        ({"tensor_parallel_size": 2}, (2, 2, 1, 1)),
+        pytest.param({"tensor_parallel_size": 2}, (2, 2, 1, 1), marks=pytest.mark.long),
         ({"pipeline_parallel_size": 2, "zero_stage": 0}, (2, 1, 2, 0)),
         ({"data_parallel_size": 1, "pipeline_parallel_size": 1}, (1, 4, 1, 1)),
     ],

@@ -76,7 +76,9 @@ def _fit(strategy, world):
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.evaluations
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name != "data-tensor" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
 def test_every_kind_of_metric(layout):
     world, strategy = LAYOUTS[layout]
     ((wanted, evaluations),) = run(_fit, None, 1, world=1)

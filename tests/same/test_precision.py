@@ -150,7 +150,7 @@ class Gathered(_Mixed):
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ties_find_gradients_that_accumulate_in_another_type(stage):
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     attributes = {"optimizer": "plain_sgd"}

@@ -56,6 +56,11 @@ def _closed(world, strategy, accumulate, evaluate):
     return [float(module.first.weight), float(module.second.weight)]
 
 
+WIDE = [
+    name if name in ("zero2", "tensor-pipeline") else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS
+]
+
+
 @pytest.mark.parametrize("layout", ["zero0", "zero2", "pipeline", "pipeline-zero3"])
 @pytest.mark.parametrize(("accumulate", "evaluate"), [(1, False), (2, False), (4, True)])
 def test_microbatches_accumulation_and_evaluation_scale_no_gradient(layout, accumulate, evaluate):
@@ -80,7 +85,7 @@ class Masked(GPT):
         return total / self.trainer.strategy.reduce(counted, reduce_op="mean")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WIDE)
 def test_a_mean_over_tokens_with_uneven_masks_is_that_of_the_whole_batch(layout):
     world, strategy = LAYOUTS[layout]
     scope = {"loss_scope": "batch"} if "pipeline_parallel_size" in strategy else {}
@@ -105,7 +110,7 @@ def _ones(world, strategy):
     return ones.norms, sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", WIDE)
 def test_a_norm_counts_ties_once_and_not_their_copies(layout):
     """sqrt(800) and not sqrt(1600): ties stand on two stages, norms on all tensor ranks, everything on data ranks."""
     world, strategy = LAYOUTS[layout]
@@ -130,7 +135,7 @@ def _tied(strategy):
     return bits.held
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_tied_copies_on_two_stages_stay_bit_equal_for_20_adam_steps(stage):
     results = run(_tied, {"pipeline_parallel_size": 2, "zero_stage": stage}, world=4)
     copies = [copy for held in results for copy in held.values()]
@@ -142,7 +147,7 @@ class Vocabulary10(GPT):
     vocabulary = 10
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_vocabulary_of_10_on_3_ranks(sequence_parallel):
     strategy = {"tensor_parallel_size": 3, "sequence_parallel": sequence_parallel}
     assert_parity(f"{__name__}:Vocabulary10", 3, strategy, trainer={"max_epochs": 1})

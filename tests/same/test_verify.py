@@ -22,11 +22,15 @@ LAYOUTS = {
 
 
 # "all" has every axis but data, "zero3" has that
-WIDE = [name if name in ("zero3", "all") else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+QUICK = [("zero3", "replicas"), ("all", "first_step")]
+CASES = [
+    pytest.param(layout, verify, marks=() if (layout, verify) in QUICK else pytest.mark.long)
+    for layout in LAYOUTS
+    for verify in ("first_step", "replicas")
+]
 
 
-@pytest.mark.parametrize("layout", WIDE)
-@pytest.mark.parametrize("verify", ["first_step", "replicas"])
+@pytest.mark.parametrize(("layout", "verify"), CASES)
 def test_silent_where_all_is_well(layout, verify):
     world, strategy = LAYOUTS[layout]
     flags = {"accumulate_grad_batches": 2, "max_epochs": 2} if verify == "first_step" else {"max_epochs": 6}

@@ -77,7 +77,7 @@ def train_all(size):
     return worst
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_split_ones_train_as_on_one_process(size):
     for worst in workers.run(train_all, size, world=size, group=True):
         assert max(worst.values()) < 1e-5, worst

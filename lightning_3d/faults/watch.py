@@ -66,7 +66,8 @@ class Watch:
             with suppress(StoreGone, RuntimeError):  # rank 0 has ended before, and its store with it
                 self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
         self._stop.set()
-        self._threads[0].join(2 * self.beat)
+        for thread in self._threads:
+            thread.join(2 * self.beat)
 
     # ---- the two threads -------------------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     step = getattr(module, STEPS[trainer.state.fn])
     try:
         with seeds.set_aside(), as_before(module), LogTap(module).recording(Record()):
-            batch = to_device(_first_batch(trainer))
-            return record_calls(module, lambda: step(*_arguments(step, batch)))
+            batch = to_device(first_batch(trainer))
+            return record_calls(module, lambda: step(*step_arguments(step, batch)))
     except Exception as error:
         warnings.warn(
             f"{STEPS[trainer.state.fn]} could not be run on one batch ahead of training"
@@ -123,12 +123,12 @@ def _observe(
 ) -> Whole | None:
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
-    loaders = _twice_readable(trainer)
+    loaders = twice_readable(trainer)
     if loaders is None:
         return None
     batch, _, _ = next(iter(loaders))
     loaders.reset()
-    args = _arguments(getattr(module, name), to_device(batch))
+    args = step_arguments(getattr(module, name), to_device(batch))
     sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if args else [1]
     first = (split_batch(args[0], sizes)[0], *args[1:]) if args else ()
     compared = fitting and layout.tensor_parallel_size == 1  # in shards, sums and dropout are not the same to the bit
@@ -158,7 +158,7 @@ def _warn_unless_mean(
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}")
 
 
-def _twice_readable(trainer: Trainer) -> CombinedLoader | None:
+def twice_readable(trainer: Trainer) -> CombinedLoader | None:
     """The loaders of the loop that is about to run, if reading a batch takes nothing away from who reads later.
 
     They are asked for from where Lightning's loop gets them (read in lightning 2.6): what it does itself, it does with
@@ -185,7 +185,7 @@ def _loop(trainer: Trainer) -> Any:
     }[trainer.state.fn]  # type: ignore[index]
 
 
-def _first_batch(trainer: Trainer) -> Any:
+def first_batch(trainer: Trainer) -> Any:
     """The first batch of the loop that is about to run, from an iterator of its own."""
     loop = _loop(trainer)
     loop.setup_data()
@@ -199,6 +199,6 @@ def _first_batch(trainer: Trainer) -> Any:
     return batch
 
 
-def _arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+def step_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
     """What Lightning would call `step` with: the batch, then indices as far as it takes them."""
     return (batch, 0, 0)[: len(inspect.signature(step).parameters)]

@@ -14,8 +14,8 @@ from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
 from lightning_3d.measured import Measured, Meter, write
 from lightning_3d.opening import step_line
+from lightning_3d.peek import loader_batch_size
 from lightning_3d.resuming import Resuming
-from lightning_3d.samples import loader_batch_size
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
 from lightning_3d.zero import DataParallel, NoData
 

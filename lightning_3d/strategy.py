@@ -318,8 +318,6 @@ class Strategy3D(Running):
         return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._mesh is None:  # a look at the first batch, for the choice of a layout
-            return dataloader
         seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return super().process_dataloader(dataloader)
 

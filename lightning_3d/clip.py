@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
 
 Counted = Callable[[nn.Parameter], bool]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.local import local
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates

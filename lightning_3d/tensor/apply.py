@@ -85,11 +85,6 @@ def apply_tensor(
     return AppliedTensor(module, plan, mesh, undo, originals)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh.

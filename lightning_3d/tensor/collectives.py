@@ -94,7 +94,7 @@ class _Local(torch.autograd.Function):
         )
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter.
 
     `DTensor.to_local` would give gradients strides of their own where shards are uneven, so that autograd clones them,

@@ -146,7 +146,7 @@ def compose(
         ranks = stage_ranks(layout.schedule, group.size(), per_rank)
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
-        result.stages = Stages(module, plans.split, group, ranks)
+        result.stages = Stages(plans.split, group, ranks)
         _let_go(result.swaps)
     if plans.tensor is not None and plans.tensor.splits:
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)

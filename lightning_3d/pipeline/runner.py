@@ -113,9 +113,7 @@ class Pipeline:
     def holds_last(self) -> bool:
         return self.stage_rank[-1] == self.wire.rank
 
-    def training_step(
-        self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0, step: str = "training_step"
-    ) -> Any:
+    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
         """Run forward and backward of a whole batch; gradients wait for `backward`.
 
         Args:
@@ -136,9 +134,9 @@ class Pipeline:
         record: Record | None = None
         with seeds.set_aside():
             if self.split.solo:
-                output, record = self._solo(args, seed, scale, step)
+                output, record = self._solo(args, seed, scale)
             else:
-                running = TrainingStep(self, step, args, seed, scale)
+                running = TrainingStep(self, args, seed, scale)
                 output, record = running.run()
                 if last:
                     self._forget_unreached(running.traces)
@@ -184,10 +182,10 @@ class Pipeline:
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 
-    def _solo(self, args: tuple[Any, ...], seed: int, scale: float, step: str) -> tuple[Any, None]:
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> tuple[Any, None]:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
-            output = self.call(step, args, seed)
+            output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
             (loss * scale).backward()

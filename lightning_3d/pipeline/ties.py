@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.local import like, local
 from lightning_3d.pipeline.split import PipelineSplit, Tie
@@ -74,8 +74,3 @@ class Ties:
         for rank in ranks[1:]:
             total += buffers[rank]
         return total
-
-
-def plain_parameters(module: nn.Module) -> Callable[[str], Tensor]:
-    """`locate` for parameters that are not sharded over data ranks."""
-    return module.get_parameter

@@ -134,7 +134,7 @@ class Pipeline:
         record: Record | None = None
         with seeds.set_aside():
             if self.split.solo:
-                output, record = self._solo(args, seed, scale)
+                output = self._solo(args, seed, scale)
             else:
                 running = TrainingStep(self, args, seed, scale)
                 output, record = running.run()
@@ -182,14 +182,14 @@ class Pipeline:
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 
-    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> tuple[Any, None]:
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
             output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
             (loss * scale).backward()
-        return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
+        return self.wire.share(detached(output), self.stage_rank[-1], "results")
 
     def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
         """What `step` does with microbatches of this shape, rehearsed if it was not yet."""

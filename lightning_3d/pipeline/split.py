@@ -215,7 +215,6 @@ class AppliedSplit:
 
     module: nn.Module
     split: PipelineSplit
-    my_stages: tuple[int, ...]
     absent: dict[str, int]
     """Stage that holds each absent parameter or buffer, by name (every name of a tied one)."""
 
@@ -283,7 +282,7 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
                         kept.add(id(replaced[id(tensor)]))
                     tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
                     absent[f"{prefix}.{name}"] = stages[0]
-    return AppliedSplit(module, split, tuple(my_stages), absent)
+    return AppliedSplit(module, split, absent)
 
 
 def _absent_like(tensor: torch.Tensor) -> torch.Tensor:

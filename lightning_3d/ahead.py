@@ -5,24 +5,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import LogTap, Record
 from lightning_3d.pipeline.microbatch import map_leaves
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.planner.inspection import Trace, traced
-from lightning_3d.samples import _arguments
-
-
-def readable_twice(trainer: Trainer) -> bool:
-    """Whether looking at a batch takes nothing away from the training."""
-    loaders = tree_leaves(trainer.fit_loop._data_source.dataloader())
-    return all(isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) for loader in loaders)
+from lightning_3d.samples import step_arguments
 
 
 def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, Record]:
@@ -33,7 +25,7 @@ def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, R
     record = Record()
     with seeds.set_aside(), as_before(module), LogTap(module).recording(record):
         with fake_tensors(module, mode), mode, torch.enable_grad(), traced(module, trace):
-            return step(*_arguments(step, fakes)), record
+            return step(*step_arguments(step, fakes)), record
 
 
 @contextmanager

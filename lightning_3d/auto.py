@@ -9,10 +9,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_3d.ahead import readable_twice, run_ahead
+from lightning_3d.ahead import run_ahead
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.layout import Layout
+from lightning_3d.peek import first_batch, loaders_of, map_style
+from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
@@ -23,7 +25,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Precision
 from lightning_3d.processes import Processes
-from lightning_3d.samples import _first_batch, record_one_batch
+from lightning_3d.samples import record_one_batch
 from lightning_3d.tensor.infer import plan_tensor
 
 WORTH = 0.5
@@ -189,9 +191,11 @@ class Seen:
 
 def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any], counted: Profile) -> Seen:
     """What `training_step` computes and keeps on the first batch, run on tensors without memory."""
-    if not readable_twice(trainer):
-        return Seen(counted, problems=("its data can be read only once, so activations are not known",))
-    batch = to_device(_first_batch(trainer))
+    with seeds.set_aside():
+        loaders = loaders_of(trainer)
+        if not map_style(loaders):
+            return Seen(counted, problems=("its data can be read only once, so activations are not known",))
+        batch = to_device(first_batch(loaders))
     rows = batch_size(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))

@@ -10,14 +10,14 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, group_src: int = 0) -> None:
-    """Overwrite `tensors` with those of rank `group_src` of `group`. Every rank passes tensors of the same shapes."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrite `tensors` with those of the first rank of `group`. Every rank passes tensors of the same shapes."""
     for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.broadcast(bucket[0], group=group, group_src=group_src)
+            dist.broadcast(bucket[0], group=group, group_src=0)
             continue
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group=group, group_src=group_src)
+        dist.broadcast(flat, group=group, group_src=0)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
 
 Counted = Callable[[nn.Parameter], bool]
@@ -34,9 +34,7 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
 
 
 @torch.no_grad()
-def grad_norm(
-    parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float = 2.0, device: torch.device | None = None
-) -> Tensor:
+def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float, device: torch.device) -> Tensor:
     """The norm that one process would compute. Collective over the world; the same bits on every rank.
 
     Args:
@@ -68,15 +66,9 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    parameters: list[nn.Parameter],
-    max_norm: float,
-    counted: Counted,
-    norm_type: float = 2.0,
-    device: torch.device | None = None,
-) -> Tensor:
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, device: torch.device) -> Tensor:
     """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
-    norm = grad_norm(parameters, counted, norm_type, device)
+    norm = grad_norm(parameters, counted, 2.0, device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

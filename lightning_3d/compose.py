@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_3d.anatomy import Anatomy
@@ -23,8 +22,8 @@ from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.stages import Stages
 from lightning_3d.state import swap_parameters, whole_optimizer_entries
-from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor
-from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
+from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.plan import TensorPlan
 from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
 
@@ -101,11 +100,7 @@ class Composed:
             return torch.empty_like(whole, device="meta")
         split = self.splits.get(parameter)
         if split is not None and self.tensor is not None:
-            mesh = self.tensor.mesh
-            mine = local_part(whole.to(parameter.device), split, mesh.get_local_rank()).contiguous()
-            whole = DTensor.from_local(
-                mine, mesh, [Shard(split.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            whole = shard_of(whole.to(parameter.device), split, self.tensor.mesh)
         return self.data.part(parameter, whole)
 
     def counted(self, parameter: nn.Parameter) -> bool:
@@ -151,7 +146,7 @@ def compose(
         ranks = stage_ranks(layout.schedule, group.size(), per_rank)
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
-        result.stages = Stages(module, plans.split, group, ranks)
+        result.stages = Stages(plans.split, group, ranks)
         _let_go(result.swaps)
     if plans.tensor is not None and plans.tensor.splits:
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)

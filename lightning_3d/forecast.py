@@ -29,7 +29,7 @@ from lightning_3d.planner.memory import rank_memory
 from lightning_3d.planner.plan import Plan, price_layout
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.wire import ring_all_reduce
-from lightning_3d.samples import _arguments
+from lightning_3d.samples import step_arguments
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.plan import UnitPlan
 from lightning_3d.tensor.record import record_calls
@@ -113,7 +113,7 @@ class Step:
             return Plans(anatomy, split)
         step, tap = self.module.training_step, LogTap(self.module)
         with seeds.set_aside(), as_before(self.module), tap.recording(Record()):
-            calls = record_calls(self.module, lambda: step(*_arguments(step, self.batch)))
+            calls = record_calls(self.module, lambda: step(*step_arguments(step, self.batch)))
         tensor = plan_tensor(
             self.module,
             self.layout.tensor_parallel_size,

@@ -15,8 +15,8 @@ from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.local import local
 from lightning_3d.zero.local_step import LocalTensors
 
 ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]

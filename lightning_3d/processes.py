@@ -59,7 +59,7 @@ class Processes(ParallelStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._start_method: StartMethod = start_method
         self._process_group_backend = process_group_backend
-        self._num_nodes = 1
+        self.num_nodes = 1  # the Trainer says how many
         self._mesh: DeviceMesh | None = None
         self._communication: Communication | None = None
         self._failed = self._judged = False
@@ -107,14 +107,6 @@ class Processes(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:

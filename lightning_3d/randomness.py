@@ -85,8 +85,8 @@ def set_main_streams(streams: Streams, generator: torch.Generator | None = None)
         generator.set_state(streams["generator"])
 
 
-def share_random_state(group: dist.ProcessGroup, group_src: int = 0) -> None:
-    """Give every rank of `group` the random state (torch's, Python's, numpy's) of rank `group_src`."""
+def share_random_state(group: dist.ProcessGroup) -> None:
+    """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
     if dist.get_world_size(group) == 1:
         return
     import numpy
@@ -95,7 +95,7 @@ def share_random_state(group: dist.ProcessGroup, group_src: int = 0) -> None:
     states: list[Any] = [
         (torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state())
     ]
-    dist.broadcast_object_list(states, group=group, group_src=group_src)
+    dist.broadcast_object_list(states, group=group, group_src=0)
     seed, torch_state, cuda, python_state, numpy_state = states[0]
     torch.default_generator.manual_seed(seed)
     torch.set_rng_state(torch_state)

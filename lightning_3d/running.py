@@ -5,17 +5,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
+from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.compose import Composed
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
 from lightning_3d.measured import Measured, Meter, write
 from lightning_3d.opening import step_line
+from lightning_3d.peek import loader_batch_size
 from lightning_3d.resuming import Resuming
-from lightning_3d.samples import loader_batch_size
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
 from lightning_3d.zero import DataParallel, NoData
 
@@ -83,6 +84,20 @@ class Running(Resuming):
         if self._in_step:  # the user's step goes on with the new parameters
             self._data.begin()
         return output
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
+
+        That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
+        """
+        return grad_norm(self._module.parameters(), self._counted, norm_type, self.root_device)
+
+    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        return clip_grad_norm(parameters, max_norm, self._counted, self.root_device)
+
+    def _counted(self, parameter: nn.Parameter) -> bool:
+        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
+        return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -14,6 +14,7 @@ from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
+from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, loader_states, places
@@ -99,6 +100,7 @@ class Saving(Processes):
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
+        seed_workers_by_data_rank(dataloader, self.coordinate.data)
         return counted(dataloader) if self._module.trainer.training else dataloader
 
     def on_train_start(self) -> None:

@@ -14,15 +14,12 @@ class Stages:
     """Who holds what.
 
     Args:
-        module: cut by `apply_split`.
-        split: the plan it was cut by.
+        split: the plan that the module was cut by.
         group: the ranks of this pipeline.
         stage_rank: rank in `group` of each stage.
     """
 
-    def __init__(
-        self, module: nn.Module, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int]
-    ) -> None:
+    def __init__(self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
         self.split, self.group, self.stage_rank = split, group, stage_rank
         self.rank = dist.get_rank(group)
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}

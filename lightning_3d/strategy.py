@@ -14,7 +14,6 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
@@ -26,10 +25,9 @@ from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_hooks, check_module, check_optimizers, use_no_grad
-from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
-from lightning_3d.data import SampleCheck, seed_workers_by_data_rank
+from lightning_3d.data import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
@@ -300,28 +298,6 @@ class Strategy3D(Running):
 
     def model_to_device(self) -> None:
         self._module.to(self.root_device)
-
-    # ---- run -----------------------------------------------------------------------------------------------------
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
-
-        That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
-        """
-        return grad_norm(self._module.parameters(), self._counted, norm_type, self.root_device)
-
-    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        return clip_grad_norm(parameters, max_norm, self._counted, device=self.root_device)
-
-    def _counted(self, parameter: nn.Parameter) -> bool:
-        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
-        return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        if self._mesh is None:  # a look at the first batch, for the choice of a layout
-            return dataloader
-        seed_workers_by_data_rank(dataloader, self.coordinate.data)
-        return super().process_dataloader(dataloader)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

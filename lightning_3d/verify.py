@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.compose import Composed
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import LogTap, Record

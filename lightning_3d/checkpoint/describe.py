@@ -43,17 +43,3 @@ def describe(tensor: Tensor, split: Split | None = None) -> Placement:
             placement = placement.chunk(dim, rank, ranks)
     assert placement.local_shape == tuple(tensor.to_local().shape), (placement, tensor.to_local().shape)
     return placement
-
-
-def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as what this rank holds of a tensor that is laid out as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )

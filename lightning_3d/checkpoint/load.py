@@ -6,9 +6,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.describe import Splits, describe, like
+from lightning_3d.checkpoint.describe import Splits, describe
 from lightning_3d.checkpoint.names import parameter_names, parameters_of, to_numbers
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
+from lightning_3d.local import like
 from lightning_3d.state import in_parts
 
 BATCH_BYTES = 2**30

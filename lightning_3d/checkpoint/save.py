@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.background import Gather
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
-from lightning_3d.checkpoint.describe import held
 from lightning_3d.checkpoint.manifest import Manifest, Stored, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.parts import Written, write_bytes, write_part
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.plan import share_out
 from lightning_3d.errors import CheckpointError
+from lightning_3d.local import local
 
 
 class SaveFailed(CheckpointError):
@@ -70,7 +70,7 @@ def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
         state = f'{{"rest":{found.rest},"{OPTIMIZERS}":{optimizers},"ranks":[{owns}]}}'.encode()
         objects = _pickled(found.objects)
     tensors = [
-        held(found.tensors[name])[box(piece.local, piece.size)]
+        local(found.tensors[name].detach())[box(piece.local, piece.size)]
         for name, pieces in plan[rank].items()
         for piece in pieces
     ]

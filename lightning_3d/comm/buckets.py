@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
+from lightning_3d.local import local
 
 ALONE_BYTES = 256 * 1024
 """From this size on a gradient is reduced where it lies: packing would cost more than another collective."""
@@ -69,11 +69,6 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
         if sum(map(_size, gathered)) >= bucket_bytes:
             buckets.append(Bucket(open_.pop(kind)))
     return buckets + [Bucket(gathered) for gathered in open_.values()]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor-parallel tensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _size(parameter: nn.Parameter) -> int:

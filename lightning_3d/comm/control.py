@@ -1,6 +1,5 @@
 """What ranks tell each other beside the data: a few integers, at once, out of the engine's order."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,8 +23,3 @@ def exchange(message: Tensor, group: dist.ProcessGroup) -> Tensor:
         assert work is not None
         work.wait()
     return table
-
-
-def same_everywhere(value: int, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks passed the same `value`."""
-    return bool((exchange(torch.tensor([value]), group) == value).all())

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.comm.buckets import Bucket, local, make_buckets
+from lightning_3d.comm.buckets import Bucket, make_buckets
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.control import exchange
 from lightning_3d.comm.engine import Engine, Handle
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
+from lightning_3d.local import local
 
 
 class Replicas:

@@ -33,7 +33,7 @@ from lightning_3d.samples import record_one_batch
 from lightning_3d.tensor import infer, sample
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
-from lightning_3d.tensor.sample import _plain_tensor
+from lightning_3d.tensor.sample import plain_tensor
 
 
 def stand_alone(world: World, strategy: Any) -> None:
@@ -72,7 +72,7 @@ def stand_alone(world: World, strategy: Any) -> None:
         (place, "record_one_batch", decision.record),
         (place, "plan_tensor", decision.plan),
         (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
-        (sample, "_plain_tensor", _without_values),
+        (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
         (rehearse, "_run_whole", rehearsal.run_whole(world)),
         (rehearse, "differ", _same),
@@ -185,7 +185,7 @@ class _Decision:
 def _without_values(tensor: Tensor) -> Tensor:
     """An argument of a block as the proof takes it: an activation gets random numbers there anyway."""
     if not isinstance(tensor, FakeTensor):
-        return _plain_tensor(tensor)
+        return plain_tensor(tensor)
     if tensor.is_floating_point():
         return torch.empty(tensor.shape, device="meta")
     return torch.zeros(tensor.shape, dtype=tensor.dtype)

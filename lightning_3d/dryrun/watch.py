@@ -7,10 +7,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.dryrun.pretend import Pretend, held
 from lightning_3d.dryrun.report import Sent
+from lightning_3d.local import local
 
 LARGE = 500_000_000
 """Parameters from which one optimizer step is run, not two."""

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.comm.buckets import local
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.local import local
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
@@ -113,9 +113,7 @@ class Pipeline:
     def holds_last(self) -> bool:
         return self.stage_rank[-1] == self.wire.rank
 
-    def training_step(
-        self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0, step: str = "training_step"
-    ) -> Any:
+    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
         """Run forward and backward of a whole batch; gradients wait for `backward`.
 
         Args:
@@ -136,9 +134,9 @@ class Pipeline:
         record: Record | None = None
         with seeds.set_aside():
             if self.split.solo:
-                output, record = self._solo(args, seed, scale, step)
+                output = self._solo(args, seed, scale)
             else:
-                running = TrainingStep(self, step, args, seed, scale)
+                running = TrainingStep(self, args, seed, scale)
                 output, record = running.run()
                 if last:
                     self._forget_unreached(running.traces)
@@ -184,14 +182,14 @@ class Pipeline:
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 
-    def _solo(self, args: tuple[Any, ...], seed: int, scale: float, step: str) -> tuple[Any, None]:
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
         with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
-            output = self.call(step, args, seed)
+            output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
             (loss * scale).backward()
-        return self.wire.share(detached(output), self.stage_rank[-1], "results"), None
+        return self.wire.share(detached(output), self.stage_rank[-1], "results")
 
     def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
         """What `step` does with microbatches of this shape, rehearsed if it was not yet."""

@@ -67,7 +67,6 @@ def plan_split(
     num_stages: int = 2,
     *,
     cuts: Sequence[str] | None = None,
-    costs: Mapping[str, float] | None = None,
     whole: Whole | None = None,
 ) -> PipelineSplit:
     """Cut `module` into `num_stages` stages of about equal cost.
@@ -77,7 +76,6 @@ def plan_split(
         anatomy: its anatomy, found if not given.
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
-        costs: measured cost of units by name, instead of the counted one.
         whole: what one microbatch showed: the order in which units run, which are called again, and which of their
             parameters other code reads. Without it, that is read from the code.
 
@@ -88,8 +86,6 @@ def plan_split(
     units = find_units(module, anatomy, num_stages)
     if whole is not None:
         units = in_running_order(units, module, whole.calls)
-    if costs:
-        units = tuple(Unit(unit.name, unit.parameters, costs.get(unit.name, unit.cost)) for unit in units)
     names = tuple(unit.name for unit in units)
     if cuts is not None:
         stages = _by_hand(names, cuts, num_stages)
@@ -219,7 +215,6 @@ class AppliedSplit:
 
     module: nn.Module
     split: PipelineSplit
-    my_stages: tuple[int, ...]
     absent: dict[str, int]
     """Stage that holds each absent parameter or buffer, by name (every name of a tied one)."""
 
@@ -234,14 +229,11 @@ class AppliedSplit:
         dist.all_gather_object(everywhere, self.absent, group=group)
         stage_of = {name: stage for absent in everywhere for name, stage in absent.items()}
         fresh: dict[int, nn.Parameter] = {}
-        sent: set[int] = set()
         for name in sorted(stage_of):
-            self._receive(name, stage_rank[stage_of[name]], group, fresh, sent)
+            self._receive(name, stage_rank[stage_of[name]], group, fresh)
         self.absent = {}
 
-    def _receive(
-        self, name: str, source: int, group: dist.ProcessGroup, fresh: dict[int, nn.Parameter], sent: set[int]
-    ) -> None:
+    def _receive(self, name: str, source: int, group: dist.ProcessGroup, fresh: dict[int, nn.Parameter]) -> None:
         owner_name, _, leaf = name.rpartition(".")
         owner = self.module.get_submodule(owner_name)
         held = getattr(owner, leaf)
@@ -290,7 +282,7 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
                         kept.add(id(replaced[id(tensor)]))
                     tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
                     absent[f"{prefix}.{name}"] = stages[0]
-    return AppliedSplit(module, split, tuple(my_stages), absent)
+    return AppliedSplit(module, split, absent)
 
 
 def _absent_like(tensor: torch.Tensor) -> torch.Tensor:

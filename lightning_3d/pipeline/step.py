@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class TrainingStep:
     """A batch on its way through the stages of this rank."""
 
+    name = "training_step"
     pipeline: "Pipeline"
-    name: str
     args: tuple[Any, ...]
     seed: int
     scale: float

@@ -1,12 +1,12 @@
 """Parameters that several stages hold: gradients summed over the stages, so that the copies stay equal bit for bit."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_3d.local import like, local
 from lightning_3d.pipeline.split import PipelineSplit, Tie
 from lightning_3d.pipeline.wire import Wire
 
@@ -43,7 +43,7 @@ class Ties:
         present = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
         flags = present.to(tensors[0].device, tensors[0].dtype)
         parts = [
-            _local(tensor.grad) if tensor.grad is not None else torch.zeros_like(_local(tensor)) for tensor in tensors
+            local(tensor.grad) if tensor.grad is not None else torch.zeros_like(local(tensor)) for tensor in tensors
         ]
         mine = torch.cat([flags, *(part.detach().reshape(-1) for part in parts)])
         total = self._exchange(ranks, mine)
@@ -54,9 +54,9 @@ class Ties:
             if total[index] == 0:
                 continue
             if tensor.grad is None:
-                tensor.grad = _like(tensor, piece)
+                tensor.grad = like(tensor, piece.clone())
             else:
-                _local(tensor.grad).copy_(piece)
+                local(tensor.grad).copy_(piece)
 
     def _exchange(self, ranks: tuple[int, ...], mine: Tensor) -> Tensor:
         others = [rank for rank in ranks if rank != self.wire.rank]
@@ -74,28 +74,3 @@ class Ties:
         for rank in ranks[1:]:
             total += buffers[rank]
         return total
-
-
-def _local(tensor: Any) -> Tensor:
-    """The local part of a tensor-parallel parameter: stages hold it split in the same way."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _like(tensor: Any, local: Tensor) -> Tensor:
-    if not hasattr(tensor, "to_local"):
-        return local.clone()
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local.clone(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def plain_parameters(module: nn.Module) -> Callable[[str], Tensor]:
-    """`locate` for parameters that are not sharded over data ranks."""
-    return module.get_parameter

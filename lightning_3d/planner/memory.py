@@ -61,9 +61,8 @@ def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatche
     That is either the end of the last forward, when all activations are there, or the end of the last backward, when
     all gradients are. Which one depends on the model: both are computed.
     """
-    where = {"stage": stage, "micro": micro, "reserved": reserved}
-    after_forward = _after_forward(job, layout, microbatches=microbatches, **where)  # type: ignore[arg-type]
-    after_backward = _after_backward(job, layout, microbatches=microbatches, **where)  # type: ignore[arg-type]
+    after_forward = _after_forward(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
+    after_backward = _after_backward(job, layout, stage=stage, reserved=reserved)
     return max(after_forward, after_backward, key=lambda memory: memory.total)
 
 
@@ -98,9 +97,7 @@ def _after_forward(
     )
 
 
-def _after_backward(
-    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float
-) -> RankMemory:
+def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) -> RankMemory:
     """Beside the states there is one block's worth of temporaries: of its gradients or of its update."""
     kept, host = offloaded(states_after_backward(job, layout, stage), layout)
     per_block = _block_gradients(job, layout)

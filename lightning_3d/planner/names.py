@@ -31,7 +31,6 @@ def _llama(
     vocabulary: int = 32000,
     sequence: int = 4096,
     tied: bool = False,
-    head_size: int | None = None,
     qkv_bias: bool = False,
 ) -> Transformer:
     return Transformer(
@@ -39,7 +38,6 @@ def _llama(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        head_size=head_size,
         kv_heads=kv_heads,
         vocabulary=vocabulary,
         sequence=sequence,

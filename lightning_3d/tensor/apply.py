@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_3d.tensor.axis import GroupAxis, Ledger
-from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
+from lightning_3d.tensor.collectives import gather_parts
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.patch import Undo, patch_unit
 from lightning_3d.tensor.plan import TensorPlan
 from lightning_3d.tensor.vocabulary import patch_vocabulary
@@ -85,11 +86,6 @@ def apply_tensor(
     return AppliedTensor(module, plan, mesh, undo, originals)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh.
@@ -106,11 +102,7 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     mesh, shard = tensor.device_mesh, tensor.to_local().detach()
     for axis in reversed(range(mesh.ndim - 1)):
         shard = _gather_data(shard, tensor, axis, split)
-    tensor_axis = GroupAxis(mesh.get_group(mesh.ndim - 1))
-    shapes = [list(shard.shape) for _ in range(tensor_axis.size)]
-    for rank, shape in enumerate(shapes):
-        shape[split.dim] = split.local_size(rank)
-    return assemble(tensor_axis.all_gather(shard, shapes), split)
+    return gather_parts(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split)
 
 
 def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:
@@ -135,12 +127,16 @@ def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:
     return any(name not in owned or owned[name].is_meta for name in names)
 
 
-def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
-    local = local_part(whole.detach(), split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
-    shard = DTensor.from_local(
+def shard_of(whole: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
+    """The shard of `whole` that is this tensor rank's."""
+    local = local_part(whole, split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
         local, mesh, [Shard(split.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    parameter = nn.Parameter(shard, requires_grad=whole.requires_grad)
+
+
+def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
+    parameter = nn.Parameter(shard_of(whole.detach(), split, mesh), requires_grad=whole.requires_grad)
     parameter.__dict__.update(whole.__dict__)
     return parameter
 

@@ -49,8 +49,10 @@ class Axis(Protocol):
 class GroupAxis:
     """The tensor axis over a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None, *, lazy: bool = True) -> None:
-        self.group, self.ledger, self.lazy = group, ledger, lazy
+    lazy = True
+
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
+        self.group, self.ledger = group, ledger
         self.rank, self.size = group.rank(), group.size()
 
     def __deepcopy__(self, memo: Any) -> "GroupAxis":

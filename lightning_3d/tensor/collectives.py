@@ -11,8 +11,7 @@ function   forward                  backward
 =========  =======================  =======================
 
 `share` is for a bias that every rank adds before the sum: N times a N-th. Its gradient is that of the sum, which is
-the same
-on every rank, so that replicas stay equal with no communication.
+the same on every rank, so that replicas stay equal with no communication.
 """
 
 from typing import Any
@@ -64,14 +63,14 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _whole(grad, ctx.axis, ctx.split), None, None
+        return gather_parts(grad, ctx.axis, ctx.split), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return _whole(tensor, axis, split)
+        return gather_parts(tensor, axis, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -94,7 +93,7 @@ class _Local(torch.autograd.Function):
         )
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter.
 
     `DTensor.to_local` would give gradients strides of their own where shards are uneven, so that autograd clones them,
@@ -103,7 +102,8 @@ def local(tensor: Tensor) -> Tensor:
     return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+def gather_parts(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+    """The whole of what each rank holds a part of; autograd does not follow."""
     shapes = [list(tensor.shape) for _ in range(axis.size)]
     for rank, shape in enumerate(shapes):
         shape[split.dim] = split.local_size(rank)

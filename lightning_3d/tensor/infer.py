@@ -59,8 +59,7 @@ def plan_tensor(
         module: the module to split, with nothing split off it yet.
         size: ranks on the tensor axis.
         tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or
-            "whole".
-            It overrides what would be inferred, is proven too, and is an error if it computes something else.
+            "whole". It overrides what would be inferred, is proven too, and is an error if it computes something else.
         sequence_parallel: also divide the residual stream between the split parts of a block, where that can be proven.
         calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that
             take one tensor.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, local, share
+from lightning_3d.tensor.collectives import copy, local_shard, share
 from lightning_3d.tensor.forwards import Memo, ShardedForward, UnitForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan import UnitPlan
@@ -83,7 +83,7 @@ class _Shadow:
             return share(parameter, self.axis)
         if self.slice is not None:
             return local_part(copy(parameter, self.axis), self.slice, self.axis.rank)
-        return copy(parameter, self.axis) if self.summed else local(parameter)
+        return copy(parameter, self.axis) if self.summed else local_shard(parameter)
 
 
 def _put_back(owner: nn.Module, name: str, before: Any) -> None:

@@ -1,9 +1,8 @@
 """Dropout inside a split region: masks differ over the tensor ranks there, and agree everywhere else.
 
 All tensor ranks draw from equal generators, so masks on whole activations agree by themselves. For a call on a shard
-the
-ranks draw a common seed from that generator, which keeps them in step, and make the mask from the seed and their rank.
-That holds on every device and again under recomputation, because nothing but the generator's state is involved.
+the ranks draw a common seed from that generator, which keeps them in step, and make the mask from the seed and their
+rank. That holds on every device and again under recomputation, because nothing but the generator's state is involved.
 """
 
 from collections.abc import Iterator, Sequence

@@ -76,7 +76,7 @@ def is_activation(tensor: Tensor) -> bool:
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Sample:
     """A snapshot of a call, on the CPU and in fp32."""
-    return Sample(args, kwargs, training).mapped(lambda _, tensor: _plain_tensor(tensor))
+    return Sample(args, kwargs, training).mapped(lambda _, tensor: plain_tensor(tensor))
 
 
 def shortened(sample: Sample) -> list[Sample]:
@@ -100,7 +100,7 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
     return tensor.clone()
 
 
-def _plain_tensor(tensor: Tensor) -> Tensor:
+def plain_tensor(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().to("cpu", copy=True)
     return tensor.float() if tensor.is_floating_point() else tensor
 

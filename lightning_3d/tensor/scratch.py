@@ -5,7 +5,7 @@ branch), and where a weight is zero every split of its neighbours looks right.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,14 +49,6 @@ def _computed(module: nn.Module) -> dict[int, Any]:
     """Results that modules keep (a state, a reparametrized weight), which autograd does not let anybody copy."""
     kept = (value for child in module.modules() for value in child.__dict__.values())
     return {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(full name, owner, own name, parameter) for every parameter, a tied one once for each name."""
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{name}" if prefix else name, owner, name, parameter
 
 
 def names_of(module: nn.Module) -> Mapping[int, str]:

@@ -217,7 +217,7 @@ def _units(known: Study, size: int) -> list[int]:
 def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
     """Every combination of numbers that might shrink, first as they are read, then with the width of the input too."""
     near, forced = _near(known, region), _forced(known, region, division)
-    for plain in _with_tail(known, region, _candidate(known, region, division)):
+    for plain in _with_tail(known, _candidate(known, region, division)):
         for decoys in ({}, _decoys(known, region, division)):
             for must in [forced, {}] if forced else [{}]:
                 for attributes in combinations(near, division.fractions, must):
@@ -226,7 +226,7 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
                 break
 
 
-def _with_tail(known: Study, region: Region, plain: UnitPlan) -> Iterator[UnitPlan]:
+def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
     """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
     inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
     results = [

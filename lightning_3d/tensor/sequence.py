@@ -2,10 +2,8 @@
 
 The residual stream enters a block in parts, is gathered where it enters a split region, and what leaves the region is
 summed and divided in one go. Norms, dropout and residual sums in between run on the parts. Parameters used there find
-a part of
-their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `Lazy` tensors, so
-code
-between them that does anything else with the stream sees it whole.
+a part of their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `Lazy`
+tensors, so code between them that does anything else with the stream sees it whole.
 """
 
 import itertools
@@ -17,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
+from lightning_3d.tensor.collectives import gather_parts
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 
 
@@ -27,7 +26,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return _gathered(tensor, axis, split)
+        return gather_parts(tensor, axis, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -44,7 +43,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gathered(grad, ctx.axis, ctx.split), None, None
+        return gather_parts(grad, ctx.axis, ctx.split), None, None
 
 
 class _CopyAll(torch.autograd.Function):
@@ -104,13 +103,6 @@ def sequence_candidates(
         for entries in itertools.product(*plan.edges):
             flat = tuple(dict.fromkeys(name for group in entries for name in group))
             yield replace(plan, sequence=SequencePlan(dim, stream, leaving, flat, outer))
-
-
-def _gathered(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    shapes = [list(tensor.shape) for _ in range(axis.size)]
-    for rank, shape in enumerate(shapes):
-        shape[split.dim] = split.local_size(rank)
-    return assemble(axis.all_gather(tensor, shapes), split)
 
 
 def _scattered(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:

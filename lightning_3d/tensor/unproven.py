@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import gather, local
+from lightning_3d.tensor.collectives import gather, local_shard
 from lightning_3d.tensor.plan import UnitPlan
 
 
@@ -65,7 +65,7 @@ def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axi
         for name, split in plan.splits.items():
             owner = unit.get_submodule(name.rpartition(".")[0])
             own_name = name.rpartition(".")[2]
-            shadows.append(Change(owner, own_name, gather(local(owner._parameters[own_name]), axis, split)))  # type: ignore[arg-type]
+            shadows.append(Change(owner, own_name, gather(local_shard(owner._parameters[own_name]), axis, split)))  # type: ignore[arg-type]
         yield
     finally:
         for shadow in shadows:

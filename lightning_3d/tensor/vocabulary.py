@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, gather, local, reduce
+from lightning_3d.tensor.collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.patch import Undo
@@ -109,7 +109,7 @@ class ShardedEmbedding:
         # Rows asked for on behalf of another rank are masked, so the padding row needs no care but its own gradient.
         padding = self.module.padding_idx
         padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
-        found = F.embedding(index, local(self.module.weight), padding)
+        found = F.embedding(index, local_shard(self.module.weight), padding)
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
 
@@ -137,7 +137,7 @@ class ShardedHead:
     def __call__(self, input: Tensor) -> Tensor:
         bias = self.module.bias
         logits = F.linear(
-            copy(whole(input), self.axis), local(self.module.weight), None if bias is None else local(bias)
+            copy(whole(input), self.axis), local_shard(self.module.weight), None if bias is None else local_shard(bias)
         )
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():

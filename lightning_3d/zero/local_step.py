@@ -12,6 +12,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.local import like, local
+
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
@@ -98,20 +100,14 @@ def _enter(optimizer: Optimizer, parameter: nn.Parameter, shards: dict[nn.Parame
         return parameter
     shard = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     if parameter.grad is not None:
-        assert isinstance(parameter.grad, DTensor)
-        shard.grad = parameter.grad.to_local()
+        shard.grad = local(parameter.grad)
     if parameter in optimizer.state:
         state = optimizer.state.pop(parameter)
-        optimizer.state[shard] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+        optimizer.state[shard] = {k: local(v) for k, v in state.items()}
     shards[parameter] = shard
     return shard
 
 
 def _like(parameter: nn.Parameter, value: Any, shard: nn.Parameter) -> Any:
     """A state of `shard` as the state of `parameter`."""
-    if not isinstance(value, Tensor) or value.shape != shard.shape or not isinstance(parameter, DTensor):
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return like(parameter, value) if isinstance(value, Tensor) and value.shape == shard.shape else value

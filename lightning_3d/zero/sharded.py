@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.comm import FullySharded, Replicas
+from lightning_3d.local import local
 from lightning_3d.zero import fsdp_state
 from lightning_3d.zero.rows import all_rows, my_rows
 from lightning_3d.zero.units import shard_units, unshardable
@@ -154,17 +155,15 @@ class ShardedData:
         if parameter not in self.placed or not isinstance(tensor, DTensor):
             return tensor
         param = self.placed[parameter]
-        local = tensor.to_local().to(param.device)
-        whole = all_rows(local, param._orig_size, param.mesh_info.shard_process_group)
+        whole = all_rows(tensor.to_local().to(param.device), param._orig_size, param.mesh_info.shard_process_group)
         return self.originals[parameter].tensor(whole)
 
     def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         if parameter not in self.placed:
             return whole
         param = self.placed[parameter]
-        whole = whole.to_local() if isinstance(whole, DTensor) else whole
         info = param.mesh_info
-        rows = my_rows(whole, info.shard_mesh_rank, info.shard_mesh_size)
+        rows = my_rows(local(whole), info.shard_mesh_rank, info.shard_mesh_size)
         return param.to_sharded_dtensor(rows.contiguous().to(parameter.device))
 
     def undo(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_3d.comm.buckets import local
+from lightning_3d.local import local
 
 WHOLE: tuple[type[Optimizer], ...] = tuple(
     getattr(optim, name)

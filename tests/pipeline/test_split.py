@@ -30,11 +30,6 @@ def test_stages_are_balanced_with_the_head_weighed_in():
     assert "stage 1:" in split.describe()
 
 
-def test_measured_costs_replace_counted_ones():
-    costs = {"first": 100.0, "second": 1.0, "third": 1.0, "head": 1.0}
-    assert plan_split(MLP(), None, 2, costs=costs).stages == (("first",), ("second", "third", "head"))
-
-
 def test_what_several_stages_use_is_held_by_all_of_them():
     (tie,) = plan_split(GPT(), None, 2).ties
     assert tie.names == ("transformer.wte.weight", "lm_head.weight")

@@ -52,11 +52,11 @@ class Block(nn.Module):
 class GPT(Sized):
     """Learned positions, tied head."""
 
-    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
+    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64, heads: int = 8):
         super().__init__()
         self.vocabulary, self.context = vocabulary, context
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, 8) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 

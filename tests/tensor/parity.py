@@ -27,7 +27,8 @@ class Ledger:
         self.calls.append(op)
 
 
-def train(module, loss_of, batches, optimizer):
+def train(module, loss_of, batches, optimizer="sgd"):
+    """The loss of each batch, with a step after each."""
     opt, losses = OPTIMIZERS[optimizer](module.parameters()), []
     for batch in batches:
         opt.zero_grad()

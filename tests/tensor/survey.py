@@ -14,6 +14,7 @@ from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
 from lightning_3d.tensor.units import find_units
 from tests.tensor.families import BATCHES, FAMILIES, loss_of
+from tests.tensor.parity import train
 
 
 def survey(names, size, steps, options):
@@ -46,13 +47,13 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
     module = family.build().train()
     batches = [BATCHES[family.inputs]() for _ in range(steps)]
     reference = copy.deepcopy(module)
-    expected = _train(reference, batches)
+    expected = train(reference, loss_of, batches)
     start = time.perf_counter()
     plan = plan_tensor(module, size, calls=record_calls(module, lambda: loss_of(module, batches[0])), **options)
     planning = time.perf_counter() - start
     share = share_of_blocks(module, plan)
     applied = apply_tensor(module, plan, mesh)
-    losses = _train(module, batches)
+    losses = train(module, loss_of, batches)
     parameters = dict(module.named_parameters())
     drift = {
         n: (full_tensor(parameters[n], plan.splits.get(n)) - p).abs().max().item()
@@ -77,14 +78,3 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
         "blocks": len(find_units(module)),
         "vocabulary": list(plan.vocabulary),
     }
-
-
-def _train(module, batches):
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(module, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses

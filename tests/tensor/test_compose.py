@@ -9,7 +9,8 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_3d.tensor.apply import apply_tensor, full_tensor, local_shard
+from lightning_3d.local import local
+from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
 from tests import workers
@@ -114,7 +115,7 @@ def recomputed(sequence_parallel):
         apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
         torch.manual_seed(3)
         gpt_loss(module, batch).backward()
-        grads.append([local_shard(p.grad) for p in module.parameters()])
+        grads.append([local(p.grad) for p in module.parameters()])
     return max((a - b).abs().max().item() for a, b in zip(*grads, strict=True))
 
 

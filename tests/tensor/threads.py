@@ -12,17 +12,7 @@ from lightning_3d.tensor.record import record_calls
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
-
-
-def train(module, loss_of, batches):
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(module, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+from tests.tensor.parity import train
 
 
 def compare(module, loss_of, batches, size, **options):

@@ -9,8 +9,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_3d.holding import expected_states
 from lightning_3d.layout import Layout
 from lightning_3d.opening import draw, opening, step_line
+from lightning_3d.peek import loader_batch_size
 from lightning_3d.pipeline.split import plan_split
-from lightning_3d.samples import loader_batch_size
 from lightning_3d.tensor.infer import plan_tensor
 from tests.modules import GPT, MLP
 

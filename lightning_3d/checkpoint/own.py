@@ -102,5 +102,10 @@ def restore_own(found: Found, step_random: StepRandom, communication: Communicat
             step_random.states = list(state["step"])
         if found.same is not None:
             communication.load_state_dict(state["communication"])
+        elif any(state["communication"]["compressions"]):
+            rank_zero_warn(
+                "What grad_compression had left over when this checkpoint was saved belongs to ranks of another layout:"
+                " it starts at zero again, and one step's rounding is lost. Resume in the same layout to keep it."
+            )
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the random states of this rank cannot be taken up: {error}") from error

@@ -1,9 +1,13 @@
 """Resumed in the same layout in the middle of an epoch, a run goes on bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from lightning_3d.checkpoint.own import Found, restore_own
+from lightning_3d.randomness import main_streams
 from tests.checkpoint.trainings import train
 from tests.workers import run
 
@@ -50,3 +54,10 @@ def _three(layout, steps, stop, path, flags):
     whole = go(steps)
     go(stop, None, path)
     return whole, go(steps, path)
+
+
+def test_leftovers_of_compression_that_another_layout_cannot_use_are_told():
+    saved = {"compressions": [{"0": torch.ones(2)}], "orders": []}
+    elsewhere = {"streams": main_streams(), "cuda": None, "step": [], "communication": saved}
+    with pytest.warns(UserWarning, match=r"grad_compression had left over .* starts at zero again"):
+        restore_own(Found(data=elsewhere), SimpleNamespace(states=[1]), None)

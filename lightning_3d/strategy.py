@@ -32,6 +32,7 @@ from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
+from lightning_3d.materialize import materialize
 from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
@@ -297,6 +298,7 @@ class Strategy3D(Running):
         self.precision_plugin.clip_norm = self._clip_norm
 
     def model_to_device(self) -> None:
+        materialize(self._module, self.root_device)
         self._module.to(self.root_device)
 
     # ---- end -----------------------------------------------------------------------------------------------------

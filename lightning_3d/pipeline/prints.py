@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.local import local
 from lightning_3d.pipeline.microbatch import leaves
 
 Print = list[float]
@@ -34,8 +35,11 @@ def differ(one: list[Print], other: list[Print], rounding: float = 1e-4) -> bool
 
 
 def grad_print(grad: Tensor) -> Print:
-    """The sum of a gradient's magnitudes, its size, then sums that add up where several stages give a part of it."""
-    flat = grad.detach().flatten()
+    """The sum of a gradient's magnitudes, its size, then sums that add up where several stages give a part of it.
+
+    Of what this rank holds: where tensor ranks share a gradient, theirs is not compared with the whole one's.
+    """
+    flat = local(grad).detach().flatten()
     flat = flat.double() if flat.dtype != torch.float64 else flat
     return [flat.abs().sum().item(), float(flat.numel()), *(flat[::stride].sum().item() for stride in _STRIDES)]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.modules import GPT
+from tests.modules import GPT, UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
 
@@ -151,6 +151,15 @@ class Vocabulary10(GPT):
 def test_a_vocabulary_of_10_on_3_ranks(sequence_parallel):
     strategy = {"tensor_parallel_size": 3, "sequence_parallel": sequence_parallel}
     assert_parity(f"{__name__}:Vocabulary10", 3, strategy, trainer={"max_epochs": 1})
+
+
+class UntiedVocabulary11(UntiedGPT):
+    vocabulary = 11
+
+
+def test_a_vocabulary_of_11_on_2_of_4_ranks():
+    strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert_parity(f"{__name__}:UntiedVocabulary11", 4, strategy, trainer={"max_epochs": 1})
 
 
 def test_norms_of_a_divided_sequence_stay_bit_equal_for_20_steps():

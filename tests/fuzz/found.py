@@ -34,6 +34,11 @@ FOUND = {
     "blocks that are found by getattr were placed behind the heads": _pipeline(
         Spec(blocks=LINEARS, container="attributes"), 2
     ),
+    "a tied table of 11 rows on two ranks could not be flattened to compare its gradient": _pipeline(
+        Spec(source="tokens", blocks=LINEARS, heads=(("ce", 11, -1), ("ce", 12, 0)), tie="table", vocabulary=11),
+        2,
+        tensor_parallel_size=2,
+    ),
 }
 """These train."""
 

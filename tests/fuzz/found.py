@@ -34,11 +34,20 @@ FOUND = {
     "blocks that are found by getattr were placed behind the heads": _pipeline(
         Spec(blocks=LINEARS, container="attributes"), 2
     ),
-    "a tied table of 11 rows on two ranks could not be flattened to compare its gradient": _pipeline(
-        Spec(source="tokens", blocks=LINEARS, heads=(("ce", 11, -1), ("ce", 12, 0)), tie="table", vocabulary=11),
-        2,
-        tensor_parallel_size=2,
-    ),
+    "the gradient of a table of 11 rows on two ranks could not be flattened to be compared": Case(
+        Spec(
+            source="tokens",
+            width=16,
+            blocks=(("linear", True),) * 6,
+            heads=(("ce", 11, -1), ("ce", 12, 0)),
+            tie="table",
+            recompute=True,
+            vocabulary=11,
+        ),
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"},
+        FLAGS | {"gradient_clip_algorithm": "norm", "gradient_clip_val": 0.3},
+        ATTRIBUTES | {"samples": 13, "optimizer": "adamw"},
+    ),  # fmt: skip
 }
 """These train."""
 

@@ -47,7 +47,7 @@ FOUND = {
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"},
         FLAGS | {"gradient_clip_algorithm": "norm", "gradient_clip_val": 0.3},
         ATTRIBUTES | {"samples": 13, "optimizer": "adamw"},
-    ),  # fmt: skip
+    ),
 }
 """These train."""
 

@@ -2,11 +2,13 @@
 
 import fcntl
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 # private to torch, read in 2.13
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_3d.auto import Decided, Situation, decide
 from lightning_3d.compose import Plans
 from lightning_3d.dryrun.pretend import Memory
 from lightning_3d.place import make_plans
@@ -14,7 +16,7 @@ from lightning_3d.tensor.infer import plan_tensor
 
 
 class Decision:
-    """The plans of the first simulated rank that comes. The others wait for it, as real ranks do for rank 0.
+    """What the first simulated rank that comes decides. The others wait for it, as real ranks do for rank 0.
 
     Every rank runs the whole module on a batch to find out what its blocks do. That takes longer than training its own
     stage, and is alike on all of them.
@@ -24,24 +26,39 @@ class Decision:
         self.path, self.memory = path, memory
 
     def make_plans(self, *args: Any) -> Plans:
+        return self._once("plans", lambda: make_plans(*args))
+
+    def decide(self, situation: Situation) -> Decided:
+        """Under `layout="auto"`."""
+        return self._once("layout", lambda: decide(situation))
+
+    def _once(self, what: str, find: Callable[[], Any]) -> Any:
         with open(self.path, "r+b") as file:  # closed, and so unlocked, at the end
             fcntl.flock(file, fcntl.LOCK_EX)
-            decided = file.read()
-            if not decided:
-                plans, taken = self._decide(*args)
-                file.write(_pickled((plans, taken)))
-                return plans
-        plans, taken = pickle.loads(decided)
+            decided = _decisions(file.read())
+            if what not in decided:
+                found, taken = self._measured(find)
+                file.seek(0)
+                file.write(_pickled({**decided, what: (found, taken)}))
+                return found
+        found, taken = decided[what]
         self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # it takes that memory on every real rank
-        return plans
+        return found
 
-    def _decide(self, *args: Any) -> tuple[Plans, int]:
-        """The plans, and the memory that it takes to find them."""
+    def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
+        """What is found, and the memory that it takes to find it."""
         before, live = self.memory.restart(), self.memory.live
-        plans = make_plans(*args)
+        found = find()
         peak = self.memory.peak
         self.memory.peak = max(before, peak)
-        return plans, peak - live
+        return found, peak - live
+
+
+def chosen_layout(path: str) -> Decided | None:
+    """What the ranks that were simulated have chosen, if they came so far."""
+    with open(path, "rb") as file:
+        found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
+    return None if found is None else found[0]
 
 
 def plan_on_numbers(*args: Any, **kwargs: Any) -> Any:
@@ -50,9 +67,15 @@ def plan_on_numbers(*args: Any, **kwargs: Any) -> Any:
         return plan_tensor(*args, **kwargs)
 
 
-def _pickled(value: Any) -> bytes:
-    """Nothing where a batch has parts that cannot be sent to another process: then every rank plans for itself."""
-    try:
-        return pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return b""
+def _decisions(raw: bytes) -> dict[str, Any]:
+    return pickle.loads(raw) if raw else {}
+
+
+def _pickled(decisions: dict[str, Any]) -> bytes:
+    """Without what cannot be sent to another process, such as parts of a batch: every rank decides that for itself."""
+    while decisions:
+        try:
+            return pickle.dumps(decisions)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            decisions = dict(list(decisions.items())[:-1])
+    return b""

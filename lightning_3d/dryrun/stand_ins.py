@@ -17,7 +17,7 @@ from torch import distributed as dist
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_3d import communication, data, peers, place, processes, samples, verify
+from lightning_3d import auto, communication, data, peers, place, processes, samples, verify
 from lightning_3d.comm import replicate, ring
 from lightning_3d.comm.engine import Engine, Handle, Job
 from lightning_3d.dryrun import rehearsal
@@ -64,8 +64,12 @@ def stand_alone(world: World, strategy: Any) -> None:
         (verify.ReplicaCheck, "check", _nothing),
         (replicate, "exchange", _everyone_says_mine),
         (ring, "_turn", _count_only),
+        (strategy, "_resume", None),  # nothing is loaded, and no run is left for a later start to find
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (samples, "record_calls", _in_step(pretend, record_calls)),
+        (auto, "cluster_here", lambda *_, **__: world.cluster),
+        (auto, "decide", decision.decide),
+        (auto, "plan_tensor", plan_on_numbers),
         (place, "make_plans", decision.make_plans),
         (place, "plan_tensor", plan_on_numbers),
         (samples, "unlike_its_mean", _as_large_as_two),

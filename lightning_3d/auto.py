@@ -49,11 +49,18 @@ class AutoLayout:
     """
 
     def __init__(self, base: Layout, fixed: Fixed) -> None:
-        self.base, self.fixed = base, fixed
+        self.base, self.given = base, fixed
         self.chosen: Layout | None = None
+        self.data: int | None = None
+        """Data ranks with which a run that is resumed keeps its global batch."""
+
+    @property
+    def fixed(self) -> Fixed:
+        """What is not open to choice."""
+        return self.given if self.data is None else replace(self.given, data=self.data)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "chosen": None}  # a copy may run on other devices
+        return {**self.__dict__, "chosen": None, "data": None}  # a copy may run on other devices
 
     def layout(self, world_size: int) -> Layout:
         """The choice; before it, what was given with as much data parallelism as that leaves."""
@@ -72,6 +79,12 @@ class AutoLayout:
         situation = Situation(self.base, self.fixed, trainer, module, processes, to_device)
         self.chosen, why = decide(situation)
         rank_zero_info(why)
+
+    def data_sizes(self, world_size: int) -> list[int]:
+        """Data ranks that a choice could have, most first."""
+        tensor, pipeline = self.given.tensor or 1, self.given.pipeline or 1
+        sizes = [size for size in divisors(world_size) if world_size // size % (tensor * pipeline) == 0]
+        return sizes[::-1] if self.given.data is None else [self.given.data]
 
 
 def auto_layout(layout: LayoutChoice, base: Layout, fixed: Fixed) -> AutoLayout | None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from lightning_3d.anatomy import Anatomy
+from lightning_3d.auto import AutoLayout
 from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.faults import Preemption
 from lightning_3d.layout import Layout
@@ -27,6 +28,7 @@ class Resuming(Saving):
     """A run that may have started before, perhaps on another number of ranks, and may be told to end."""
 
     _wanted: Layout
+    _auto: AutoLayout | None
     _data_parallel_size: int | Literal["auto"]
 
     def __init__(self, *, resume: Resume | None, **saving: Any) -> None:
@@ -47,6 +49,8 @@ class Resuming(Saving):
     def _before_layout(self) -> None:
         trainer = self._module.trainer
         self._earlier = self._refitted = None
+        if self._auto is not None:
+            self._auto.data = None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resume != "auto" or not fitting or self._given_path is not None or trainer.global_step > 0:
             return
@@ -74,6 +78,9 @@ class Resuming(Saving):
 
     def _keep_global_batch(self, trainer: Trainer, note: RunNote) -> None:
         """On another number of ranks than the run had, find a layout and accumulate what ranks are missing."""
+        if self._auto is not None:
+            self._choose_among(trainer, self._auto, note)
+            return
         now = self._asked_layout()
         user = trainer.accumulate_grad_batches
         if now is not None and (
@@ -82,13 +89,39 @@ class Resuming(Saving):
             return
         self._check_can_accumulate(trainer, note)
         self._refitted, accumulate = refit(self._wanted, note.windows, self.world_size, _blocks(self._module))
-        trainer.accumulate_grad_batches = accumulate
-        for name in ("limit_train_batches", "val_check_interval"):
-            setattr(trainer, name, _scaled(name, getattr(trainer, name), accumulate, user))
+        self._accumulate(trainer, accumulate)
         rank_zero_info(
             f"resume: {self.world_size} ranks now, layout {self._refitted} with accumulate_grad_batches={accumulate}"
             f" (was data {note.data_parallel_size}, {user}): an optimizer step sees the same {note.windows} batches."
         )
+
+    def _choose_among(self, trainer: Trainer, auto: AutoLayout, note: RunNote) -> None:
+        """Under `layout="auto"`: leave open what keeps the global batch, with as many data ranks as before if that is
+        possible, else as many as can be."""
+        user = trainer.accumulate_grad_batches
+        sizes = [size for size in auto.data_sizes(self.world_size) if note.windows % size == 0]
+        if not sizes:
+            raise LayoutError(
+                f"{self.world_size} ranks cannot go on with the run: an optimizer step was made of {note.windows}"
+                ' batches (data ranks x accumulate_grad_batches), which no layout that layout="auto" may choose divides'
+                " evenly. Start another number of ranks, or pass ckpt_path= to go on as you set it."
+            )
+        if note.data_parallel_size in sizes and user == note.accumulate_grad_batches:
+            auto.data = note.data_parallel_size
+            return
+        self._check_can_accumulate(trainer, note)
+        auto.data = next((size for size in sizes if size == note.data_parallel_size), sizes[0])
+        self._accumulate(trainer, note.windows // auto.data)
+        rank_zero_info(
+            f"resume: {self.world_size} ranks now, data {auto.data} with"
+            f" accumulate_grad_batches={trainer.accumulate_grad_batches} (was data {note.data_parallel_size}, {user}):"
+            f" an optimizer step sees the same {note.windows} batches."
+        )
+
+    def _accumulate(self, trainer: Trainer, number: int) -> None:
+        user, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
+        for name in ("limit_train_batches", "val_check_interval"):
+            setattr(trainer, name, _scaled(name, getattr(trainer, name), number, user))
 
     def _asked_layout(self) -> Layout | None:
         """What the user's settings give on these ranks, None if nothing."""

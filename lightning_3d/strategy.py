@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_3d import peers, precision, state
+from lightning_3d import peers, place, precision, state
 from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.broadcast import broadcast_tensors
@@ -37,7 +37,7 @@ from lightning_3d.metrics import use_data_group, use_whole_world
 from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.place import Choices, LossScope, make_plans, make_steps
+from lightning_3d.place import Choices, LossScope, make_steps
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
@@ -243,7 +243,9 @@ class Strategy3D(Running):
         plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
         first = FirstStep(module, plugin.forward_context) if first_step else None
         self._metrics = use_data_group(module, self.data_group, self.layout)
-        plans = make_plans(trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin)
+        plans = place.make_plans(
+            trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin
+        )
         if fitting and not self._quiet:
             rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
         self._composed = composed = compose(

@@ -125,3 +125,22 @@ def test_three_ranks_that_four_batches_cannot_be_dealt_to_become_a_pipeline(tmp_
     (got, *_) = run(fit, str(tmp_path), 3, 14, world=3)
     assert (got["began"], got["accumulate"], got["layout"]) == (8, 4, (3, 1, 1))
     torch.testing.assert_close(got["weights"], whole["weights"], rtol=1e-5, atol=1e-5)
+
+
+def test_a_layout_is_chosen_among_those_that_keep_the_global_batch(tmp_path):
+    auto = {"layout": "auto"}
+    (unbroken, _) = run(fit, str(tmp_path / "unbroken"), 2, 10, auto, world=2)
+    assert unbroken["layout"] == (1, 2, 1)
+    run(fit, str(tmp_path), 2, 5, auto, world=2)
+    (got,) = run(fit, str(tmp_path), 1, 9, auto, world=1)
+    assert (got["began"], got["accumulate"], got["layout"]) == (4, 2, (1, 1, 1))
+    (same, _) = run(fit, str(tmp_path), 2, 10, auto, world=2)
+    assert (same["began"], same["accumulate"], same["layout"]) == (8, 1, (1, 2, 1))
+    torch.testing.assert_close(same["weights"], unbroken["weights"], rtol=1e-5, atol=1e-5)
+
+
+def test_more_ranks_than_batches_become_another_axis_under_a_chosen_layout(tmp_path):
+    run(fit, str(tmp_path), 1, 5, {"layout": "auto"}, world=1)
+    (got, _) = run(fit, str(tmp_path), 2, 6, {"layout": "auto"}, world=2)
+    assert (got["began"], got["accumulate"]) == (4, 1)
+    assert got["layout"][1] == 1, "one data rank, as before"

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_3d.dryrun.decision import chosen_layout
 from lightning_3d.dryrun.rank import SimulatedRank
 from lightning_3d.dryrun.report import DryRunReport, RankReport
 from lightning_3d.dryrun.world import World
@@ -50,13 +51,21 @@ class DryLauncher(_Launcher):
         except LayoutError as error:
             failed = RankReport(rank=0, where="every rank", error=f"LayoutError: {error}")
             return DryRunReport(cluster=self.world.cluster, layout="none", ranks=(failed,))
-        chosen = list(self.world.ranks or one_of_each_stage(layout))
+        asked, why = list(self.world.ranks or ()), ""
+        reports: list[RankReport] = []
         with tempfile.NamedTemporaryFile() as file:
             self.world.decisions = file.name
-            reports = self._run(chosen, trainer, module, fit)
+            if strategy._auto is not None:  # the first rank says which stages there are
+                reports = self._run(asked[:1] or [0], trainer, module, fit)
+                layout, why = chosen_layout(file.name) or (layout, "")
+            rest = [rank for rank in asked or one_of_each_stage(layout) if rank not in {done.rank for done in reports}]
+            if all(done.error is None for done in reports):
+                reports += self._run(rest, trainer, module, fit)
+        placed = [replace(rank, where=str(layout.coordinate(rank.rank))) for rank in reports]
         if layout.offload == "all":
-            reports = [replace(rank, offloaded=True) for rank in reports]
-        return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(reports))
+            placed = [replace(rank, offloaded=True) for rank in placed]
+        _warn_of_resume(strategy)
+        return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(placed), chosen=why)
 
     def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
         """What `ranks` report, as many at a time as there are cores."""
@@ -78,6 +87,15 @@ class DryLauncher(_Launcher):
 def one_of_each_stage(layout: Layout) -> Sequence[int]:
     """The first data and tensor rank of each pipeline rank: their shards are the largest."""
     return [layout.rank(Coordinate(pipeline=at, data=0, tensor=0)) for at in range(layout.pipeline_parallel_size)]
+
+
+def _warn_of_resume(strategy: Any) -> None:
+    if strategy._resume is not None:
+        warnings.warn(
+            f"resume={strategy._resume!r} is left out of a dry run, which shows a run that starts anew: a later one"
+            " keeps its global batch, on another number of ranks with another layout.",
+            stacklevel=2,
+        )
 
 
 def _module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_3d.dryrun.quick import QuickFakeMode
 from lightning_3d.errors import UnsupportedError
 
 LARGE = 1 << 20
@@ -41,7 +41,7 @@ class Pretend(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = QuickFakeMode()
         self.memory = Memory()
         self.flops = 0
         self.thrifty = False

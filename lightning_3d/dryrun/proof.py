@@ -7,6 +7,7 @@ proven here as there, so that the plan is the same.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_3d.dryrun.pretend import Pretend
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.tensor import proof, scratch
+from lightning_3d.tensor import infer, proof, scratch
 
 PROVEN = 30_000_000
 """Parameters up to which a block is proven on numbers."""
@@ -41,17 +42,17 @@ def plan_large(pretend: Pretend, plan_unit: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _on_shapes(pretend: Pretend) -> Iterator[None]:
-    """Scratch copies are fake, and two results agree if their shapes do."""
+    """Scratch copies are fake, two results agree if their shapes do, and one call is as good as two of other sizes."""
 
     def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return pretend.made(parameter)
 
-    random, size = scratch._random, proof._size
-    scratch._random, proof._size = made, _no_size
+    random, size, samples = scratch._random, proof._size, infer._samples
+    scratch._random, proof._size, infer._samples = made, _no_size, partial(samples, most=1)
     try:
         yield
     finally:
-        scratch._random, proof._size = random, size
+        scratch._random, proof._size, infer._samples = random, size, samples
 
 
 def _no_size(tensor: Tensor) -> float:

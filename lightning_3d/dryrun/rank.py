@@ -30,8 +30,7 @@ class SimulatedRank:
     """A child process that ends with a report."""
 
     def __init__(self, world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> None:
-        strategy: Any = trainer.strategy
-        self.rank, self.where = rank, str(strategy.layout.coordinate(rank))
+        self.rank = rank
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the child has ended)
         self._read, write = os.pipe()
         sys.stdout.flush()
@@ -63,7 +62,7 @@ class SimulatedRank:
             found: dict[str, Any] = {"error": f"rank {self.rank} ended with exit code {code} and no report"}
         else:
             found = pickle.loads(raw)
-        return RankReport(rank=self.rank, where=self.where, log=log if found.get("error") else "", **found)
+        return RankReport(rank=self.rank, log=log if found.get("error") else "", **found)
 
 
 def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any], write: int) -> NoReturn:

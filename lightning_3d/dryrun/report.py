@@ -23,7 +23,7 @@ class RankReport:
     """One simulated rank. Bytes are those of tensors; what the driver and the allocator take comes on top."""
 
     rank: int
-    where: str
+    where: str = ""
     parameters: int = 0
     """Bytes of parameters between steps."""
     gradients: int = 0
@@ -58,6 +58,8 @@ class DryRunReport:
     cluster: Cluster
     layout: str
     ranks: tuple[RankReport, ...] = field(default=())
+    chosen: str = ""
+    """Under `layout="auto"`: what was chosen and why."""
 
     @property
     def room(self) -> float:
@@ -91,6 +93,7 @@ class DryRunReport:
             "cluster": str(self.cluster),
             "world_size": self.cluster.devices,
             "layout": self.layout,
+            "chosen": self.chosen,
             "memory_bytes": int(self.room),
             "ranks": ranks,
             "warnings": list(self.warnings),
@@ -103,6 +106,8 @@ class DryRunReport:
     def _lines(self) -> Iterator[str]:
         ranks = [rank for rank in self.ranks if rank.error is None]
         yield f"Dry run on {self.cluster} ({self.cluster.devices} ranks): {self.layout}"
+        if self.chosen:
+            yield self.chosen
         if ranks:
             yield ""
             yield f"memory of a rank, of {show_bytes(self.room)} that a {self.cluster.accelerator.name} has for tensors"

@@ -5,8 +5,6 @@ shapes count. Listed here is the code of ours and of Lightning that looks at val
 tensors do not have. It is replaced for good: a simulated rank is a process of its own that ends with its report.
 """
 
-import fcntl
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,27 +16,26 @@ from torch import distributed as dist
 
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_3d import communication, data, peers, place, processes, samples, verify
+from lightning_3d import auto, communication, data, peers, place, processes, samples, verify
 from lightning_3d.comm import replicate, ring
 from lightning_3d.comm.engine import Engine, Handle, Job
 from lightning_3d.dryrun import rehearsal
+from lightning_3d.dryrun.decision import Decision, plan_on_numbers
 from lightning_3d.dryrun.proof import plan_large
 from lightning_3d.dryrun.world import World, apply_to_fakes
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
 from lightning_3d.pipeline import rehearse, relay, runner, stage, traced, whole, wire
+from lightning_3d.pipeline.microbatch import split_batch
 from lightning_3d.pipeline.traced import Traced
-from lightning_3d.samples import record_one_batch
 from lightning_3d.tensor import infer, sample
-from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
 from lightning_3d.tensor.sample import plain_tensor
 
 
 def stand_alone(world: World, strategy: Any) -> None:
     """Make this process one rank that has no peers."""
-    pretend, decision = world.pretend, _Decision(world.decisions)
+    pretend, decision = world.pretend, Decision(world.decisions, world.pretend.memory)
     sizes = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -67,10 +64,15 @@ def stand_alone(world: World, strategy: Any) -> None:
         (verify.ReplicaCheck, "check", _nothing),
         (replicate, "exchange", _everyone_says_mine),
         (ring, "_turn", _count_only),
+        (strategy, "_resume", None),  # nothing is loaded, and no run is left for a later start to find
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (samples, "record_calls", _in_step(pretend, record_calls)),
-        (place, "record_one_batch", decision.record),
-        (place, "plan_tensor", decision.plan),
+        (auto, "cluster_here", lambda *_, **__: world.cluster),
+        (auto, "decide", decision.decide),
+        (auto, "plan_tensor", plan_on_numbers),
+        (place, "make_plans", decision.make_plans),
+        (place, "plan_tensor", plan_on_numbers),
+        (samples, "unlike_its_mean", _as_large_as_two),
         (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),
@@ -135,6 +137,12 @@ def _no_prints(*_: Any) -> list[list[float]]:
     return []
 
 
+def _as_large_as_two(loss_of: Callable[[Any, int], Any], batch: Any, sizes: list[int]) -> None:
+    """Two microbatches at once, for the memory that they take: losses without values are all alike."""
+    if len(sizes) > 1:
+        loss_of(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]])[0], 0)
+
+
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
         with pretend.step():
@@ -156,30 +164,6 @@ def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[...
         return trace
 
     return inside
-
-
-class _Decision:
-    """The tensor plan of the first simulated rank that comes, for all, as rank 0 decides in a real job."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.decided = b""
-
-    def record(self, *args: Any) -> Any:
-        """The calls to prove on, where this rank is the first. Others wait here until it has decided."""
-        self.file = open(self.path, "r+b")  # noqa: SIM115 (closed, and so unlocked, by `plan`)
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-        self.decided = self.file.read()
-        return None if self.decided else record_one_batch(*args)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The plan, on real numbers: the proof makes its own."""
-        with self.file, _disable_current_modes():
-            if self.decided:
-                return pickle.loads(self.decided)
-            found = plan_tensor(*args, **kwargs)
-            pickle.dump(found, self.file)
-            return found
 
 
 def _without_values(tensor: Tensor) -> Tensor:

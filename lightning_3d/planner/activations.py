@@ -37,14 +37,14 @@ def gpt_first_stage_activations(
 def microbatches_held(schedule: Schedule, *, stages: int, chunks: int = 1, microbatches: int) -> float:
     """Most microbatches whose activations the first of `stages` pipeline ranks keeps at once, in whole ranks' worth.
 
-    1F1B keeps `p`; interleaving keeps `p (1 + (p-1)/(pv))`; the V schedules `p` (two chunks of which each is half a
-    rank, and at most `2p` of them in flight); schedules that run every forward first keep all `m`.
+    1F1B keeps `p`, as do the split schedules, on every rank; interleaving keeps `p (1 + (p-1)/(pv))`; DualPipeV one
+    virtual stage more than `p`; schedules that run every forward first keep all `m`.
     """
     p, v, m = stages, chunks, microbatches
     if schedule in ("gpipe", "loopedbfs"):
         return m
-    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and v > 1:
+    if schedule == "interleaved_1f1b" and v > 1:
         return min(m, p * (1 + (p - 1) / (p * v)))
     if schedule == "dualpipev":
-        return min(m, p + 1 if p > 1 else 1)
+        return min(m, p + 0.5 if p > 1 else 1)
     return min(m, p)

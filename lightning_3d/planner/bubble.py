@@ -26,23 +26,48 @@ class PassTimes:
 EQUAL = PassTimes()
 
 
-def bubble_time(schedule: Schedule, *, stages: int, chunks: int = 1, times: PassTimes = EQUAL) -> float:
-    """Time that a rank idles per step. It does not depend on the number of microbatches.
+def bubble_time(
+    schedule: Schedule, *, stages: int, chunks: int = 1, times: PassTimes = EQUAL, joined: bool = False
+) -> float:
+    """Time that a rank idles per step, with at least two microbatches for each stage. More do not change it.
 
-    ZBV idles nowhere when the three passes take equally long. When they do not, the longest cannot be hidden behind
-    the others: `(p-1)` times three times what it is above their mean is our own estimate, close to `timetable`.
+    Those of the split schedules are what the orders of torch's classes, which are run, come to; exact where a backward
+    for the inputs takes no less than a forward, as that of products does, and near elsewhere.
+
+    Args:
+        schedule: order of passes.
+        stages: pipeline ranks.
+        chunks: virtual stages of a rank.
+        times: what a rank spends on one microbatch.
+        joined: whether ranks wait for the last one before the next step (for the norm of all gradients, say). In
+            `zbv_zero_bubble` ranks that begin late end late, so that else they would lose nothing by it.
     """
-    f, b, w = times.forward, times.backward_input, times.backward_weight
+    if stages == 1:
+        return 0.0
     ramp = stages - 1
     if schedule in ("gpipe", "1f1b"):
         return ramp * times.total
     if schedule in ("interleaved_1f1b", "loopedbfs"):
         return ramp * times.total / chunks
     if schedule == "interleaved_zero_bubble":
-        return ramp * max(0.0, f + b - w) / chunks
-    if schedule == "dualpipev":
-        return ramp * max(0.0, f + 2 * b - w) / 2
-    return ramp * (3 * max(f, b, w) - times.total)
+        late = times.backward_input + max(0.0, times.forward - times.backward_weight)
+        return ramp * (max(times.forward, late) if joined else late) / chunks
+    return _dualpipev(ramp, times) if schedule == "dualpipev" else _zbv(ramp, times, joined)
+
+
+def _zbv(ramp: int, times: PassTimes, joined: bool) -> float:
+    """Nothing where the three passes take equally long and ranks need not wait for one another."""
+    f, b, w = times.forward, times.backward_input, times.backward_weight
+    longest = max(f, b)
+    uneven = longest / 2 if joined else abs(f - b) / 2
+    return ramp * max(longest - w, uneven) + (ramp - 1) * max(0.0, w - longest) / 2
+
+
+def _dualpipev(ramp: int, times: PassTimes) -> float:
+    """Long backwards do not hide behind forwards: they and the weights' part take turns with the other direction's."""
+    f, b, w = times.forward, times.backward_input, times.backward_weight
+    filling = ramp * max(f, f + b - w) / 2
+    return max(filling, ramp * (b - min(b, w) / 2) - f / 2, ramp * (f - (b + w) / 2))
 
 
 def zero_bubble_time(level: int, *, stages: int, times: PassTimes = EQUAL) -> float:
@@ -57,8 +82,14 @@ def bubble_over_ideal(schedule: Schedule, *, stages: int, microbatches: int, chu
 
 
 def bubble_share(
-    schedule: Schedule, *, stages: int, microbatches: int, chunks: int = 1, times: PassTimes = EQUAL
+    schedule: Schedule,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    times: PassTimes = EQUAL,
+    joined: bool = False,
 ) -> float:
     """Idle time as a share of the whole step: `(p-1)/(m+p-1)` for GPipe and 1F1B."""
-    idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times)
+    idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=joined)
     return idle / (idle + microbatches * times.total)

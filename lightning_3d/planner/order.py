@@ -21,7 +21,7 @@ def _order(schedule: Schedule, rank: int, ranks: int, microbatches: int, chunks:
     group = microbatches if schedule == "loopedbfs" else ranks
     forwards = _rounds(stages, microbatches, group)
     backwards = _rounds(stages[::-1], microbatches, group)
-    warm = min(len(forwards), len(forwards) if schedule in _ALL_FORWARD_FIRST else _warm_up(rank, ranks, chunks))
+    warm = min(len(forwards), len(forwards) if schedule in _ALL_FORWARD_FIRST else _warm_up(rank, ranks, chunks, split))
     order: list[Cell] = [("F", *cell) for cell in forwards[:warm]]
     for index, cell in enumerate(backwards):
         if warm + index < len(forwards):
@@ -33,10 +33,10 @@ def _order(schedule: Schedule, rank: int, ranks: int, microbatches: int, chunks:
     return order + [("W", *cell) for cell in late]
 
 
-def _warm_up(rank: int, ranks: int, chunks: int) -> int:
-    """Forwards before the first pair of forward and backward."""
+def _warm_up(rank: int, ranks: int, chunks: int, split: bool) -> int:
+    """Forwards before the first pair of forward and backward; half a backward is back after half the way."""
     after = ranks - 1 - rank
-    return after if chunks == 1 else 2 * after + (chunks - 1) * ranks
+    return after if chunks == 1 else (1 if split else 2) * after + (chunks - 1) * ranks
 
 
 def _rounds(stages: list[int], microbatches: int, group: int) -> list[tuple[int, int]]:

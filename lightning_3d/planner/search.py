@@ -155,7 +155,8 @@ def _micro_sizes(per_rank: int, pins: Pins) -> list[int]:
 def _all_schedules(pipeline: int, microbatches: int, layers: int) -> Iterator[tuple[Schedule, int]]:
     yield "1f1b", 1
     yield "gpipe", 1
-    yield "interleaved_zero_bubble", 1
+    if microbatches % max(1, microbatches // pipeline) == 0:  # others it does not take: gpipe would be run
+        yield "interleaved_zero_bubble", 1
     per_rank = layers // pipeline
     for chunks in divisors(per_rank) if layers % pipeline == 0 and microbatches % pipeline == 0 else []:
         if 1 < chunks <= 8:

@@ -76,7 +76,11 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
     third = (useful + traffic) / 3
     parts = PassTimes(forward=third, backward_input=third + again, backward_weight=third)
     bubble = bubble_time(
-        layout.schedule, stages=layout.pipeline_parallel_size, chunks=layout.stages_per_rank, times=parts
+        layout.schedule,
+        stages=layout.pipeline_parallel_size,
+        chunks=layout.stages_per_rank,
+        times=parts,
+        joined=True,
     )
     alone = StepTime(
         compute=useful * microbatches,

@@ -100,11 +100,12 @@ class _Play:
         self.passes: list[Pass] = []
 
     def in_order(self, queues: list[list[Cell]]) -> None:
-        """Every rank does its queue in order, except that a `W` may fill the wait for another rank."""
+        """Every rank does its queue in order."""
         while any(queues):
-            choices = [(*self._next(rank, queue), rank) for rank, queue in enumerate(queues) if queue]
-            start, index, rank = min(choices)
-            self._play(rank, start, queues[rank].pop(index))
+            start, rank = min(
+                (max(self.free[rank], self.ready(queue[0])), rank) for rank, queue in enumerate(queues) if queue
+            )
+            self._play(rank, start, queues[rank].pop(0))
 
     def greedily(self, microbatches: int) -> None:
         """The V schedules: a free rank does what is ready, backwards first, weights last, and starts a forward only
@@ -128,15 +129,6 @@ class _Play:
         if kind == "W" or stage == self.last:
             return own
         return max(own, self.done.get(("B", stage + 1, microbatch), NEVER))
-
-    def _next(self, rank: int, queue: list[Cell]) -> tuple[float, int]:
-        free = self.free[rank]
-        head = max(free, self.ready(queue[0]))
-        if head > free:
-            for index, cell in enumerate(queue):
-                if cell[0] == "W" and self.ready(cell) <= free:
-                    return free, index
-        return head, 0
 
     def _best(self, cells: Iterable[Cell], rank: int, held: int) -> tuple[float, tuple[int, int, int], Cell]:
         full = held >= 2 * self.ranks

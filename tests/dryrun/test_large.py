@@ -19,7 +19,7 @@ class Lit(LightningModule):
         super().__init__()
         self.model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=32000,
+                vocab_size=128256,
                 hidden_size=8192,
                 intermediate_size=28672,
                 num_hidden_layers=80,
@@ -54,4 +54,5 @@ def test_seventy_billion_parameters_take_little_memory_and_time():
     assert middle.parameters == 10 * block // 16
     assert middle.peak < report.ranks[0].peak  # the first stage keeps most microbatches in flight
     assert spent.ru_maxrss < 4e6, "kilobytes of the largest child"
-    assert spent.ru_utime - before.ru_utime < 240, "seconds of all cores, on a busy machine"
+    took = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
+    assert took < 110, "seconds of CPU for all eight stages: under a minute on two cores"

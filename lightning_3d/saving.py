@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.keeper import gather
+from lightning_3d.checkpoint.keeper import gather_states
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
@@ -70,7 +70,7 @@ class Saving(Processes):
                 own=own,
             )
             return
-        owns = gather(own)
+        owns = gather_states(own)
         whole = {**checkpoint, RANKS: owns} if own else checkpoint
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 

@@ -79,25 +79,29 @@ def plan_split(
         whole: what one microbatch showed: the order in which units run, which are called again, and which of their
             parameters other code reads. Without it, that is read from the code.
 
-    A module with a single unit leaves all stages but the last empty. Raises `PipelineSplitError` where there are
-    several units but fewer than stages.
+    A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
+    one before them. Raises `PipelineSplitError` where there are several units but fewer than stages.
     """
     anatomy = anatomy or Anatomy.of(module)
     units = find_units(module, anatomy, num_stages)
+    running = units
     if whole is not None:
         units = in_running_order(units, module, whole.calls)
+        called = {id(module.get_submodule(name)) for name in whole.calls}
+        running = tuple(unit for unit in units if id(module.get_submodule(unit.name)) in called)
     names = tuple(unit.name for unit in units)
     if cuts is not None:
         stages = _by_hand(names, cuts, num_stages)
-    elif len(units) <= 1:
+    elif len(running) <= 1:
         stages = ((),) * (num_stages - 1) + (names,)
-    elif len(units) < num_stages:
+    elif len(running) < num_stages:
         raise PipelineSplitError(
-            f"The pipeline has {num_stages} stages but the module only {len(units)} blocks to place"
-            f" ({', '.join(names)}). Use a pipeline_parallel_size x stages per rank of at most {len(units)}."
+            f"The pipeline has {num_stages} stages but the module only {len(running)} blocks to place"
+            f" ({', '.join(unit.name for unit in running)}). Use a pipeline_parallel_size x stages per rank of at most"
+            f" {len(running)}."
         )
     else:
-        stages = _balance(units, num_stages)
+        stages = _with_idle(_balance(running, num_stages), names)
     everywhere = parameters_used_everywhere(module, units)
     holders = _holders(module, stages)
     if whole is not None:
@@ -152,6 +156,17 @@ def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...],
     bounds = [*final[2], count]
     names = [unit.name for unit in units]
     return tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))
+
+
+def _with_idle(stages: tuple[tuple[str, ...], ...], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """`stages` of the units that run, with the other `names` on the stage of the one before."""
+    stage_of = {name: index for index, stage in enumerate(stages) for name in stage}
+    complete: list[list[str]] = [[] for _ in stages]
+    index = 0
+    for name in names:
+        index = stage_of.get(name, index)
+        complete[index].append(name)
+    return tuple(map(tuple, complete))
 
 
 def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:

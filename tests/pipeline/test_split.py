@@ -1,12 +1,14 @@
 """Which units a module has, in which order they run, and how they are cut; all on one process."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.reading import ordered_children
 from lightning_3d.pipeline.runner import Pipeline
 from lightning_3d.pipeline.split import apply_split, move_present, plan_split
@@ -119,3 +121,22 @@ def carried(name):
 )
 def test_only_what_is_needed_crosses_a_cut(name, tensors):
     assert run(carried, name, world=2, group=True) == [tensors, tensors]
+
+
+def test_a_unit_that_is_never_called_is_no_stage():
+    class Idle(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.early = nn.Linear(4, 4)
+            self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(blocks)))
+            self.frozen = nn.Linear(99, 99)
+
+    blocks = Idle(3)
+    calls = ("blocks.0", "blocks.1", "blocks.2")
+    split = plan_split(blocks, num_stages=2, whole=SimpleNamespace(calls=calls, read=()))
+    assert split.stages == (("early", "blocks.0"), ("blocks.1", "blocks.2", "frozen"))
+    alone = Idle(1)
+    split = plan_split(alone, num_stages=2, whole=SimpleNamespace(calls=("blocks.0",), read=()))
+    assert split.solo
+    with pytest.raises(PipelineSplitError, match=r"only 3 blocks to place \(blocks.0, "):
+        plan_split(blocks, num_stages=4, whole=SimpleNamespace(calls=calls, read=()))

@@ -188,7 +188,7 @@ class Pipeline:
             output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
-            (loss * scale).backward()
+            torch.autograd.backward(loss * scale)  # not the method: Lightning calls that once per step, and is counted
         return self.wire.share(detached(output), self.stage_rank[-1], "results")
 
     def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:

@@ -174,7 +174,7 @@ class _Nothing(TorchFunctionMode):
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
     named = dict(module.named_parameters())
     with _grads_aside(list(named.values())):
-        loss.backward()
+        torch.autograd.backward(loss)
         return {name: grad_print(item.grad) for name, item in named.items() if item.grad is not None}
 
 

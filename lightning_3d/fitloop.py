@@ -1,8 +1,8 @@
 """Resuming in the middle of an epoch: Lightning restores how many batches there were, this which samples they had.
 
 Touches the loops of Lightning (read in 2.6: `FitLoop.setup_data` builds loaders and their first iterator, `reset`
-decides where in an epoch to go on, then the strategy's `on_train_start` is called, then epochs run);
-`tests/checkpoint/test_position.py` fails when they change.
+decides where in an epoch to go on, then the strategy's `on_train_start` is called, then epochs run) and what checkpoint
+callbacks remember; `tests/checkpoint/test_position.py` and `tests/test_resuming.py` fail when they change.
 """
 
 import warnings
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.position import Counted, Place, counter_of
@@ -146,3 +147,14 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
     fit_loop._combined_loader_states_to_load = []
     combined._load_state_dicts(states)
     iter(fit_loop._data_fetcher)
+
+
+def nothing_new_yet(trainer: Any) -> None:
+    """Tell checkpoint callbacks of a resumed run that its step is saved already (read in lightning 2.6).
+
+    They ask only whether the number of steps is right, which it also is within the first window of accumulation: what
+    they would save there lacks the gradients gathered so far, and a run that goes on from it loses them.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = max(callback._last_global_step_saved, trainer.global_step)

@@ -17,7 +17,7 @@ from lightning_3d.compose import Composed
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
-from lightning_3d.fitloop import go_on, loader_states, places
+from lightning_3d.fitloop import go_on, loader_states, nothing_new_yet, places
 from lightning_3d.position import counted
 from lightning_3d.processes import Processes
 from lightning_3d.steps import PlacedSteps
@@ -111,6 +111,7 @@ class Saving(Processes):
         random, communication = self._steps.random, self._communication
         found, self._found = self._found, Found()
         go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication))
+        nothing_new_yet(self._module.trainer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:

@@ -120,6 +120,15 @@ def test_a_misspelt_choice():
         Strategy3D(resume="always")
 
 
+def test_nothing_is_saved_within_the_first_window_of_a_resumed_run(tmp_path, whole):
+    begun(tmp_path)
+    (got, _) = run(fit, str(tmp_path), 2, 10, world=2)  # accumulates, and ends before it has saved anything
+    assert (got["began"], got["accumulate"]) == (8, 2)
+    (got, *_) = run(fit, str(tmp_path), 4, 14, world=4)
+    assert got["began"] == 8
+    torch.testing.assert_close(got["weights"], whole["weights"], rtol=1e-5, atol=1e-5)
+
+
 def test_three_ranks_that_four_batches_cannot_be_dealt_to_become_a_pipeline(tmp_path, whole):
     begun(tmp_path)
     (got, *_) = run(fit, str(tmp_path), 3, 14, world=3)

@@ -161,7 +161,7 @@ def test_what_is_given_is_kept(given, sizes):
         assert (
             layout.data_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.zero_stage,
         ) == sizes  # fmt: skip
-        assert "was given" in said.splitlines()[2]
+        assert "is fixed" in said.splitlines()[2]
         torch.testing.assert_close(losses, reference("GPT", {}, {})["losses"], rtol=1e-4, atol=1e-5)
 
 

@@ -201,7 +201,7 @@ def _sample_seconds(plan: Plan) -> float:
 def _because(plan: Plan, plain: Plan, fixed: Fixed, ability: Ability, measured: bool) -> str:
     what = "states and activations" if measured else "states, before activations,"
     share = f"{show_bytes(plan.peak.total)} of the {show_bytes(plan.cluster.accelerator.memory_gb * 1e9)} of a device"
-    reasons = [_reason(plan, plain, measured), *ability.reasons, *([f"{fixed} was given"] if str(fixed) else [])]
+    reasons = [_reason(plan, plain, measured), *ability.reasons, *([f"{fixed} is fixed"] if str(fixed) else [])]
     return "\n".join(
         [
             f"layout: {plan.layout} for {_what(plan)} on {plan.cluster}.",

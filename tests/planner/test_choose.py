@@ -60,7 +60,7 @@ def test_what_is_fixed_or_cannot_be_done_is_not_chosen_otherwise():
 
     layout, why = chosen(fixed=Fixed(tensor=4, zero=0))
     assert (layout.tensor_parallel_size, layout.zero_stage) == (4, 0)
-    assert "tensor_parallel_size=4, zero_stage=0 was given" in why
+    assert "tensor_parallel_size=4, zero_stage=0 is fixed" in why
     layout, why = chosen(ability=Ability(tensor=False, pipeline=1, reasons=("it is made of one piece",)))
     assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.zero_stage) == (1, 1, 3)
     assert "it is made of one piece" in why.splitlines()[2]

@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_3d.errors import UnsupportedError
 
 
 def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times."""
+    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
+
+    A `backward` of the user's own is warned of: it may do no more than Lightning's.
+    """
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
@@ -22,3 +28,8 @@ def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = (
                 f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
                 " which a pipeline rank holds only its stage's. Use another optimizer, or pipeline_parallel_size=1."
             )
+    if isinstance(module, LightningModule) and is_overridden("backward", module):
+        rank_zero_warn(
+            f"{type(module).__name__}.backward is called under a pipeline once the gradients are there: what it does to"
+            " the loss before has no effect. Do it in training_step."
+        )

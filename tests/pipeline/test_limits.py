@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
@@ -144,3 +145,16 @@ def test_manual_optimization_and_closures():
     module.automatic_optimization = False
     with pytest.raises(UnsupportedError, match="Manual optimization"):
         check_supported(module)
+
+
+class OwnBackward(LightningModule):
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+def test_a_backward_of_the_users_own_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"OwnBackward.backward is called under a pipeline once the gradients are there"
+    ):
+        check_supported(OwnBackward())
+    check_supported(LightningModule())

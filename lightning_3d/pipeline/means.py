@@ -30,8 +30,9 @@ def unlike_its_mean(loss_of: Callable[[Any, int], float | None], batch: Any, siz
     return (
         f"the loss on {first + second} samples is {together:.6g}, the mean of the losses on {first} and on {second} of"
         f" them {apart:.6g}: it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples,"
-        " batch norm), so microbatches do not train exactly as one device does. loss_scope='batch' computes it on the"
-        " whole batch, num_microbatches=1 runs the whole batch at once."
+        " batch norm), so microbatches do not train exactly as one device does. num_microbatches=1 runs the whole"
+        " batch at once; loss_scope='batch' computes the loss on the whole batch, which helps unless it is batch norm"
+        " inside the blocks."
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -28,11 +29,13 @@ def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
     original = optimizer.step
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        shards = LocalTensors(optimizer)
-        if closure is not None:
-            kwargs["closure"] = lambda: shards.outside(closure)
-        with shards:
-            return original(**kwargs)
+        loss = None
+        if closure is not None:  # it computes gradients, and drops those of the last step, on the parameters themselves
+            with torch.enable_grad():
+                loss = closure()
+        with LocalTensors(optimizer):
+            original(**kwargs)
+        return loss
 
     step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -84,15 +87,6 @@ class LocalTensors:
         for parameter, shard in self.shards.items():
             if shard in state:
                 state[parameter] = {key: _like(parameter, value, shard) for key, value in state.pop(shard).items()}
-        self.parameters, self.shards = [], {}  # a closure begins with dropping gradients: nothing here may keep them
-
-    def outside(self, closure: Callable[[], Any]) -> Any:
-        """What `closure` returns; it computes gradients, and clears them, on the parameters themselves."""
-        self.__exit__()
-        try:
-            return closure()
-        finally:
-            self.__enter__()
 
 
 def _enter(optimizer: Optimizer, parameter: nn.Parameter, shards: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:

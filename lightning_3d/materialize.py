@@ -6,6 +6,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_3d.errors import UnsupportedError
+
+ABSENT = "_lightning_3d_absent"
+"""Attribute of a tensor on meta that stands in for one of another rank: it has values, elsewhere."""
+
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Give what is on meta memory on `device` and its first values, those that `reset_parameters` draws.
@@ -37,6 +42,11 @@ def _fill(tensors: dict[str, Any], device: torch.device, made: dict[int, Tensor]
     absent = [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
     for name in absent:
         old = tensors[name]
+        if hasattr(old, ABSENT):
+            raise UnsupportedError(
+                "An earlier run failed and left the module in parts: blocks of it were on other ranks, whose weights"
+                " are gone with them. Build the module anew, or load it from a checkpoint."
+            )
         if id(old) not in made:
             new = torch.empty_like(old, device=device)
             made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.materialize import materialize
+from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.modules import GPT
 from tests.parity import assert_same, train
 from tests.workers import run
@@ -50,4 +52,11 @@ def test_what_has_no_first_values_is_told():
     module = nn.Module()
     module.scale = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.warns(UserWarning, match=r"Module were built on meta .* 1 parts"):
+        materialize(module, torch.device("cpu"))
+
+
+def test_what_a_failed_run_has_left_in_parts_is_not_filled_with_other_values():
+    module = GPT()
+    apply_split(module, plan_split(module, num_stages=2), [0])
+    with pytest.raises(UnsupportedError, match=r"left the module in parts"):
         materialize(module, torch.device("cpu"))

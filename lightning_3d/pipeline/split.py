@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import PipelineSplitError
+from lightning_3d.materialize import ABSENT
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.pipeline.whole import Whole
 
@@ -305,6 +306,7 @@ def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     empty.__dict__.update(tensor.__dict__)
+    setattr(empty, ABSENT, True)
     return empty
 
 

@@ -26,6 +26,7 @@ class CheckedSteps:
         random: the stream of steps.
         loss_scale: by which gradients are too large.
         window: batches that are accumulated.
+        epoch: the epoch of training.
     """
 
     def __init__(
@@ -40,14 +41,16 @@ class CheckedSteps:
         random: StepRandom,
         loss_scale: Callable[[], float],
         window: Callable[[], int],
+        epoch: Callable[[], int],
     ) -> None:
         self.steps, self.samples, self.replicas, self.first = steps, samples, replicas, first
         self.composed, self.group, self.random = composed, group, random
         self.loss_scale, self.window = loss_scale, window
+        self.epoch = epoch
         self.batches, self.held = 0, False
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
-        self.samples.check("training_step", args)
+        self.samples.check("training_step", args, self.epoch())
         if self.replicas is not None and self.batches % EVERY == 0:
             self.replicas.check(self.batches)
         self.batches += 1

@@ -1,12 +1,10 @@
 """What is checked before anything is placed, on every rank, so that all raise together and none waits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
@@ -65,16 +63,6 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
                 f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). Here its"
                 f" gradient comes in parts ({layout}), so that the hook would be given something else than on one"
                 " device, or nothing. Change gradients in on_after_backward or on_before_optimizer_step instead."
-            )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], layout: Layout) -> None:
-    """Raise for optimizers that need all parameters in one place."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and layout.holds_parts:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} computes with all parameters as one vector, of which a rank holds only a"
-                f" part ({layout}). Use data parallelism with zero_stage=0, or another optimizer."
             )
 
 

@@ -19,7 +19,7 @@ from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 
 BATCHES = 2
-"""How many batches of each kind of step are compared."""
+"""How many batches of each kind of step are compared; of training, in each epoch."""
 
 
 def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
@@ -43,10 +43,17 @@ class SampleCheck:
         self.groups = [mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)]
         self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
         self.seen: Counter[str] = Counter()
+        self.epoch = 0
         self.differing: set[str] = set()
 
-    def check(self, step: str, batch: Any) -> None:
-        """Raise on every peer if they were given different batches. Collective over them."""
+    def check(self, step: str, batch: Any, epoch: int) -> None:
+        """Raise on every peer if they were given different batches. Collective over them.
+
+        In each epoch anew: something that only one rank draws from the main stream (a callback that plots, say) makes
+        the next order another one there.
+        """
+        if epoch != self.epoch:
+            self.epoch, self.seen[step] = epoch, 0
         if (difference := self._difference(step, batch)) is not None:
             raise DivergenceError(difference)
 

@@ -109,7 +109,7 @@ def _take_up(fit_loop: Any, was: Was, batches: int) -> int:
         if counter is not None
     }
     if saved is not None:
-        if not was.same_data_ranks and any(counter is not None and not counter.shared for counter in counters):
+        if any(counter is not None and not counter.follows for counter in counters):
             rank_zero_warn(
                 "The number of data ranks changed in the middle of an epoch, and samples are not dealt out by a"
                 " DistributedSampler: every rank goes on after the same share of its own dataloader."

@@ -1,8 +1,8 @@
 """How far a map-style dataloader is in an epoch, and going on from there.
 
-A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. Under a
-`DistributedSampler` it is the number of samples that all data ranks have had together, so that another number of data
-ranks deals out the rest of the same order. Any other sampler is run again from the random state it started from.
+A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. It is the number
+of samples that all data ranks have had together, so that another number of data ranks deals out the rest of the same
+order. A sampler of the user's own is run again from the random state it started from.
 """
 
 import copy
@@ -12,10 +12,10 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_3d.order import Order, can_draw, is_shared, order_of, whole_order
 from lightning_3d.randomness import Streams, main_streams, set_main_streams
 from lightning_3d.workers import WorkerStreams, note_streams
 
@@ -63,6 +63,10 @@ class Counted(Sampler[Any]):
         self._ends = array("q")
         """How many samples this data rank has had after each batch of the epoch that was not skipped."""
         self._streams: list[Streams] = []
+        self._order: Order = {"kind": "own"}
+        """Of the epoch that is under way; another sampler than this one's may have begun it."""
+        self.follows = True
+        """Whether the epoch goes on with exactly the samples that were not had."""
 
     @property  # type: ignore[misc, override]
     def __class__(self) -> type:
@@ -79,7 +83,7 @@ class Counted(Sampler[Any]):
     @property
     def shared(self) -> bool:
         """Whether the data ranks share one order, of which each takes its part."""
-        return type(self.sampler) in (DistributedSampler, DistributedSamplerWrapper)
+        return is_shared(self.sampler)
 
     @property
     def _drawn(self) -> bool:
@@ -95,20 +99,22 @@ class Counted(Sampler[Any]):
 
     def place(self, batches: int) -> Place:
         """The position after `batches` of this epoch."""
-        place: Place = {"batches": batches, "length": len(self)}
-        if self.shared:
-            place |= {"seed": self.sampler.seed, "samples": self._had(batches)}
-        if self._drawn:
+        place: Place = {"batches": batches, "length": len(self), "order": self._order, "samples": self._had(batches)}
+        if self._streams:
             place |= {"streams": self._streams, "now": main_streams(self._generator)}
         if self.workers is not None:
             place["workers"] = self.workers.after(batches - self._skipped)
         return place
 
     def _had(self, batches: int) -> int:
-        """How many samples of the shared order all data ranks together have had after `batches` of this epoch."""
+        """How many samples of the order were dealt out after `batches` of this epoch, to all that share it."""
         index = min(batches - self._skipped, len(self._ends))
         here = self._ends[index - 1] if index > 0 else 0
-        return self._samples + int(here) * int(self.sampler.num_replicas)
+        return self._samples + int(here) * self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.sampler.num_replicas) if self.shared else 1
 
     # ---- going on ------------------------------------------------------------------------------------------------
 
@@ -126,8 +132,10 @@ class Counted(Sampler[Any]):
         """
         length = len(self)
         place = place or {"batches": batches, "length": length}
-        if self.shared and "samples" in place:
-            self.sampler.seed = place["seed"]
+        if self.shared and "order" in place:
+            self.sampler.seed = place["order"].get("seed", self.sampler.seed)
+        self.follows = same_data_ranks or self._deals_rest_of(place)
+        if self._deals_rest_of(place):
             skip = length - len(self._rest(place))
         else:  # the same share of the epoch
             skip = min(length, round(place["batches"] * length / max(1, place["length"])))
@@ -137,8 +145,18 @@ class Counted(Sampler[Any]):
             self.workers.starts = streams
         return skip
 
+    def _deals_rest_of(self, place: Place) -> bool:
+        """Whether it takes the rest of the very order of `place`, and not its own from the start."""
+        if "order" not in place or not can_draw(self.sampler, place["order"]):
+            return False
+        was_shared = place["order"]["kind"] == "shared"
+        if self.shared and was_shared:
+            return True
+        plain = not self.batched or type(self.inner) is BatchSampler  # another may not ask its sampler
+        return plain and self.shared != was_shared
+
     def _rest(self, place: Place) -> Any:
-        """What deals out the rest of the shared order."""
+        """What deals out the rest of the order of `place`."""
         part = self._part(place)
         if not self.batched:
             return part
@@ -148,17 +166,19 @@ class Counted(Sampler[Any]):
 
     def _part(self, place: Place) -> list[Any]:
         """This data rank's part of what all of them have not had yet."""
-        sampler = self.sampler
         now = main_streams(self._generator)
         self._set_streams(place, -1)
-        order = _whole_order(sampler)
+        order = whole_order(self.sampler, place["order"], _generator_of(place))
         set_main_streams(now, self._generator)
-        left, ranks = order[place["samples"] :], sampler.num_replicas
-        if sampler.drop_last:
+        left = order[place["samples"] :]
+        if not self.shared:
+            return left
+        ranks = self._ranks
+        if self.sampler.drop_last:
             left = left[: len(left) // ranks * ranks]
         elif left:
             left += islice(cycle(order), -len(left) % ranks)
-        return left[sampler.rank :: ranks]
+        return left[self.sampler.rank :: ranks]
 
     def _set_streams(self, place: Place, index: int) -> None:
         if place.get("streams"):
@@ -175,44 +195,55 @@ class Counted(Sampler[Any]):
     def _going_on(self) -> Iterator[Any]:
         (place, skip), self._next = self._next, (None, 0)
         assert place is not None, "only one iteration goes on from a position"
-        batches = iter(self._rest(place)) if self.shared and "samples" in place else self._again(place, skip)
-        yield from self._count(batches, place, skip)
+        if self._deals_rest_of(place):
+            order, had, batches = place["order"], place["samples"], iter(self._rest(place))
+        else:
+            order, had, batches = order_of(self.sampler), *self._again(place, skip)
+        yield from self._count(batches, order, place.get("streams", []), skip, had)
 
     def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
         """Everything, noting what the order is drawn from: some samplers draw at once, some when they begin."""
-        batches = iter(self.inner)
-        return self._count(batches, {"streams": streams}, 0, first=True)
+        return self._began(iter(self.inner), streams)
 
-    def _again(self, place: Place, skip: int) -> Iterator[Any]:
-        """The order from its start, but for the first `skip` batches."""
+    def _began(self, batches: Iterator[Any], streams: list[Streams]) -> Iterator[Any]:
+        if self._drawn:
+            streams = [*streams, main_streams(self._generator)]
+        yield from self._count(batches, order_of(self.sampler), streams)
+
+    def _again(self, place: Place, skip: int) -> tuple[int, Iterator[Any]]:
+        """The order from its start, but for the first `skip` batches, and how many samples those have."""
         now = main_streams(self._generator)
         self._set_streams(place, 0)
         batches = iter(self.inner)
         self._set_streams(place, -1)
-        for _ in islice(batches, skip):
-            continue
+        had = sum(self._size(batch) for batch in islice(batches, skip))
         set_main_streams(now, self._generator)
         if self._generator is not None and "generator" in place.get("now", {}):
             self._generator.set_state(place["now"]["generator"])
-        return batches
+        return had, batches
 
-    def _count(self, batches: Iterator[Any], place: Place, skip: int, first: bool = False) -> Iterator[Any]:
-        self._streams = place.get("streams", [])
-        if first and self._drawn:
-            self._streams = [*self._streams, main_streams(self._generator)]
+    def _count(
+        self, batches: Iterator[Any], order: Order, streams: list[Streams], skip: int = 0, samples: int = 0
+    ) -> Iterator[Any]:
+        self._order, self._streams = order, streams
         if self.workers is not None:
             self.workers.next_epoch(len(self._ends))
-        self._skipped, self._samples, self._ends = skip, place.get("samples", 0), array("q")
+        self._skipped, self._samples, self._ends = skip, samples, array("q")
         had = 0
         for batch in batches:
-            had += len(batch) if self.batched else 1
+            had += self._size(batch)
             self._ends.append(had)
             yield batch
 
+    def _size(self, batch: Any) -> int:
+        return len(batch) if self.batched else 1
 
-def _whole_order(sampler: Any) -> list[Any]:
-    """What the sampler would deal out to one data rank."""
-    alone = copy.copy(sampler)
-    alone.num_replicas, alone.rank = 1, 0
-    alone.num_samples = alone.total_size = len(sampler.dataset)
-    return list(alone)
+
+def _generator_of(place: Place) -> torch.Generator | None:
+    """The user's own generator as it was when the order was drawn from it."""
+    streams = place.get("streams", [])
+    if not streams or "generator" not in streams[-1]:
+        return None
+    generator = torch.Generator()
+    generator.set_state(streams[-1]["generator"])
+    return generator

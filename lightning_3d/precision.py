@@ -35,6 +35,8 @@ class Precision3D(Precision):
 
     clip_norm: ClipNorm | None = None
     """Set by the strategy: clips in place, returns the norm."""
+    after_backward: Callable[[], None] | None = None
+    """Set by the strategy: synchronises gradients, before `on_after_backward` looks at them."""
 
     def __new__(cls, precision: Any = "32-true", *args: Any, **kwargs: Any) -> "Precision3D":
         if cls is not Precision3D:
@@ -51,6 +53,11 @@ class Precision3D(Precision):
             raise ConfigurationError(
                 f"precision={precision!r} scales no loss: leave the scaler out, or use '16-mixed'."
             )
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().backward(*args, **kwargs)
+        if self.after_backward is not None:
+            self.after_backward()
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self.clip_norm is None:

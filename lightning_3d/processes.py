@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -35,6 +34,8 @@ from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
+from lightning_3d.order import keep_own_samplers
+from lightning_3d.randomness import share_seeded_state
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
@@ -64,6 +65,7 @@ class Processes(ParallelStrategy):
         self._communication: Communication | None = None
         self._failed = self._judged = False
         self._watch: Watch | None = None
+        self._give_samplers_back: Callable[[], None] = _nothing
         self._chooses = False
         """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
@@ -148,7 +150,6 @@ class Processes(ParallelStrategy):
         if vars(self._module.trainer).get("save_checkpoint") is _not_saved:
             del self._module.trainer.save_checkpoint  # an earlier run with this Trainer failed
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
@@ -159,6 +160,7 @@ class Processes(ParallelStrategy):
         if not dist.is_initialized():
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        share_seeded_state()
         self._before_layout()
         layout = check_same_layout(self._layout_or_error(), self.world_size)
         self._watch = self._start_watch(layout)
@@ -173,6 +175,8 @@ class Processes(ParallelStrategy):
             self.layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
         self._module._device_mesh = self._mesh
+        if self.layout.data_parallel_size == 1:
+            self._give_samplers_back = keep_own_samplers(self._module.trainer)
 
     def _before_layout(self) -> None:
         """What has to be settled once processes can talk and before the layout is."""
@@ -291,12 +295,18 @@ class Processes(ParallelStrategy):
             peers.leave()
 
     def teardown(self) -> None:
+        self._give_samplers_back()
+        self._give_samplers_back = _nothing
         if self._failed:
             return  # what is in parts stays so, and cannot be moved to the CPU
         if self._watch is not None:
             self._watch.close(ended=True)
             self._watch = None
         super().teardown()
+
+
+def _nothing() -> None:
+    """In place of what undoes something where nothing was done."""
 
 
 def flight_folder(run: str) -> Path:

@@ -2,10 +2,13 @@
 
 Outside of steps (samplers, augmentation in the main process) the ranks of one data rank share a stream, since they
 must see the same samples. Inside a step (dropout) every data rank has a stream of its own; tensor ranks and pipeline
-stages share it (see `tensor/random.py` and `pipeline/seeds.py` for what they make of it). Data rank 0 goes on with the
-stream that the user seeded, so that with one data rank a step starts from what one device would have drawn.
+stages share it (see `tensor/random.py` and `pipeline/seeds.py` for what they make of it). With one data rank it is the
+stream that the user seeded, so that a step starts from what one device would have drawn. Several must not draw from
+that one, or samplers that each of them runs would deal out different orders from then on; nor do the steps of a
+pipeline, which draw otherwise than one device in any case, so that what comes between them does not change.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,18 +17,18 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from lightning_3d.layout import Coordinate
+from lightning_3d.layout import Coordinate, Layout
 
 
 class StepRandom:
     """A random stream for the steps of one rank, apart from the main one."""
 
-    def __init__(self, coordinate: Coordinate, device: torch.device) -> None:
+    def __init__(self, layout: Layout, coordinate: Coordinate, device: torch.device) -> None:
         self.device = device
-        self.apart = coordinate.data > 0
+        self.apart = layout.data_parallel_size > 1 or layout.pipeline_parallel_size > 1
         self.states: list[torch.Tensor] = []
         if self.apart:
-            self.states = self._fresh((torch.initial_seed() + coordinate.data * 1_000_003) % 2**63)
+            self.states = self._fresh((torch.initial_seed() + (coordinate.data + 1) * 1_000_003) % 2**63)
 
     def _fresh(self, seed: int) -> list[torch.Tensor]:
         before = self._read()
@@ -85,18 +88,42 @@ def set_main_streams(streams: Streams, generator: torch.Generator | None = None)
         generator.set_state(streams["generator"])
 
 
+Seeded = tuple[int, torch.Tensor, torch.Tensor | None, Any, Any]
+"""torch's seed and state, CUDA's, Python's and numpy's."""
+
+
 def share_random_state(group: dist.ProcessGroup) -> None:
     """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
     if dist.get_world_size(group) == 1:
         return
+    states = [_state()]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    _set_state(states[0])
+
+
+def share_seeded_state() -> None:
+    """Where the user seeded, go on with rank 0's random state on every rank. Collective over the world.
+
+    Lightning's own strategies start again from the seed here, so that what was drawn for the module is drawn once more
+    for its samples; one device goes on.
+    """
+    states: list[Seeded | None] = [_state() if "PL_GLOBAL_SEED" in os.environ else None]
+    dist.broadcast_object_list(states, src=0)
+    if states[0] is not None:
+        _set_state(states[0])
+
+
+def _state() -> Seeded:
     import numpy
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    states: list[Any] = [
-        (torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state())
-    ]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    seed, torch_state, cuda, python_state, numpy_state = states[0]
+    return torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state()
+
+
+def _set_state(state: Seeded) -> None:
+    import numpy
+
+    seed, torch_state, cuda, python_state, numpy_state = state
     torch.default_generator.manual_seed(seed)
     torch.set_rng_state(torch_state)
     if cuda is not None:

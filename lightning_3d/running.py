@@ -66,14 +66,11 @@ class Running(Resuming):
         flight.at("predict_step")
         return self._running.evaluate("predict_step", super().predict_step, args)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward as Lightning runs it, with the gradients synchronised before `on_after_backward` looks at them."""
-        module, precision = self._module, self.precision_plugin
+    def pre_backward(self, closure_loss: Tensor) -> None:
         self._running.before_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+
+    def _after_backward(self) -> None:
         self._running.after_backward()
-        return precision.post_backward(closure_loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         flight.at("optimizer_step", self._module.trainer.global_step)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.stages import Stages
@@ -130,6 +130,8 @@ def _converted(
 ) -> dict[str, Any]:
     """`state` with the entries that are numbered by parameter converted."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, LBFGS):  # its state is of all parameters together, and whole on every rank
+        return {**state}
     entries = {
         key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
         for key, value in state.get("state", {}).items()
@@ -160,7 +162,9 @@ def swap_parameters(
     """Have `optimizers` hold the new parameters in place of the old, and `entries` for their state (else none)."""
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
+            group["params"][:] = [
+                swaps.get(parameter, parameter) for parameter in group["params"]
+            ]  # LBFGS keeps the list
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for old in [parameter for parameter in swaps if parameter in optimizer.state]:
             del optimizer.state[old]

@@ -24,7 +24,7 @@ from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_hooks, check_module, check_optimizers, use_no_grad
+from lightning_3d.checks import check_hooks, check_module, use_no_grad
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, compose
 from lightning_3d.data import SampleCheck
@@ -257,7 +257,7 @@ class Strategy3D(Running):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-        random = StepRandom(self.coordinate, self.root_device)
+        random = StepRandom(self.layout, self.coordinate, self.root_device)
         steps = make_steps(
             trainer, composed, plans, self.layout, self._choices, mesh=self.mesh, random=random, plugin=plugin,
             device=self.root_device, ledger=self._sending.ledger,
@@ -273,6 +273,7 @@ class Strategy3D(Running):
             random=random,
             loss_scale=plugin.loss_scale,
             window=lambda: trainer.accumulate_grad_batches,
+            epoch=lambda: trainer.current_epoch,
         )
 
     def _to_device(self, batch: Any) -> Any:
@@ -285,7 +286,6 @@ class Strategy3D(Running):
         composed = self._applied
         if composed.split is not None:
             check_supported(self._module, self.optimizers)
-        check_optimizers(self.optimizers, self.layout)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
@@ -298,6 +298,7 @@ class Strategy3D(Running):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         self.precision_plugin.clip_norm = self._clip_norm
+        self.precision_plugin.after_backward = self._after_backward
 
     def model_to_device(self) -> None:
         materialize(self._module, self.root_device)

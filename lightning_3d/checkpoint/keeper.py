@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
@@ -97,16 +97,16 @@ class Keeper:
         self._begin(path)
         ours = type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and storage_options is None
         if not ours:
-            if _rank() == 0:
+            if _writer() == 0:
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         target = Path(os.path.abspath(path))
         if self.asynchronous:
-            still = copied(checkpoint) if _rank() == 0 else {}
-            work = partial(on_first_rank, lambda: save_file(still, target), path, _rank())
+            still = copied(checkpoint) if _writer() == 0 else {}
+            work = partial(on_first_rank, lambda: save_file(still, target), path, _writer())
             self._background.start(work, self.timeout)
         else:
-            self._do(lambda: on_first_rank(lambda: save_file(checkpoint, target), path, _rank(), gather))
+            self._do(lambda: on_first_rank(lambda: save_file(checkpoint, target), path, _writer(), gather))
 
     def _begin(self, path: Any) -> None:
         self.wait()
@@ -195,6 +195,11 @@ def state_bytes(module: nn.Module) -> int:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _writer() -> int:
+    """The rank as far as writing one file goes: before there is a process group its launcher knows it already."""
+    return dist.get_rank() if dist.is_initialized() else int(rank_zero_only.rank)  # type: ignore[attr-defined]
 
 
 def _world() -> int:

@@ -39,9 +39,10 @@ class Watch:
     """
 
     def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
-        self._job = _get_default_store()
-        self._connections: dict[str, Store] = {}
-        run = self._job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
+        job = _get_default_store()
+        # one for each thread, so that one may ask while another blocks; made now, while whoever serves is surely there
+        self._main, self._beside = _connection(job), _connection(job)
+        run = job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
         self.key = f"lightning_3d/watch/{run}"
         self.rank, self.places, self.folder = rank, places, folder
         self.timeout = timeout
@@ -84,7 +85,7 @@ class Watch:
             self._answered = time.monotonic()
 
     def _exchange(self, count: int) -> None:
-        store = self._store("beside")
+        store = self._beside
         store.set(self._beat_of(self.rank), json.dumps([count, flight.standing()]))
         if store.check([f"{self.key}/ended"]):
             self._stop.set()
@@ -185,13 +186,7 @@ class Watch:
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         """Ask the store, but not for longer than it takes a store to answer."""
-        return bounded(lambda: question(self._store("main")), 5.0)
-
-    def _store(self, thread: str) -> Store:
-        """The job's store over a connection of this thread's own: while one blocks, another may ask."""
-        if thread not in self._connections:
-            self._connections[thread] = _connection(self._job)
-        return self._connections[thread]
+        return bounded(lambda: question(self._main), 5.0)
 
     def _wait(self, seconds: float, holds: Callable[[Store], bool]) -> bool:
         deadline = time.monotonic() + seconds

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_3d.zero.local_step import step_on_shards, step_with_shared_loss
+from lightning_3d.zero.local_step import step_on_shards
+from lightning_3d.zero.search_step import search_as_one
 from lightning_3d.zero.whole_step import WHOLE, Convert, step_on_wholes
 
 
@@ -21,7 +22,7 @@ def step_as_on_one_device(
         mean: of a loss over the data ranks.
     """
     if isinstance(optimizer, LBFGS):
-        return step_with_shared_loss(optimizer, mean)
+        return search_as_one(optimizer, whole, part, mean)
     if isinstance(optimizer, WHOLE):
         return step_on_wholes(optimizer, whole, part)
     return step_on_shards(optimizer)

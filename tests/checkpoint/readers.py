@@ -8,7 +8,14 @@ import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_3d import Strategy3D
 from tests.checkpoint.trainings import SaveAt
@@ -99,10 +106,12 @@ class Reader(LightningModule):
             return [DataLoader(data, BATCH, shuffle=True, **more), DataLoader(range(20), BATCH, shuffle=True, **more)]
         return {
             "shuffled": lambda: DataLoader(data, BATCH, shuffle=True, **more),
+            "ordered": lambda: DataLoader(data, BATCH, **more),
             "generator": lambda: DataLoader(data, BATCH, shuffle=True, generator=torch.Generator(), **more),
             "weighted": lambda: DataLoader(
                 data, BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **more
             ),
+            "subset": lambda: DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)), **more),
             "unbatched": lambda: DataLoader(data, batch_size=None, shuffle=True, **more),
             "own": lambda: DataLoader(data, batch_sampler=Own(range(SAMPLES), BATCH, False), **more),
             "stateful": lambda: Stateful(100 * rank),

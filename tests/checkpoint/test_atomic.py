@@ -9,7 +9,10 @@ from random import Random
 
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.save import SaveFailed
 from lightning_3d.checkpoint.stored import Opened
 from tests.checkpoint.made import save
@@ -32,6 +35,18 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path):
         assert save(tmp_path / "x.ckpt", tensors) == [None, None]
     assert value(tmp_path / "x.ckpt") == 1
     assert len(list((tmp_path / "x.ckpt").iterdir())) == 4  # manifest, state, two parts
+
+
+@pytest.mark.parametrize(("rank", "written"), [(0, ["x.ckpt"]), (1, [])])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_file_is_written_by_rank_0_also_before_the_ranks_can_talk(
+    tmp_path, monkeypatch, rank, written, asynchronous
+):
+    monkeypatch.setattr(rank_zero_only, "rank", rank)  # as a launcher says
+    keeper = Keeper("full", asynchronous)
+    keeper.save_file({"state_dict": {}}, tmp_path / "x.ckpt", TorchCheckpointIO(), None)
+    keeper.close()
+    assert [path.name for path in tmp_path.iterdir()] == written
 
 
 @pytest.mark.parametrize("before", [True, False])

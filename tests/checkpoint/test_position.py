@@ -55,14 +55,17 @@ def epoch(ranks, number):
 
 @pytest.mark.parametrize(
     ("before", "after", "stop"),
-    [((2, {}), (3, {"zero_stage": 3}), 11), ((3, {}), (1, {}), 8), ((1, {}), (2, {"tensor_parallel_size": 2}), 20)],
+    [((2, {}), (3, {"zero_stage": 3}), 11), ((3, {}), (1, {}), 8), ((1, {}), (2, {"tensor_parallel_size": 2}), 20),
+     ((1, {}), (2, {}), 20), ((1, {}), (3, {}), 18), ((2, {}), (2, {"tensor_parallel_size": 2}), 11)],
     ids=str,
-)
-def test_on_another_number_of_data_ranks(tmp_path, before, after, stop):
-    path = str(tmp_path / "x.ckpt")
+)  # fmt: skip
+@pytest.mark.parametrize("loader", ["shuffled", "ordered", "generator", "subset"])
+def test_on_another_number_of_data_ranks(tmp_path, before, after, stop, loader):
+    """Where one data rank has the user's own sampler and several have Lightning's, too."""
+    path, attributes = str(tmp_path / "x.ckpt"), {"loader": loader}
     (world, layout), (new_world, new_layout) = before, after
-    first = run(read, world, {**SHARDED, **layout}, {}, {}, stop, path, world=world)
-    then = run(read, new_world, {**SHARDED, **new_layout}, {}, {}, None, None, path, world=new_world)
+    first = run(read, world, {**SHARDED, **layout}, attributes, {}, stop, path, world=world)
+    then = run(read, new_world, {**SHARDED, **new_layout}, attributes, {}, None, None, path, world=new_world)
     if "tensor_parallel_size" in new_layout:
         assert then[0] == then[1]
         then = then[:1]

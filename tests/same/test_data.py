@@ -55,10 +55,10 @@ class Kept(MLP):
         if self.kind == "stream":
             return DataLoader(Stream(), batch_size=8)
         workers = 1 if self.kind == "workers" else 0
-        return DataLoader(data, batch_size=8, shuffle=True, num_workers=workers)
+        return DataLoader(data, batch_size=8, shuffle=self.kind != "ordered", num_workers=workers)
 
 
-def _given(kind, strategy, world, seeded):
+def _given(kind, strategy, world, seeded, rank_zero_draws=False):
     # the ranks of a test are daemons, which may not start dataloader workers
     multiprocessing.current_process()._config["daemon"] = False
     if seeded:
@@ -69,9 +69,12 @@ def _given(kind, strategy, world, seeded):
         os.environ.pop("PL_SEED_WORKERS", None)
     module = Kept()
     module.kind = kind
-    flags = {"devices": world, "strategy": Strategy3D(**strategy), "max_epochs": 2, "limit_val_batches": 0}
+    if rank_zero_draws and os.environ["RANK"] == "0":
+        module.on_train_epoch_end = lambda: torch.rand(())
+    how = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": how, "max_epochs": 2, "limit_val_batches": 0}
     try:
-        Trainer(**{**QUIET, **flags, "use_distributed_sampler": kind != "stream"}).fit(module)
+        Trainer(**{**QUIET, **flags, "use_distributed_sampler": True}).fit(module)
     except DivergenceError as error:
         return str(error)
     return module.given
@@ -103,10 +106,19 @@ def test_different_samples_are_refused_with_the_ranks(grid):
         assert ("2 | 3" if rank > 1 else "0 | 1") in said
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
 def test_samples_are_those_of_one_device(kind):
-    (alone,) = run(_given, kind, {"zero_stage": 0}, 1, True, world=1)
-    assert run(_given, kind, GRIDS["tensor"], 2, True, world=2) == [alone, alone]
+    """Of a plain Trainer, whose sampler is the user's own."""
+    (alone,) = run(_given, kind, None, 1, True, world=1)
+    assert run(_given, kind, {"zero_stage": 0}, 1, True, world=1) == [alone]
+    for grid in ("tensor", "pipeline"):
+        assert run(_given, kind, GRIDS[grid], 2, True, world=2) == [alone, alone]
+
+
+def test_an_order_that_one_rank_draws_for_itself_is_noticed_in_a_later_epoch():
+    first, second = run(_given, "shuffled", GRIDS["tensor"], 2, True, True, world=2)
+    assert "batch 0 of training_step is not the same" in first
+    assert first == second
 
 
 class Predicts(MLP):

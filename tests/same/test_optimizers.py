@@ -247,19 +247,17 @@ class Searched(MLP):
         return optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def _searching(module):
-    module.configure_optimizers = lambda: optim.LBFGS(module.parameters())
+SEARCHED = {
+    "zero0": (2, {"zero_stage": 0}),
+    "zero1": (2, {"zero_stage": 1}),
+    "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
+}
 
 
-def test_lbfgs_sees_the_loss_of_all_data_ranks():
-    assert_parity(f"{__name__}:Searched", 2, {"zero_stage": 0}, trainer={"max_epochs": 1}, tolerance=1e-4)
-
-
-@pytest.mark.parametrize("layout", ["tensor", "zero3"])
-def test_lbfgs_over_parts_is_refused(layout):
-    world, strategy = LAYOUTS[layout]
-    for said in run(_refused, strategy, world, None, _searching, world=world):
-        assert said.startswith("LBFGS computes with all parameters as one vector")
+@pytest.mark.parametrize("layout", [*SEARCHED, "zero3", "tensor"])
+def test_lbfgs_searches_with_whole_parameters_and_the_loss_of_all_data_ranks(layout):
+    world, strategy = {**LAYOUTS, **SEARCHED}[layout]
+    assert_parity(f"{__name__}:Searched", world, strategy, trainer={"max_epochs": 1}, tolerance=1e-4)
 
 
 class Rated(MLP):

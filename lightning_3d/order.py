@@ -1,0 +1,83 @@
+"""The order in which the samples of an epoch are dealt out, told as plain values, and drawn again from them.
+
+With several data ranks Lightning puts a sampler of its own in the place of the user's; with one, the user's stays, and
+samples come as on one device. A run that goes on with another number of data ranks in the middle of an epoch ends that
+epoch in the order it began in, whichever sampler it has now.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+Order = dict[str, Any]
+"""What an order is made from, beside random streams: its `kind` and, of a shared one, `seed`, `shuffle` and `epoch`."""
+
+
+def keep_own_samplers(trainer: Trainer) -> Callable[[], None]:
+    """Have Lightning leave the samplers of dataloaders alone; returns what undoes it.
+
+    For one data rank. The sampler that Lightning would put there shuffles every dataloader of `fit`, also one whose
+    author did not ask for it, and draws from another seed than on one device.
+    """
+    connector = trainer._accelerator_connector
+    wanted, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    return lambda: setattr(connector, "use_distributed_sampler", wanted)
+
+
+def is_shared(sampler: object) -> bool:
+    """Whether the data ranks share one order, of which each takes its part."""
+    return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
+
+
+def order_of(sampler: Any) -> Order:
+    """The order of the epoch that `sampler` deals out now."""
+    if is_shared(sampler):
+        return {"kind": "shared", "seed": sampler.seed, "shuffle": sampler.shuffle, "epoch": sampler.epoch}
+    if type(sampler) is SequentialSampler:
+        return {"kind": "sequential"}
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return {"kind": "random"}
+    return {"kind": "own"}
+
+
+def can_draw(sampler: object, order: Order) -> bool:
+    """Whether `whole_order` can make `order`, begun under another number of data ranks, with the sampler of now."""
+    kind = order["kind"]
+    if kind == "shared":
+        return is_shared(sampler) or hasattr(sampler, "__len__")
+    return type(sampler) is (DistributedSamplerWrapper if kind == "own" else DistributedSampler)
+
+
+def whole_order(sampler: Any, order: Order, generator: torch.Generator | None) -> list[Any]:
+    """All samples of the epoch in their order. Draws from the main random streams, which must be as they were.
+
+    Args:
+        sampler: the one of now.
+        order: for which `can_draw`.
+        generator: in the state that the user's own had, where the order was drawn from one.
+    """
+    if order["kind"] == "shared":
+        return list(_alone(sampler, order))
+    if order["kind"] == "own":
+        return list(sampler.dataset._sampler)
+    data = sampler.dataset
+    return list(RandomSampler(data, generator=generator) if order["kind"] == "random" else SequentialSampler(data))
+
+
+def _alone(sampler: Any, order: Order) -> DistributedSampler[Any]:
+    """What deals out a shared order to one data rank."""
+    if is_shared(sampler):
+        alone = copy.copy(sampler)
+        alone.num_replicas, alone.rank = 1, 0
+        alone.num_samples = alone.total_size = len(sampler.dataset)
+        return alone  # type: ignore[no-any-return]
+    again = {"num_replicas": 1, "rank": 0, "shuffle": order["shuffle"], "seed": order["seed"]}
+    plain = type(sampler) in (RandomSampler, SequentialSampler)
+    alone = DistributedSampler(sampler.data_source, **again) if plain else DistributedSamplerWrapper(sampler, **again)
+    alone.set_epoch(order["epoch"])
+    return alone  # type: ignore[no-any-return]

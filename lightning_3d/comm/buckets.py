@@ -10,32 +10,40 @@ from lightning_3d.comm.compression import Compression
 from lightning_3d.local import local
 
 ALONE_BYTES = 256 * 1024
-"""From this size on a gradient is reduced where it lies: packing would cost more than another collective."""
+"""From this size on a gradient is reduced where it lies: packing would cost more than another message."""
 
 
 class Bucket:
     """Some parameters whose gradients are reduced in one collective.
 
-    A large gradient is a bucket of its own and is reduced in place. Small ones are packed into one buffer, reduced, and
-    copied back, so that gradients stay the tensors that autograd made.
+    Large gradients are reduced in place. Small ones are packed into one buffer, reduced, and copied back, so that
+    gradients stay the tensors that autograd made.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], packed: bool) -> None:
+        self.parameters, self.packed = list(parameters), packed
         self.keys: list[str] = []
         self.awaited: set[nn.Parameter] = set()
         """Those whose gradient has not arrived yet in this backward."""
 
     def reduce(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> None:
         """Average `gradients` (one per parameter; None counts as zero) over the ranks, in place."""
-        if len(gradients) == 1 and gradients[0] is not None and gradients[0].is_contiguous():
-            collectives.all_reduce(gradients[0], average=True)
-            return
-        buffer, views = self._pack(gradients)
-        collectives.all_reduce(buffer, average=True)
+        if self.packed:
+            buffer, views = self._pack(gradients)
+            pieces = [buffer]
+        else:
+            pieces = views = [self._piece(*both) for both in zip(self.parameters, gradients, strict=True)]
+        for together in [pieces] if collectives.takes_pieces else pieces:
+            collectives.all_reduce(together, average=True)
         for gradient, view in zip(gradients, views, strict=True):
-            if gradient is not None:
+            if gradient is not None and gradient.data_ptr() != view.data_ptr():
                 gradient.copy_(view)
+
+    def _piece(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
+        """What travels of a large gradient: itself, if it lies as it must."""
+        if gradient is None:
+            return torch.zeros_like(local(parameter), memory_format=torch.contiguous_format)
+        return gradient.contiguous()
 
     def compress(self, gradients: Sequence[Tensor | None], compression: Compression) -> None:
         """The same, lossily."""
@@ -58,17 +66,14 @@ class Bucket:
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
     """Cut `parameters`, in the order their gradients are expected, into buckets of one dtype and device each."""
     buckets: list[Bucket] = []
-    open_: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    open_: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        if _size(parameter) >= ALONE_BYTES:
-            buckets.append(Bucket([parameter]))
-            continue
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, _size(parameter) < ALONE_BYTES)
         gathered = open_.setdefault(kind, [])
         gathered.append(parameter)
         if sum(map(_size, gathered)) >= bucket_bytes:
-            buckets.append(Bucket(open_.pop(kind)))
-    return buckets + [Bucket(gathered) for gathered in open_.values()]
+            buckets.append(Bucket(open_.pop(kind), kind[2]))
+    return buckets + [Bucket(gathered, kind[2]) for kind, gathered in open_.items()]
 
 
 def _size(parameter: nn.Parameter) -> int:

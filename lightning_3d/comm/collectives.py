@@ -24,7 +24,7 @@ class Collectives(ABC):
     """
 
     takes_pieces = False
-    """Whether several tensors can be passed for each of `input` and `output`."""
+    """Whether several tensors can be passed for each of `input` and `output`, and for `buffer`."""
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
         self.group, self.ledger, self.axis = group, ledger, axis
@@ -39,7 +39,7 @@ class Collectives(ABC):
         """Every rank's `input` in rank order; `input` may be this rank's part of `output`."""
 
     @abstractmethod
-    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+    def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
         """The sum of `buffer`, in place."""
 
     def doing(self, collective: str) -> Doing:
@@ -62,7 +62,7 @@ class Ring(Collectives):
         with self.doing("all_gather"):
             self.count("all_gather", ring_all_gather(output, input, self.group))
 
-    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+    def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
         with self.doing("all_reduce"):
             self.count("all_reduce", ring_all_reduce(buffer, self.group, average=average))
 
@@ -83,7 +83,8 @@ class Native(Collectives):
             _all_gather(output, input, group=self.group)
         self.count("all_gather", (self.size - 1) * _bytes(input))
 
-    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
+    def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
+        buffer = single(buffer)
         with self.doing("all_reduce"):
             dist.all_reduce(buffer, group=self.group)
         self._divide(buffer, average)

@@ -23,8 +23,8 @@ class CommConfig:
     """Columns kept of each gradient matrix by "powersgd"."""
     ranks_per_node: int | None = None
     """Ranks of the data axis in one node, for "hierarchical"."""
-    bucket_mb: float = 4.0
-    """Small gradients travel together in buckets of this size (stage 0)."""
+    bucket_mb: float = 25.0
+    """Gradients travel together in buckets of this size (stage 0)."""
 
     def __post_init__(self) -> None:
         if self.grad_sync not in get_args(GradSync):

@@ -1,7 +1,6 @@
 """A ring inside each node, then one between nodes: slow links carry 1 / (ranks per node) of the buffer."""
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_3d.comm.collectives import Collectives, Ring, single
 from lightning_3d.comm.ledger import Ledger
@@ -46,8 +45,8 @@ class Hierarchical(Collectives):
         self.between.all_gather(part, input)
         self.inside.all_gather(output.view(self.nodes, -1).unbind(0), part.unbind(0))
 
-    def all_reduce(self, buffer: Tensor, *, average: bool) -> None:
-        size, flat = self.inside.size, buffer.view(-1)
+    def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
+        size, flat = self.inside.size, single(buffer).view(-1)
         whole = flat
         if rest := -flat.numel() % size:
             whole = flat.new_zeros(flat.numel() + rest)

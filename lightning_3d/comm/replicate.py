@@ -30,7 +30,7 @@ class Replicas:
         parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
         collectives: over the ranks of the data axis, on a group that nothing else uses.
         engine: runs them in the background.
-        bucket_mb: small gradients travel together in buckets of about this size.
+        bucket_mb: gradients travel together in buckets of about this size.
         compression: over the same ranks; its memory goes by the position in `parameters`.
     """
 
@@ -40,7 +40,7 @@ class Replicas:
         collectives: Collectives,
         engine: Engine,
         *,
-        bucket_mb: float = 4.0,
+        bucket_mb: float = 25.0,
         compression: Compression | None = None,
     ) -> None:
         self.collectives, self.engine, self.compression = collectives, engine, compression

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from lightning_3d.errors import PeerError
 
-SEGMENT_BYTES = 2 << 20
+SEGMENT_BYTES = 3 << 20
 """Small enough that a segment is still in cache when it is added to, large enough to hide Python's part."""
+SMALL_BYTES = 256 << 10
+"""Pieces below this are packed: a message costs more than the copies, and a block has a dozen biases and norms."""
 WINDOW = 4
 """Receives posted ahead. It bounds the working memory of a reduction to `WINDOW` segments."""
 Pieces = Tensor | Sequence[Tensor]
@@ -51,7 +53,18 @@ def ring_reduce_scatter(
         for target, source in zip(outputs, inputs, strict=True):
             _copy_unless_same(target, source)
         return 0
-    return _turn(inputs, outputs, range(size - 1), group, average, segment_bytes)
+    small, large = _small(inputs)
+    if small:
+        packed = torch.cat([inputs[index].view(size, -1) for index in small], dim=1)
+        own = packed[group.rank()]
+        targets = [outputs[index] for index in small]
+        inputs = [*(inputs[index] for index in large), packed.view(-1)]
+        outputs = [*(outputs[index] for index in large), own]
+    sent = _turn(inputs, outputs, range(size - 1), group, average, segment_bytes)
+    if small:
+        for target, part in zip(targets, own.split([target.numel() for target in targets]), strict=True):
+            target.copy_(part)
+    return sent
 
 
 def ring_all_gather(
@@ -66,34 +79,52 @@ def ring_all_gather(
         group: a process group that nothing else uses meanwhile.
         segment_bytes: upper bound of one message.
     """
-    size, outputs, owns = group.size(), _flat(output), []
-    for source, target in zip(_flat(input), outputs, strict=True):
+    size, inputs, outputs = group.size(), _flat(input), _flat(output)
+    small, large = _small(outputs) if size > 1 else ([], range(len(outputs)))
+    owns: list[Tensor] = []
+    for index in large:
+        source, target = inputs[index], outputs[index]
         owns.append(target.narrow(0, group.rank() * source.numel(), source.numel()))
         _copy_unless_same(owns[-1], source)
-    return _turn(outputs, owns, range(size - 1, 2 * size - 2), group, False, segment_bytes)
+    wholes = [outputs[index] for index in large]
+    if small:
+        widths = [inputs[index].numel() for index in small]
+        packed = inputs[small[0]].new_empty(size, sum(widths))
+        owns.append(torch.cat([inputs[index] for index in small], out=packed[group.rank()]))
+        wholes.append(packed.view(-1))
+    sent = _turn(wholes, owns, range(size - 1, 2 * size - 2), group, False, segment_bytes)
+    if small:
+        for index, part in zip(small, packed.split(widths, dim=1), strict=True):
+            outputs[index].view(size, -1).copy_(part)
+    return sent
 
 
 def ring_all_reduce(
-    buffer: Tensor, group: dist.ProcessGroup, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
+    buffer: Pieces, group: dist.ProcessGroup, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
 ) -> int:
     """Sum (or average) the contiguous `buffer` over `group`, in place. Returns the bytes sent.
 
-    Where N does not divide the length, the last few elements travel in a padded piece of N elements.
+    Several buffers of one dtype travel as one collective. Where N does not divide the length of one, its last few
+    elements travel in a padded piece of N elements.
     """
-    size, flat = group.size(), buffer.view(-1)
+    size = group.size()
     if size == 1:
         return 0
-    rest = flat.numel() % size
-    pieces = [flat[: flat.numel() - rest]]
-    if rest:
-        tail, padded = flat[flat.numel() - rest :], flat.new_zeros(size)
-        padded[:rest] = tail
-        pieces.append(padded)
-    owns = [piece.view(size, -1)[group.rank()] for piece in pieces if piece.numel()]
+    pieces: list[Tensor] = []
+    tails: list[tuple[Tensor, Tensor]] = []
+    for flat in _flat(buffer):
+        even = flat.numel() // size * size
+        pieces.append(flat[:even])
+        if even < flat.numel():
+            padded = flat.new_zeros(size)
+            padded[: flat.numel() - even] = flat[even:]
+            pieces.append(padded)
+            tails.append((flat[even:], padded))
     pieces = [piece for piece in pieces if piece.numel()]
+    owns = [piece.view(size, -1)[group.rank()] for piece in pieces]
     sent = _turn(pieces, owns, range(2 * size - 2), group, average, segment_bytes)
-    if rest:
-        tail.copy_(padded[:rest])
+    for tail, padded in tails:
+        tail.copy_(padded[: tail.numel()])
     return sent
 
 
@@ -156,6 +187,14 @@ def _cut(
             for segments, chunk in zip(chunks, flat.view(size, part).unbind(0), strict=True):
                 segments.extend(chunk.tensor_split(min(part, count)))
     return chunks, results
+
+
+def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
+    """Which of `pieces` are to be packed into one message, and which not."""
+    small = [index for index, piece in enumerate(pieces) if piece.numel() * piece.element_size() < SMALL_BYTES]
+    if len(small) < 2:
+        return (), range(len(pieces))
+    return small, [index for index in range(len(pieces)) if index not in small]
 
 
 def _slots(segments: Sequence[Tensor], count: int) -> Sequence[Tensor]:

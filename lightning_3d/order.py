@@ -2,7 +2,7 @@
 
 With several data ranks Lightning puts a sampler of its own in the place of the user's; with one, the user's stays, and
 samples come as on one device. A run that goes on with another number of data ranks in the middle of an epoch ends that
-epoch in the order it began in, whichever sampler it has now.
+epoch in the order it began in; once it has had several, it stays with their order.
 """
 
 import copy
@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 Order = dict[str, Any]
-"""What an order is made from, beside random streams: its `kind` and, of a shared one, `seed`, `shuffle` and `epoch`."""
+"""What an order is made from, beside random streams: its `kind` and, of a shared one, the `seed`."""
 
 
 def keep_own_samplers(trainer: Trainer) -> Callable[[], None]:
@@ -37,7 +37,7 @@ def is_shared(sampler: object) -> bool:
 def order_of(sampler: Any) -> Order:
     """The order of the epoch that `sampler` deals out now."""
     if is_shared(sampler):
-        return {"kind": "shared", "seed": sampler.seed, "shuffle": sampler.shuffle, "epoch": sampler.epoch}
+        return {"kind": "shared", "seed": sampler.seed}
     if type(sampler) is SequentialSampler:
         return {"kind": "sequential"}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
@@ -47,10 +47,8 @@ def order_of(sampler: Any) -> Order:
 
 def can_draw(sampler: object, order: Order) -> bool:
     """Whether `whole_order` can make `order`, begun under another number of data ranks, with the sampler of now."""
-    kind = order["kind"]
-    if kind == "shared":
-        return is_shared(sampler) or hasattr(sampler, "__len__")
-    return type(sampler) is (DistributedSamplerWrapper if kind == "own" else DistributedSampler)
+    kinds = {"shared": (DistributedSampler, DistributedSamplerWrapper), "own": (DistributedSamplerWrapper,)}
+    return type(sampler) in kinds.get(order["kind"], (DistributedSampler,))
 
 
 def whole_order(sampler: Any, order: Order, generator: torch.Generator | None) -> list[Any]:
@@ -61,23 +59,12 @@ def whole_order(sampler: Any, order: Order, generator: torch.Generator | None) -
         order: for which `can_draw`.
         generator: in the state that the user's own had, where the order was drawn from one.
     """
-    if order["kind"] == "shared":
-        return list(_alone(sampler, order))
     if order["kind"] == "own":
         return list(sampler.dataset._sampler)
-    data = sampler.dataset
-    return list(RandomSampler(data, generator=generator) if order["kind"] == "random" else SequentialSampler(data))
-
-
-def _alone(sampler: Any, order: Order) -> DistributedSampler[Any]:
-    """What deals out a shared order to one data rank."""
-    if is_shared(sampler):
-        alone = copy.copy(sampler)
-        alone.num_replicas, alone.rank = 1, 0
-        alone.num_samples = alone.total_size = len(sampler.dataset)
-        return alone  # type: ignore[no-any-return]
-    again = {"num_replicas": 1, "rank": 0, "shuffle": order["shuffle"], "seed": order["seed"]}
-    plain = type(sampler) in (RandomSampler, SequentialSampler)
-    alone = DistributedSampler(sampler.data_source, **again) if plain else DistributedSamplerWrapper(sampler, **again)
-    alone.set_epoch(order["epoch"])
-    return alone  # type: ignore[no-any-return]
+    if order["kind"] != "shared":
+        data = sampler.dataset
+        return list(RandomSampler(data, generator=generator) if order["kind"] == "random" else SequentialSampler(data))
+    alone = copy.copy(sampler)
+    alone.num_replicas, alone.rank = 1, 0
+    alone.num_samples = alone.total_size = len(sampler.dataset)
+    return list(alone)

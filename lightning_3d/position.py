@@ -149,11 +149,8 @@ class Counted(Sampler[Any]):
         """Whether it takes the rest of the very order of `place`, and not its own from the start."""
         if "order" not in place or not can_draw(self.sampler, place["order"]):
             return False
-        was_shared = place["order"]["kind"] == "shared"
-        if self.shared and was_shared:
-            return True
         plain = not self.batched or type(self.inner) is BatchSampler  # another may not ask its sampler
-        return plain and self.shared != was_shared
+        return plain or place["order"]["kind"] == "shared"
 
     def _rest(self, place: Place) -> Any:
         """What deals out the rest of the order of `place`."""
@@ -170,10 +167,7 @@ class Counted(Sampler[Any]):
         self._set_streams(place, -1)
         order = whole_order(self.sampler, place["order"], _generator_of(place))
         set_main_streams(now, self._generator)
-        left = order[place["samples"] :]
-        if not self.shared:
-            return left
-        ranks = self._ranks
+        left, ranks = order[place["samples"] :], self._ranks
         if self.sampler.drop_last:
             left = left[: len(left) // ranks * ranks]
         elif left:

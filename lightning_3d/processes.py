@@ -66,6 +66,8 @@ class Processes(ParallelStrategy):
         self._failed = self._judged = False
         self._watch: Watch | None = None
         self._give_samplers_back: Callable[[], None] = _nothing
+        self._shares_order = False
+        """Whether the run had several data ranks when it was saved: then it goes on in the order of Lightning's."""
         self._chooses = False
         """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
@@ -147,6 +149,7 @@ class Processes(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self._failed, self._judged, self._watch = False, False, None
+        self._shares_order = False
         if vars(self._module.trainer).get("save_checkpoint") is _not_saved:
             del self._module.trainer.save_checkpoint  # an earlier run with this Trainer failed
         super().setup_environment()
@@ -175,7 +178,12 @@ class Processes(ParallelStrategy):
             self.layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
         )
         self._module._device_mesh = self._mesh
-        if self.layout.data_parallel_size == 1:
+        self._settle_samplers()
+
+    def _settle_samplers(self) -> None:
+        self._give_samplers_back()
+        self._give_samplers_back = _nothing
+        if self.layout.data_parallel_size == 1 and not self._shares_order:
             self._give_samplers_back = keep_own_samplers(self._module.trainer)
 
     def _before_layout(self) -> None:

@@ -78,6 +78,9 @@ class Saving(Processes):
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
+        self._shares_order = found.shares_order
+        if self._mesh is not None:
+            self._settle_samplers()
         loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in loop:
             loop["combined_loader"] = found.loaders
@@ -96,6 +99,7 @@ class Saving(Processes):
             self._communication,
             places(loop),
             loader_states(loop),
+            self._shares_order or self.layout.data_parallel_size > 1,
         )
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -24,8 +24,13 @@ def own_state(
     communication: Communication,
     places: Any,
     loaders: Any,
+    shares_order: bool,
 ) -> dict[str, Any]:
-    """Random streams, what compression left over and where the data is, to be saved for this rank."""
+    """Random streams, what compression left over and where the data is, to be saved for this rank.
+
+    Args:
+        shares_order: whether samples are dealt out in an order that several data ranks share.
+    """
     leads = coordinate.tensor == coordinate.pipeline == 0
     return {
         "layout": repr(layout),
@@ -36,6 +41,7 @@ def own_state(
         "communication": communication.state_dict(),
         "places": places if leads else None,  # the same on all ranks of a data rank
         "loaders": loaders if leads else [],
+        "shares_order": shares_order,
     }
 
 
@@ -50,6 +56,11 @@ class Found:
     same_data_ranks: bool = False
     loaders: list[Any] = field(default_factory=list)
     """States of the user's stateful dataloaders."""
+
+    @property
+    def shares_order(self) -> bool:
+        """Whether the run dealt out samples in an order that several data ranks share."""
+        return self.data is not None and bool(self.data["shares_order"])
 
     @property
     def places(self) -> Any:

@@ -4,6 +4,8 @@ import pytest
 
 from tests.dryrun.compare import dry, real
 
+STREAMS = 10_000
+"""Bytes of the random streams (torch's alone 5056), which real ranks send each other before there are weights."""
 EXACT = ("parameters", "gradients", "optimizer", "sent", "flops")
 
 
@@ -16,7 +18,7 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1):
         assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
         assert rank.peak == pytest.approx(found["peak"], rel=peak)
         if "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
-            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
+            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak, abs=STREAMS)
 
 
 def test_sharded_data_ranks():

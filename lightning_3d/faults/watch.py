@@ -130,6 +130,8 @@ class Watch:
         except (StoreGone, RuntimeError):
             verdict = self._store_lost()
         self._learn(verdict)
+        with suppress(StoreGone, RuntimeError):
+            self._ask(lambda store: store.set(self._knows(self.rank), "yes"))
         assert self.verdict is not None
         if not is_communication(error):
             return error
@@ -140,7 +142,7 @@ class Watch:
     def linger(self) -> None:
         """On the rank that serves the store: stay until the others know what happened."""
         if self.rank == 0 and not _agent_serves():
-            others = [self._failure_of(r) for r in self.places if self.verdict is None or r not in self.verdict.ranks]
+            others = [self._knows(r) for r in self.places if self.verdict is None or r not in self.verdict.ranks]
             with suppress(StoreGone, RuntimeError):  # then there is nobody to stay for
                 self._wait(LINGER, lambda s: s.check(others))
 
@@ -167,13 +169,13 @@ class Watch:
             return self._ask(lambda s: self._post(s, Verdict("failed", {self.rank: where}, text)))
         # a rank that failed by itself, or one that noticed before us, says so within a few beats
         before = self._ask(self._beats)
-        decided = self._wait(3.5 * self.beat, lambda s: s.check([f"{self.key}/verdict"]))
-        if decided:
+        if self._wait(3.5 * self.beat, lambda s: s.check([f"{self.key}/verdict"])):
             return self._ask(lambda s: Verdict.loads(s.get(f"{self.key}/verdict")))
         after, failures = self._ask(self._beats), self._ask(self._failures)
         silent = {r: _standing(b) for r, b in after.items() if before.get(r) == b and r not in failures}
         if not silent:
-            self._wait(min(5.0, self.timeout / 4), lambda s: s.check([*map(self._failure_of, self.places)]))
+            everyone, decided = [*map(self._failure_of, self.places)], [f"{self.key}/verdict"]
+            self._wait(min(5.0, self.timeout / 4), lambda s: s.check(everyone) or s.check(decided))
             failures = self._ask(self._failures)
         standing = {r: _standing(b) for r, b in after.items() if r not in failures and r not in silent}
         return self._ask(lambda s: self._post(s, judge(silent, failures, standing)))
@@ -223,6 +225,10 @@ class Watch:
 
     def _failure_of(self, rank: int) -> str:
         return f"{self.key}/failure/{rank}"
+
+    def _knows(self, rank: int) -> str:
+        """Set once a rank that fails has learnt why, and needs the store no more."""
+        return f"{self.key}/knows/{rank}"
 
 
 def _agent_serves() -> bool:

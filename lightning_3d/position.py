@@ -134,8 +134,9 @@ class Counted(Sampler[Any]):
         place = place or {"batches": batches, "length": length}
         if self.shared and "order" in place:
             self.sampler.seed = place["order"].get("seed", self.sampler.seed)
-        self.follows = same_data_ranks or self._deals_rest_of(place)
-        if self._deals_rest_of(place):
+        deals_rest = self._deals_rest_of(place)
+        self.follows = same_data_ranks or deals_rest
+        if deals_rest:
             skip = length - len(self._rest(place))
         else:  # the same share of the epoch
             skip = min(length, round(place["batches"] * length / max(1, place["length"])))

@@ -162,9 +162,8 @@ def swap_parameters(
     """Have `optimizers` hold the new parameters in place of the old, and `entries` for their state (else none)."""
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            group["params"][:] = [
-                swaps.get(parameter, parameter) for parameter in group["params"]
-            ]  # LBFGS keeps the list
+            held = group["params"]
+            held[:] = [swaps.get(parameter, parameter) for parameter in held]  # in place: LBFGS keeps the list
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for old in [parameter for parameter in swaps if parameter in optimizer.state]:
             del optimizer.state[old]

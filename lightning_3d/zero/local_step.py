@@ -6,7 +6,6 @@ the arithmetic (measured: 38 ms against 22 ms for AdamW on half of 20M parameter
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn, optim
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.local import like, local
+from lightning_3d.zero.replaced_step import replace_step
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
@@ -42,13 +42,7 @@ def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
             with tensors:
                 return original(**kwargs)
 
-    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        optimizer.step = original  # type: ignore[method-assign]
-
-    return undo
+    return replace_step(optimizer, step)
 
 
 class LocalTensors:

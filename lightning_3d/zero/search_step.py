@@ -1,7 +1,6 @@
 """LBFGS, which searches with all parameters as one vector and computes the loss several times in a step."""
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS
 
 from lightning_3d.local import local
+from lightning_3d.zero.replaced_step import replace_step
 from lightning_3d.zero.whole_step import Convert
 
 
@@ -49,13 +49,7 @@ def search_as_one(
                 self._params = held
                 _rename(self, wholes[0], held[0])
 
-    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        optimizer.step = original  # type: ignore[method-assign]
-
-    return undo
+    return replace_step(optimizer, step)
 
 
 def _whole(parameter: nn.Parameter, whole: Convert) -> nn.Parameter:

@@ -5,7 +5,6 @@ optimizer's arithmetic is worth, but the numbers are those of one device.
 """
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_3d.local import local
+from lightning_3d.zero.replaced_step import replace_step
 
 WHOLE: tuple[type[Optimizer], ...] = tuple(
     getattr(optim, name)
@@ -41,13 +41,7 @@ def step_on_wholes(optimizer: Optimizer, whole: Convert, part: Convert) -> Calla
             self.param_groups = groups
         return loss
 
-    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        optimizer.step = original  # type: ignore[method-assign]
-
-    return undo
+    return replace_step(optimizer, step)
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ import pytest
 
 from tests.dryrun.compare import dry, real
 
-STREAMS = 30_000
-"""Bytes, at most, of the random streams (torch's alone 5056, pickled and copied) that real ranks send each other first."""
 EXACT = ("parameters", "gradients", "optimizer", "sent", "flops")
 
 
@@ -18,7 +16,7 @@ def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1):
         assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
         assert rank.peak == pytest.approx(found["peak"], rel=peak)
         if "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
-            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak, abs=STREAMS)
+            assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
 
 
 def test_sharded_data_ranks():

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.local import like, local
+from lightning_3d.zero.host_adam import fusable
 from lightning_3d.zero.replaced_step import replace_step
 
 ELEMENTWISE = (
@@ -57,11 +58,16 @@ class LocalTensors:
         self.parameters: list[list[nn.Parameter]] = []
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
         self.pairs = Pairs()
+        self.fused: list[dict[str, Any]] = []
+        """Groups that take the fused kernel while entered."""
 
     def __enter__(self) -> None:
         self.parameters, self.shards = [group["params"] for group in self.optimizer.param_groups], {}
         for group, parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["params"] = [self._shard(parameter) for parameter in parameters]
+            if fusable(self.optimizer, group):
+                group["fused"] = True
+                self.fused.append(group)
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor | None):
@@ -77,6 +83,9 @@ class LocalTensors:
 
     def __exit__(self, *_: object) -> None:
         state, pairs = self.optimizer.state, Pairs()
+        for group in self.fused:
+            group["fused"] = None
+        self.fused = []
         for group, parameters in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["params"] = parameters
         for parameter, shard in self.shards.items():

@@ -56,6 +56,7 @@ def ours():
     pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=MICROBATCHES)
 
     def step(tokens, targets):
+        module.zero_grad()
         loss = pipeline.training_step((tokens, targets), 0)
         pipeline.backward()
         return loss.item()

@@ -21,7 +21,7 @@ def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     if group["differentiable"] or group["capturable"] or isinstance(group["lr"], Tensor):
         return False
-    steps = [optimizer.state[p]["step"] for p in group["params"] if p in optimizer.state and optimizer.state[p]]
+    steps = [optimizer.state[p]["step"] for p in group["params"] if optimizer.state.get(p)]
     return all(_plain(p) and (p.grad is None or _plain(p.grad)) for p in group["params"]) and all(
         isinstance(step, Tensor) and step.dtype == torch.float32 and step.device.type == "cpu" for step in steps
     )

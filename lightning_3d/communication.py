@@ -8,7 +8,6 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_3d.comm import (
-    Collectives,
     CommConfig,
     Compression,
     Engine,
@@ -31,8 +30,8 @@ class Communication:
     def __init__(self, layout: Layout, rank: int, config: CommConfig, *, streams: bool, timeout: timedelta) -> None:
         self.layout, self.config = layout, config
         self.ledger = Ledger()
-        self.compressions: list[Compression] = []
         self._replicas: list[Replicas] = []
+        self._sharded: list[FullySharded] = []
         self.engine = Engine(threaded=not streams)
         here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
         self._whole = _new_group(layout, here, timeout, lambda data: 0)
@@ -49,7 +48,7 @@ class Communication:
             collectives,
             self.engine,
             bucket_mb=self.config.bucket_mb,
-            compression=self._compression(collectives),
+            compression=build_compression(self.config, collectives),
         )
         self._replicas.append(replicas)
         return replicas
@@ -60,24 +59,27 @@ class Communication:
         replicate = None
         if self._replicate is not None:
             replicate = build_collectives(self.config, self._replicate, self.ledger, "data_replicate")
-        return FullySharded(root, shard, self.engine, replicate, compression=self._compression(shard))
+        compression = build_compression(self.config, shard)
+        sharded = FullySharded(root, shard, self.engine, replicate, compression=compression)
+        self._sharded.append(sharded)
+        return sharded
 
-    def _compression(self, collectives: Collectives) -> Compression | None:
-        compression = build_compression(self.config, collectives)
-        if compression is not None:
-            self.compressions.append(compression)
-        return compression
+    @property
+    def compressed(self) -> list[tuple[Compression, dict[str, nn.Parameter]]]:
+        """Every compression, and the parameters behind the keys of its memory."""
+        senders: list[FullySharded | Replicas] = [*self._sharded, *self._replicas]
+        return [(sender.compression, sender.keyed) for sender in senders if sender.compression is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's rounding depends on: leftovers of compression, and which gradients travel together."""
         return {
-            "compressions": [compression.state_dict() for compression in self.compressions],
+            "compressions": [compression.state_dict() for compression, _ in self.compressed],
             "orders": [replicas.state_dict() for replicas in self._replicas],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave on the rank in the same place of the same layout."""
-        for compression, saved in zip(self.compressions, state["compressions"], strict=True):
+        for (compression, _), saved in zip(self.compressed, state["compressions"], strict=True):
             compression.load_state_dict(saved)
         for replicas, saved in zip(self._replicas, state["orders"], strict=True):
             replicas.load_state_dict(saved)

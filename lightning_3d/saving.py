@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
 from lightning_3d.checkpoint.keeper import gather_states
+from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.compose import Composed
@@ -19,6 +20,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, loader_states, nothing_new_yet, places
 from lightning_3d.position import counted
+from lightning_3d.precision import Precision3D
 from lightning_3d.processes import Processes
 from lightning_3d.steps import PlacedSteps
 
@@ -97,6 +99,7 @@ class Saving(Processes):
             self.coordinate,
             self._steps.random,
             self._communication,
+            self._how_gradients_are_sent(),
             places(loop),
             loader_states(loop),
             self._shares_order or self.layout.data_parallel_size > 1,
@@ -112,10 +115,17 @@ class Saving(Processes):
         super().on_train_start()
         assert self._steps is not None
         assert self._communication is not None
-        random, communication = self._steps.random, self._communication
+        random, communication, to = self._steps.random, self._communication, self._how_gradients_are_sent()
         found, self._found = self._found, Found()
-        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication))
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, to))
         nothing_new_yet(self._module.trainer)
+
+    def _how_gradients_are_sent(self) -> Sending:
+        assert self._composed is not None
+        self._composed.data.rest()  # parameters go by their names only where they are sharded
+        plugin = self.precision_plugin
+        assert isinstance(plugin, Precision3D)
+        return sending(self._sending, self._module, self._splits, self.coordinate, plugin.loss_scale())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_3d.checkpoint.leftovers import Leftovers, Sending
 from lightning_3d.checkpoint.stored import materialize
 from lightning_3d.communication import Communication
 from lightning_3d.data import fingerprint
@@ -22,6 +23,7 @@ def own_state(
     coordinate: Coordinate,
     step_random: StepRandom,
     communication: Communication,
+    sending: Sending,
     places: Any,
     loaders: Any,
     shares_order: bool,
@@ -39,6 +41,7 @@ def own_state(
         "cuda": torch.cuda.get_rng_state(step_random.device) if step_random.device.type == "cuda" else None,
         "step": list(step_random.states),
         "communication": communication.state_dict(),
+        "sending": sending.plain(),
         "places": places if leads else None,  # the same on all ranks of a data rank
         "loaders": loaders if leads else [],
         "shares_order": shares_order,
@@ -51,6 +54,8 @@ class Found:
 
     same: Own | None = None
     """Of the very rank, if the layout is the same."""
+    everyone: Sequence[Own] = ()
+    """Of all ranks, tensors perhaps still on disk."""
     data: Own | None = None
     """Of the first rank of its data rank, or else of data rank 0; None where nothing was saved."""
     same_data_ranks: bool = False
@@ -78,9 +83,11 @@ def find_own(states: Sequence[Own], layout: Layout, coordinate: Coordinate) -> F
         return Found()
     rank, ranks = layout.rank(coordinate), len(leaders)
     same = len(states) > rank and states[rank]["layout"] == repr(layout)
-    data = materialize(leaders.get(coordinate.data, leaders[0]))
+    leader = leaders.get(coordinate.data, leaders[0])
+    data = materialize({key: value for key, value in leader.items() if key != "communication"})
     return Found(
         same=materialize(states[rank]) if same else None,
+        everyone=states,
         data=data,
         same_data_ranks=ranks == layout.data_parallel_size,
         loaders=data["loaders"] if ranks == layout.data_parallel_size else _one_for_all(leaders),
@@ -100,8 +107,8 @@ def _one_for_all(leaders: Mapping[int, Own]) -> list[Any]:
     return []
 
 
-def restore_own(found: Found, step_random: StepRandom, communication: Communication) -> None:
-    """Go on with the random streams of this data rank, and in the same layout with what compression left over."""
+def restore_own(found: Found, step_random: StepRandom, communication: Communication, sending: Sending) -> None:
+    """Go on with the random streams of this data rank, and with what compression left over."""
     state = found.same or found.data
     if state is None:
         return
@@ -111,12 +118,27 @@ def restore_own(found: Found, step_random: StepRandom, communication: Communicat
             torch.cuda.set_rng_state(state["cuda"], step_random.device)
         if found.same_data_ranks and len(state["step"]) == len(step_random.states):
             step_random.states = list(state["step"])
-        if found.same is not None:
-            communication.load_state_dict(state["communication"])
-        elif any(state["communication"]["compressions"]):
-            rank_zero_warn(
-                "What grad_compression had left over when this checkpoint was saved belongs to ranks of another layout:"
-                " it starts at zero again, and one step's rounding is lost. Resume in the same layout to keep it."
-            )
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the random states of this rank cannot be taken up: {error}") from error
+        if found.same is not None and sending.was(found.same):
+            communication.load_state_dict(found.same["communication"])
+        elif any(any(each["communication"]["compressions"]) for each in found.everyone):
+            _take_over(found.everyone, sending)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"what is this rank's own (random states, leftovers of compression) cannot be taken up: {error}"
+        ) from error
+
+
+def _take_over(states: Sequence[Own], sending: Sending) -> None:
+    leftovers = Leftovers.find(states)
+    if leftovers is not None and sending.compressions:
+        leftovers.hand_out(sending)
+        return
+    reason, remedy = (
+        ("belongs to ranks of another layout", "Resume in the same layout to keep it.")
+        if leftovers is None
+        else ("has nowhere to go: no gradients are compressed here", "Resume with grad_compression to keep it.")
+    )
+    rank_zero_warn(
+        f"What grad_compression had left over when this checkpoint was saved {reason}: it starts at zero again, and one"
+        f" step's rounding is lost. {remedy}"
+    )

@@ -13,6 +13,8 @@ from lightning_3d.comm.collectives import Collectives
 from lightning_3d.errors import CheckpointError
 
 _TAG = 2
+AVERAGE = "/average"
+"""Under a key and this, a rank remembers what its part of the average lost, which was sent once for all ranks."""
 
 
 class Compression(ABC):
@@ -47,10 +49,12 @@ class Compression(ABC):
         self.memory = {key: value.clone() for key, value in state.items()}
 
     def recall(self, key: str, values: Tensor) -> None:
-        """Add what was lost under `key` to `values`."""
-        lost = self.memory.get(key)
-        if lost is not None and lost.shape == values.shape:
-            values.add_(lost)
+        """Add what was lost under `key` to `values`, once. What another layout left over lacks the padding."""
+        lost = self.memory.pop(key, None)
+        if lost is not None and lost.numel() <= values.numel():
+            if lost.numel() < values.numel():
+                lost = torch.nn.functional.pad(lost.reshape(-1), (0, values.numel() - lost.numel()))
+            values.add_(lost.to(values.device).reshape(values.shape))
 
     def remember(self, key: str, values: Tensor, sent: Tensor) -> None:
         """Keep what `sent` lacks of `values`. Overflow is not kept, or one bad step would spoil all later ones."""
@@ -75,12 +79,12 @@ class Elementwise(Compression):
         mean = self._average(flats, keys)
         widths = [flat.shape[1] for flat in flats]
         for key, part in zip(keys, mean.split(widths, dim=1), strict=True):
-            self.recall(f"{key}/average", part)
+            self.recall(key + AVERAGE, part)
         own = self.codec.encode(mean)
         for key, part, sent in zip(
             keys, mean.split(widths, 1), self.codec.decode(own, mean.shape[1]).split(widths, 1), strict=True
         ):
-            self.remember(f"{key}/average", part, sent)
+            self.remember(key + AVERAGE, part, sent)
         wire = own.new_empty(size, own.shape[1])
         wire[rank] = own[0]
         self._swap([own[0]] * size, wire, "all_reduce")

@@ -101,6 +101,20 @@ class FullySharded:
     def __deepcopy__(self, memo: Any) -> "FullySharded":
         return self  # a copied module's hooks point here
 
+    def key(self, module: nn.Module, place: int) -> str:
+        """What the compression remembers a parameter of `module`'s group by."""
+        return f"{self.names[module]}.{place}"
+
+    @property
+    def keyed(self) -> dict[str, nn.Parameter]:
+        """The sharded parameters by these keys."""
+        return {
+            self.key(module, place): parameter
+            for module in self.modules
+            for group in groups(module)
+            for place, parameter in enumerate(sharded_parameters(group))
+        }
+
     def detach(self) -> None:
         """Give the modules FSDP2's own collectives back."""
         self.finish()
@@ -265,14 +279,14 @@ class _ReduceScatter(ReduceScatter):
         input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
         gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
         outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
-        if self.seam.compression is not None and len(gradients) == trainable(self.group):
-            name = self.seam.names[self.module]
-            keys = [f"{name}.{index}" for index in range(len(gradients))]
+        places = trainable(self.group)
+        if self.seam.compression is not None and len(gradients) == len(places):
+            keys = [self.seam.key(self.module, place) for place in places]
             self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
             return None
         if self.seam.compression is not None:
             warnings.warn(
-                f"{len(gradients)} of {trainable(self.group)} parameters of a sharded module have a gradient. Which"
+                f"{len(gradients)} of {len(places)} parameters of a sharded module have a gradient. Which"
                 " ones is not known here, so they are sent uncompressed this time.",
                 stacklevel=2,
             )

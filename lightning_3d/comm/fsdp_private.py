@@ -71,8 +71,9 @@ def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
-def trainable(group: Any) -> int:
-    return sum(parameter.requires_grad for parameter in sharded_parameters(group))
+def trainable(group: Any) -> list[int]:
+    """Which of the group's parameters are trained now."""
+    return [place for place, parameter in enumerate(sharded_parameters(group)) if parameter.requires_grad]
 
 
 def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:

@@ -9,6 +9,9 @@ from torch import Tensor
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 
+RIGHT = "/right"
+"""Under a key and this, every rank remembers the same subspace, where the next step starts."""
+
 
 class PowerSGD(Compression):
     """One step of subspace iteration per gradient: an m x n matrix travels as (m + n) * rank numbers.
@@ -35,10 +38,10 @@ class PowerSGD(Compression):
     def _average(self, matrices: Sequence[Tensor], keys: Sequence[str]) -> list[Tensor]:
         """The approximate mean of each matrix, in fp32."""
         values = {key: matrix.detach().float().clone() for key, matrix in zip(keys, matrices, strict=True)}
+        for key, matrix in values.items():
+            self.recall(key, matrix)  # also what is sent exactly: another codec may have left something over
         thin = {key: matrix for key, matrix in values.items() if self._pays(matrix)}
         self._together([matrix for key, matrix in values.items() if key not in thin])
-        for key, matrix in thin.items():
-            self.recall(key, matrix)
         lefts = {key: matrix @ self._right(key, matrix) for key, matrix in thin.items()}
         self._together(list(lefts.values()))
         lefts = {key: torch.linalg.qr(left).Q for key, left in lefts.items()}
@@ -47,7 +50,7 @@ class PowerSGD(Compression):
         for key, matrix in thin.items():
             values[key] = lefts[key] @ rights[key].T
             self.remember(key, matrix, values[key])
-            self.memory[f"{key}/right"] = rights[key].nan_to_num(0.0, 0.0, 0.0)
+            self.memory[key + RIGHT] = rights[key].nan_to_num(0.0, 0.0, 0.0)
         return list(values.values())
 
     def _pays(self, matrix: Tensor) -> bool:
@@ -55,10 +58,10 @@ class PowerSGD(Compression):
 
     def _right(self, key: str, matrix: Tensor) -> Tensor:
         """The subspace of the last step, or a random one that is the same on every rank."""
-        kept = self.memory.get(f"{key}/right")
+        kept = self.memory.get(key + RIGHT)
         shape = (matrix.shape[1], min(self.rank, *matrix.shape))
         if kept is not None and kept.shape == shape and kept.any():
-            return kept
+            return kept.to(matrix.device)
         generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
         return torch.randn(shape, generator=generator).to(matrix.device)
 

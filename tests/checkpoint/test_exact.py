@@ -58,6 +58,6 @@ def _three(layout, steps, stop, path, flags):
 
 def test_leftovers_of_compression_that_another_layout_cannot_use_are_told():
     saved = {"compressions": [{"0": torch.ones(2)}], "orders": []}
-    elsewhere = {"streams": main_streams(), "cuda": None, "step": [], "communication": saved}
+    elsewhere = {"data": [0, 1], "streams": main_streams(), "cuda": None, "step": [], "communication": saved}
     with pytest.warns(UserWarning, match=r"grad_compression had left over .* starts at zero again"):
-        restore_own(Found(data=elsewhere), SimpleNamespace(states=[1]), None)
+        restore_own(Found(data=elsewhere, everyone=[elsewhere]), SimpleNamespace(states=[1]), None, None)

@@ -271,3 +271,28 @@ def test_a_promised_buffer_knows_what_fsdp2_does_and_nothing_else():
     assert all(a is b for a, b in zip(promise.copies.sources, grads, strict=True))
     with pytest.raises(NotImplementedError, match="not known"):
         promise.mul_(2)
+
+
+def _frozen():
+    """What is remembered of a parameter goes by a key that does not depend on which others are frozen."""
+    torch.manual_seed(0)
+    model = Net()
+    _shard(model, reshard=True)
+    engine, ledger = SlowEngine(), Ledger()
+    config = CommConfig(grad_compression="int8")
+    collectives = build_collectives(config, dist.new_group(), ledger, "data")
+    compression = build_compression(config, collectives)
+    seam = FullySharded(model, collectives, engine, compression=compression)
+    model.first.weight.requires_grad_(False)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    expected = {key for key, parameter in seam.keyed.items() if parameter is not model.first.weight}
+    assert {names[parameter] for parameter in seam.keyed.values()} == set(names.values())
+    model(torch.randn(3, 7)).pow(2).mean().backward()
+    engine.close()
+    assert compression.memory.keys() == expected
+    for key, lost in compression.memory.items():
+        assert lost.numel() >= seam.keyed[key].numel()
+
+
+def test_frozen_parameters_leave_the_keys_of_others_alone():
+    run(_frozen, world=2, group=True)

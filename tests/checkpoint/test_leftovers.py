@@ -17,6 +17,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.checkpoint.leftovers import Leftovers, Part, Sending, _shares
 from lightning_3d.checkpoint.own import Found, restore_own
 from lightning_3d.checkpoint.placement import Placement
+from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.comm.powersgd import PowerSGD
 from lightning_3d.errors import CheckpointError
 from lightning_3d.randomness import main_streams
@@ -147,6 +148,18 @@ def test_where_nothing_is_compressed_leftovers_are_dropped_and_that_is_told(owed
     results = run(fit, 2, {"zero_stage": 0}, SAVED_AT + 1, path, world=2)
     assert all(torch.equal(before[name], weight) for after, _ in results for name, weight in after.items())
     assert "no gradients are compressed here: it starts at zero again" in results[0][1][0]
+
+
+def test_a_checkpoint_that_does_not_tell_of_what_leftovers_are_keeps_them_in_its_layout_only(owed, tmp_path):
+    path, before, wanted = owed(2, TWO)
+    loaded, older = torch.load(path, weights_only=True), str(tmp_path / "older.ckpt")
+    for state in loaded[RANKS]:
+        del state["sending"]
+    torch.save(loaded, older)
+    assert_same(paid(older, before, 2, TWO), wanted)
+    results = run(fit, 2, INT8 | {"zero_stage": 2}, SAVED_AT + 1, older, world=2)
+    assert all(torch.equal(before[name], weight) for after, _ in results for name, weight in after.items())
+    assert "belongs to ranks of another layout: it starts at zero again" in results[0][1][0]
 
 
 def test_shares_keep_the_mean():

@@ -50,8 +50,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
     call = sample.fresh()
     inputs = call.tensors()
-    with torch.enable_grad(), Quiet() as quiet, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.enable_grad(), Quiet() as quiet:
         results = whole_tensors(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of Quiet, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
@@ -89,7 +88,9 @@ class Prover:
 
     def _case(self, training: bool, sample: Sample) -> "Case":
         self.scratch.train(training)
-        return training, sample, outcome(shard_copy(self.scratch, _same), sample)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return training, sample, outcome(shard_copy(self.scratch, _same), sample)
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
         """`plan` with what the run taught about it (gathered outputs, dropouts, proven forms), or `Refused`."""
@@ -188,8 +189,7 @@ def _forward(
     shard = shard_copy(scratch, lambda name, value: held(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
     call = sample.fresh()
-    with torch.no_grad(), Quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), Quiet():
         return tensors_in(shard(*call.args, **call.kwargs))
 
 

@@ -1,5 +1,6 @@
 """A proof that cannot fail proves nothing: each thing that a plan says is left out in turn."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,12 @@ def test_gradients_of_a_whole_run_are_not_zero(block):
     _, _, whole = block.prover.cases[0]
     assert min(grad.abs().max() for grad in whole.input_grads.values()) > 0.1
     assert len(whole.parameter_grads) == len(dict(block.scratch.named_parameters()))
+
+
+def test_simulated_ranks_leave_the_filters_of_warnings_alone(block):
+    before = list(warnings.filters)
+    find_plan(block, {}, must=False)
+    assert warnings.filters == before
 
 
 def test_a_missing_copy_is_seen_in_the_gradient(block):

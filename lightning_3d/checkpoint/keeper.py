@@ -1,6 +1,7 @@
 """`Keeper`: what a strategy does with checkpoints, in whichever format."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,8 @@ from lightning_3d.errors import CheckpointError, ConfigurationError, Unsupported
 CheckpointFormat = Literal["auto", "sharded", "full"]
 SHARDED_FROM_BYTES = 2**30
 """With "auto", states larger than this are saved sharded."""
+PATIENCE = 10.0
+"""Seconds that a rank waits for another's file where there is no process group, and so no barrier."""
 
 
 class Keeper:
@@ -107,6 +110,8 @@ class Keeper:
             self._background.start(work, self.timeout)
         else:
             self._do(lambda: on_first_rank(lambda: save_file(checkpoint, target), path, _writer(), gather))
+        if _writer() and not dist.is_initialized():
+            _await(target)
 
     def _begin(self, path: Any) -> None:
         self.wait()
@@ -200,6 +205,13 @@ def _rank() -> int:
 def _writer() -> int:
     """The rank as far as writing one file goes: before there is a process group its launcher knows it already."""
     return dist.get_rank() if dist.is_initialized() else int(rank_zero_only.rank)  # type: ignore[attr-defined]
+
+
+def _await(file: Path) -> None:
+    """A script may list or load what it has just saved, on every rank. On a disk of its own a rank gives up."""
+    end = time.monotonic() + PATIENCE
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _world() -> int:

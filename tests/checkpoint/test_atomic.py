@@ -6,6 +6,7 @@ import time
 from itertools import count
 from multiprocessing import get_context
 from random import Random
+from threading import Timer
 
 import pytest
 import torch
@@ -43,10 +44,19 @@ def test_one_file_is_written_by_rank_0_also_before_the_ranks_can_talk(
     tmp_path, monkeypatch, rank, written, asynchronous
 ):
     monkeypatch.setattr(rank_zero_only, "rank", rank)  # as a launcher says
+    monkeypatch.setattr("lightning_3d.checkpoint.keeper.PATIENCE", 0.1)  # rank 0 has a disk of its own
     keeper = Keeper("full", asynchronous)
     keeper.save_file({"state_dict": {}}, tmp_path / "x.ckpt", TorchCheckpointIO(), None)
     keeper.close()
     assert [path.name for path in tmp_path.iterdir()] == written
+
+
+def test_other_ranks_see_the_file_also_before_the_ranks_can_talk(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    first = Timer(0.2, (tmp_path / "x.ckpt").touch)
+    first.start()
+    Keeper("full").save_file({"state_dict": {}}, tmp_path / "x.ckpt", TorchCheckpointIO(), None)
+    assert (tmp_path / "x.ckpt").exists()
 
 
 @pytest.mark.parametrize("before", [True, False])

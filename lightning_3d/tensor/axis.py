@@ -5,7 +5,7 @@ code that runs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,10 @@ class Axis(Protocol):
         """The sum over the ranks, bitwise equal on each."""
         ...
 
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """The same while something else is computed; what is returned waits for it."""
+        ...
+
     def all_max(self, tensor: Tensor) -> Tensor:
         """The largest over the ranks."""
         ...
@@ -43,6 +47,10 @@ class Axis(Protocol):
 
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
         """The sum over the ranks of `tensors[rank]`."""
+        ...
+
+    def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
+        """The same while something else is computed; what is returned waits for it."""
         ...
 
 
@@ -64,6 +72,11 @@ class GroupAxis:
         dist.all_reduce(result, group=self.group)
         return result
 
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        self._count("all_reduce", result, 2 / self.size)
+        return _ending(dist.all_reduce(result, group=self.group, async_op=True), result)
+
     def all_max(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
@@ -80,18 +93,44 @@ class GroupAxis:
         return [flat[:size].view(shape) for flat, size, shape in zip(received, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
+        if _uneven(tensors):
+            return self._own(self.all_reduce(_flat(tensors)), tensors)
         result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
-        if len({tensor.shape for tensor in tensors}) > 1:
-            # Neither library's reduce-scatter takes uneven parts.
-            return self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors])).split(
-                [tensor.numel() for tensor in tensors]
-            )[self.rank].view_as(result)  # fmt: skip
         self._count("reduce_scatter", result)
         dist.reduce_scatter(result, [tensor.contiguous() for tensor in tensors], group=self.group)
         return result
+
+    def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
+        if _uneven(tensors):
+            finish = self.begin_all_reduce(_flat(tensors))
+            return lambda: self._own(finish(), tensors)
+        result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
+        self._count("reduce_scatter", result)
+        parts = [tensor.contiguous() for tensor in tensors]
+        return _ending(dist.reduce_scatter(result, parts, group=self.group, async_op=True), result)
+
+    def _own(self, flat: Tensor, tensors: list[Tensor]) -> Tensor:
+        return flat.split([tensor.numel() for tensor in tensors])[self.rank].view(tensors[self.rank].shape)
 
     def _count(self, op: str, tensor: Tensor, share: float = 1.0) -> None:
         """What a ring sends: `share` of `tensor` to reach each other rank."""
         if self.ledger is not None:
             sent = (self.size - 1) * tensor.numel() * tensor.element_size() * share
             self.ledger.add(TENSOR_AXIS, op, round(sent))
+
+
+def _uneven(tensors: list[Tensor]) -> bool:
+    """Neither library's reduce-scatter takes uneven parts."""
+    return len({tensor.shape for tensor in tensors}) > 1
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _ending(work: dist.Work, result: Tensor) -> Callable[[], Tensor]:
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish

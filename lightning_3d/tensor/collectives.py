@@ -10,10 +10,14 @@ function   forward                  backward
 `gather`   all parts, gathered      own part
 =========  =======================  =======================
 
+Where the graph of a backward is kept (`create_graph`), that backward is differentiated in turn: so each is made of
+functions of this table, which come in pairs, each the backward of the other.
+
 `share` is for a bias that every rank adds before the sum: N times a N-th. Its gradient is that of the sum, which is
 the same on every rank, so that replicas stay equal with no communication.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,37 +26,54 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
+from lightning_3d.tensor.overlap import Early
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, early: Early | None) -> Tensor:
+        ctx.axis, ctx.early = axis, early
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.axis.all_reduce(grad), None
+        total = partial(reduce, axis=ctx.axis)
+        return total(grad) if ctx.early is None else ctx.early.end(grad, total), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return axis.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return copy(grad, ctx.axis), None
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return tensor / axis.size
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+        return _Unshare.apply(grad, ctx.axis), None
+
+
+class _Unshare(torch.autograd.Function):
+    """The gradient of `share`, so that it has one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return share(grad, ctx.axis), None
 
 
 class _Take(torch.autograd.Function):
@@ -63,7 +84,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_parts(grad, ctx.axis, ctx.split), None, None
+        return gather(grad, ctx.axis, ctx.split), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -74,7 +95,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return local_part(grad, ctx.split, ctx.axis.rank).contiguous(), None, None
+        return take(grad, ctx.axis, ctx.split), None, None
 
 
 class _Local(torch.autograd.Function):
@@ -110,9 +131,15 @@ def gather_parts(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     return assemble(axis.all_gather(tensor, shapes), split)
 
 
-def copy(tensor: Tensor, axis: Axis) -> Tensor:
-    """A whole activation or parameter enters a split region: its gradient is the sum of what each rank finds."""
-    return _Copy.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+def copy(tensor: Tensor, axis: Axis, early: Early | None = None) -> Tensor:
+    """A whole activation or parameter enters a split region: its gradient is the sum of what each rank finds.
+
+    Args:
+        tensor: what enters.
+        axis: the tensor axis.
+        early: where the sum may have begun before.
+    """
+    return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, gather, reduce, take
+from lightning_3d.tensor.collectives import gather, reduce, take
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.lazy import Lazy, whole
+from lightning_3d.tensor.memo import Memo
+from lightning_3d.tensor.overlap import Deferral, defer
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.random import shard_dropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
@@ -20,65 +23,6 @@ from lightning_3d.tensor.trace import tensors_in
 from lightning_3d.tensor.unproven import Change, form_of, made_whole
 
 Shadow = Callable[[Tensor], Tensor]
-
-
-class Memo:
-    """The copies made in one forward of a block, so that q, k and v share one sum in backward."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.made: list[tuple[Tensor, bool, Tensor]] = []
-        self.decoys: list[tuple[Tensor, Tensor]] = []
-        self.sequence: TensorSplit | None = None
-        """How the residual stream is divided in the forward that is running."""
-        self.dims = 0
-        """Dimensions of the stream."""
-        self.others: list[Tensor] = []
-        """The block's other arguments, which are whole."""
-
-    def decoy(self, tensor: Tensor, width: int) -> Tensor:
-        """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""
-        made = tensor.detach().narrow(-1, 0, width)
-        self.decoys.append((made, tensor))
-        return made
-
-    def clear(self) -> None:
-        self.made.clear()
-        self.decoys.clear()
-        self.others.clear()
-        self.sequence = None
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        for decoy, real in self.decoys:
-            if decoy is tensor:
-                tensor = real
-        tensor = whole(tensor)  # functions of autograd do not see through a `Lazy`
-        if not tensor.requires_grad:
-            return tensor
-        if self.sequence is not None and not any(tensor is other for other in self.others):
-            return tensor  # it was gathered where the region begins, and that sums the gradient
-        return self._once(tensor, lambda: copy(tensor, self.axis))
-
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole sequence of a part of the residual stream."""
-        split = self.sequence
-        if split is None or any(tensor is other for other in self.others):
-            return tensor
-        if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
-            return tensor
-        return self._once(tensor, lambda: enter(tensor, self.axis, split))
-
-    def _once(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        grad = torch.is_grad_enabled()
-        for source, mode, made in self.made:
-            if source is tensor and mode == grad:
-                return made
-        made = make()
-        self.made.append((tensor, grad, made))
-        return made
-
-    def __deepcopy__(self, memo: Any) -> "Memo":
-        return Memo(self.axis)
 
 
 class ShardedForward:
@@ -100,20 +44,37 @@ class ShardedForward:
             args, kwargs = each_tensor(self._narrow, args), each_tensor(self._narrow, kwargs)
         if self.enters:
             args, kwargs = each_tensor(self.memo, args), each_tensor(self.memo, kwargs)
-        if self.mixes is not None:
-            args, kwargs = each_tensor(self._all_channels, args), each_tensor(self._all_channels, kwargs)
         try:
             for owner, name, shadow in self.shadows:
                 owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
-            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+            result = self._product(*args, **kwargs) if self.enters else self._forward(*args, **kwargs)
         finally:
             for owner, name, _ in self.shadows:
                 owner.__dict__.pop(name, None)
-        if self.mixes is not None:
-            result = each_tensor(self._own_channels, result)
         if self.emits:
             result = each_tensor(self.memo, result)
         return each_tensor(self._reduce, result) if self.leaves else result
+
+    def _product(self, *args: Any, **kwargs: Any) -> Any:
+        deferral = self._deferral()
+        taken = partial(self.memo.taken, deferral=deferral)
+        args, kwargs = each_tensor(taken, args), each_tensor(taken, kwargs)
+        if deferral is None or deferral.token is None:
+            return self._forward(*args, **kwargs)
+        (input,), bias = tensors_in((args, kwargs)), self.module.bias
+        return deferral.product(input, bias)  # type: ignore[arg-type]
+
+    def _deferral(self) -> Deferral | None:
+        """For torch's own forward, with a weight that is a parameter of its own."""
+        plain = self.original is None and "weight" in self.module._parameters
+        shadow = self.module.__dict__.get("weight") if plain else None
+        return None if shadow is None else defer(self.module, shadow)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mixes is not None:
+            args, kwargs = each_tensor(self._all_channels, args), each_tensor(self._all_channels, kwargs)
+        result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        return result if self.mixes is None else each_tensor(self._own_channels, result)
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         split = self.memo.sequence

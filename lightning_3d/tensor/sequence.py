@@ -9,14 +9,16 @@ tensors, so code between them that does anything else with the stream sees it wh
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import gather_parts
+from lightning_3d.tensor.collectives import gather_parts, reduce
 from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.overlap import Early
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
 
 
@@ -24,13 +26,14 @@ class _Enter(torch.autograd.Function):
     """Parts of the sequence -> the whole; the gradient is summed and divided."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-        ctx.axis, ctx.split = axis, split
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit, early: Early | None) -> Tensor:
+        ctx.axis, ctx.split, ctx.early = axis, split, early
         return gather_parts(tensor, axis, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _scattered(grad, ctx.axis, ctx.split), None, None
+        total = partial(leave, axis=ctx.axis, split=ctx.split)
+        return total(grad) if ctx.early is None else ctx.early.end(grad, total), None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -39,11 +42,11 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return _scattered(tensor, axis, split)
+        return axis.reduce_scatter(parts_of(tensor, axis, split))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_parts(grad, ctx.axis, ctx.split), None, None
+        return enter(grad, ctx.axis, ctx.split), None, None
 
 
 class _CopyAll(torch.autograd.Function):
@@ -57,14 +60,14 @@ class _CopyAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         filled = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True)]
-        flat = ctx.axis.all_reduce(torch.cat([grad.reshape(-1) for grad in filled]))
+        flat = reduce(torch.cat([grad.reshape(-1) for grad in filled]), ctx.axis)
         parts = flat.split([grad.numel() for grad in filled])
         return None, *(part.view_as(grad) for part, grad in zip(parts, filled, strict=True))
 
 
-def enter(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """The whole sequence, from every rank's part."""
-    return _Enter.apply(tensor, axis, split)
+def enter(tensor: Tensor, axis: Axis, split: TensorSplit, early: Early | None = None) -> Tensor:
+    """The whole sequence, from every rank's part; the sum of its gradient may have begun `early`."""
+    return _Enter.apply(tensor, axis, split, early)
 
 
 def leave(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
@@ -105,5 +108,6 @@ def sequence_candidates(
             yield replace(plan, sequence=SequencePlan(dim, stream, leaving, flat, outer))
 
 
-def _scattered(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    return axis.reduce_scatter([local_part(tensor, split, rank) for rank in range(axis.size)])
+def parts_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> list[Tensor]:
+    """Every rank's part."""
+    return [local_part(tensor, split, rank) for rank in range(axis.size)]

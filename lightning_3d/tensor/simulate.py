@@ -93,6 +93,10 @@ class ThreadAxis:
         self.summed += tensor.numel()
         return _total(self.table.exchange(self.rank, "all_reduce", tensor.clone()))
 
+    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
+        result = self.all_reduce(tensor)
+        return lambda: result
+
     def all_max(self, tensor: Tensor) -> Tensor:
         return torch.stack(self.table.exchange(self.rank, "all_max", tensor.clone())).amax(dim=0)
 
@@ -102,6 +106,10 @@ class ThreadAxis:
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
         copies = [tensor.clone() for tensor in tensors]
         return _total([peer[self.rank] for peer in self.table.exchange(self.rank, "reduce_scatter", copies)])
+
+    def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
+        result = self.reduce_scatter(tensors)
+        return lambda: result
 
 
 def _total(parts: list[Tensor]) -> Tensor:

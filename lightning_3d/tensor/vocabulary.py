@@ -13,6 +13,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.lazy import Lazy, whole
+from lightning_3d.tensor.overlap import Early, defer
 from lightning_3d.tensor.patch import Undo
 
 WORTH = 0.02
@@ -135,14 +136,21 @@ class ShardedHead:
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
-        bias = self.module.bias
-        logits = F.linear(
-            copy(whole(input), self.axis), local_shard(self.module.weight), None if bias is None else local_shard(bias)
-        )
+        logits = self._logits(whole(input))
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():
             return Lazy.of(logits, split, self.axis)
         return gather(logits, self.axis, split)
+
+    def _logits(self, input: Tensor) -> Tensor:
+        early = Early(self.axis.begin_all_reduce)
+        inside = copy(input, self.axis, early)
+        weight, bias = local_shard(self.module.weight), self.module.bias
+        bias = None if bias is None else local_shard(bias)
+        deferral = defer(self.module, weight) if input.requires_grad else None
+        if deferral is None:
+            return F.linear(inside, weight, bias)
+        return deferral.product(deferral.launch(inside, early), bias)
 
 
 def _can_split_embedding(module: nn.Module, seen: bool) -> bool:

@@ -1,21 +1,27 @@
 """Fewer bytes for the same numbers: fp32 rows to bytes and back."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Codec(ABC):
-    """Encodes each row of an fp32 matrix on its own, so that a row can be sent and decoded alone."""
+    """Encodes each row of an fp32 matrix on its own, so that a row can be sent and decoded alone.
+
+    `widths` are the numbers of a row that belong to each parameter. What a parameter becomes does not depend on those
+    beside it: copies of it on other tensor ranks or stages travel in other company and must stay equal.
+    """
 
     @abstractmethod
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, widths: Sequence[int]) -> Tensor:
         """Rows of the wire's type."""
 
     @abstractmethod
-    def decode(self, wire: Tensor, width: int) -> Tensor:
-        """fp32 rows of `width` numbers. Infinities and NaNs that went in come out as one or the other."""
+    def decode(self, wire: Tensor, widths: Sequence[int]) -> Tensor:
+        """fp32 rows. Infinities and NaNs that went in come out as one or the other."""
 
 
 class Half(Codec):
@@ -24,27 +30,36 @@ class Half(Codec):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.largest = dtype, torch.finfo(dtype).max
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, widths: Sequence[int]) -> Tensor:
         return torch.where(rows.isinf(), rows, rows.clamp(-self.largest, self.largest)).to(self.dtype)
 
-    def decode(self, wire: Tensor, width: int) -> Tensor:
+    def decode(self, wire: Tensor, widths: Sequence[int]) -> Tensor:
         return wire.float()
 
 
 class Int8(Codec):
-    """One byte per number and one fp32 scale per `chunk` numbers."""
+    """One byte per number and one fp32 scale per `chunk` numbers of a parameter."""
 
     def __init__(self, chunk: int = 1024) -> None:
         self.chunk = chunk
 
-    def encode(self, rows: Tensor) -> Tensor:
-        chunks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % self.chunk)).view(rows.shape[0], -1, self.chunk)
+    def encode(self, rows: Tensor, widths: Sequence[int]) -> Tensor:
+        padded = [pad(part, (0, -part.shape[1] % self.chunk)) for part in rows.split(list(widths), dim=1)]
+        chunks = torch.cat(padded, dim=1).view(len(rows), -1, self.chunk)
         scales = chunks.abs().amax(dim=2, keepdim=True) / 127
         steps = (chunks / scales.where(scales > 0, torch.ones_like(scales))).round().nan_to_num(0).to(torch.int8)
-        return torch.cat([steps.flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], dim=1)
+        filled = steps.flatten(1).split([part.shape[1] for part in padded], dim=1)
+        sent = [part[:, :width] for part, width in zip(filled, widths, strict=True)]
+        return torch.cat([*sent, scales.flatten(1).view(torch.int8)], dim=1)
 
-    def decode(self, wire: Tensor, width: int) -> Tensor:
-        count = -(-width // self.chunk)
-        steps, scales = wire.split([count * self.chunk, count * 4], dim=1)
-        chunks = steps.contiguous().view(torch.int8).view(len(wire), count, self.chunk)
-        return (chunks * scales.contiguous().view(torch.float32).unsqueeze(2)).view(len(wire), -1)[:, :width]
+    def decode(self, wire: Tensor, widths: Sequence[int]) -> Tensor:
+        counts = [-(-width // self.chunk) for width in widths]
+        steps, scales = wire.split([sum(widths), 4 * sum(counts)], dim=1)
+        parts = []
+        for part, scale in zip(
+            steps.split(list(widths), dim=1),
+            scales.clone(memory_format=torch.contiguous_format).view(torch.float32).split(counts, dim=1),  # aligned
+            strict=True,
+        ):
+            parts.append(part * scale.repeat_interleave(self.chunk, dim=1)[:, : part.shape[1]])
+        return torch.cat(parts, dim=1)

@@ -80,15 +80,15 @@ class Elementwise(Compression):
         widths = [flat.shape[1] for flat in flats]
         for key, part in zip(keys, mean.split(widths, dim=1), strict=True):
             self.recall(key + AVERAGE, part)
-        own = self.codec.encode(mean)
+        own = self.codec.encode(mean, widths)
         for key, part, sent in zip(
-            keys, mean.split(widths, 1), self.codec.decode(own, mean.shape[1]).split(widths, 1), strict=True
+            keys, mean.split(widths, 1), self.codec.decode(own, widths).split(widths, 1), strict=True
         ):
             self.remember(key + AVERAGE, part, sent)
         wire = own.new_empty(size, own.shape[1])
         wire[rank] = own[0]
         self._swap([own[0]] * size, wire, "all_reduce")
-        averages = self.codec.decode(wire, mean.shape[1])
+        averages = self.codec.decode(wire, widths)
         for gradient, average in zip(gradients, averages.split(widths, dim=1), strict=True):
             gradient.copy_(average.reshape(-1)[: gradient.numel()].view(gradient.shape))
 
@@ -104,15 +104,14 @@ class Elementwise(Compression):
         """The mean of this rank's parts, as one row."""
         for key, flat in zip(keys, flats, strict=True):
             self.recall(key, flat)
-        rows = torch.cat(list(flats), dim=1)
-        wire = self.codec.encode(rows)
-        sent = self.codec.decode(wire, rows.shape[1]).split([flat.shape[1] for flat in flats], dim=1)
-        for key, flat, part in zip(keys, flats, sent, strict=True):
+        widths = [flat.shape[1] for flat in flats]
+        wire = self.codec.encode(torch.cat(list(flats), dim=1), widths)
+        for key, flat, part in zip(keys, flats, self.codec.decode(wire, widths).split(widths, dim=1), strict=True):
             self.remember(key, flat, part)
         arrived = torch.empty_like(wire)
         arrived[self.collectives.rank] = wire[self.collectives.rank]
         self._swap(wire.unbind(0), arrived, collective)
-        return self.codec.decode(arrived, rows.shape[1]).mean(dim=0, keepdim=True)
+        return self.codec.decode(arrived, widths).mean(dim=0, keepdim=True)
 
     def _swap(self, sends: Sequence[Tensor], arrived: Tensor, collective: str) -> None:
         """Send `sends[r]` to rank r and receive row r of `arrived` from it, for every other rank r."""

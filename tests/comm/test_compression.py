@@ -173,15 +173,24 @@ def test_overflow_shows_and_is_forgotten(kind):
 @pytest.mark.parametrize("width", [1, 8, 21])
 def test_codecs_decode_what_they_encode(codec, width):
     rows = torch.randn(3, width) * torch.tensor([[1e-3], [1.0], [1e3]])
-    decoded = codec.decode(codec.encode(rows), width)
+    decoded = codec.decode(codec.encode(rows, [width]), [width])
     assert decoded.shape == rows.shape
     assert ((decoded - rows).abs() <= rows.abs().amax(1, keepdim=True) / 127).all()
-    assert codec.decode(codec.encode(torch.zeros(2, width)), width).eq(0).all()
+    assert codec.decode(codec.encode(torch.zeros(2, width), [width]), [width]).eq(0).all()
+
+
+@pytest.mark.parametrize("codec", [Half(torch.bfloat16), Int8(8)], ids=["bf16", "int8"])
+def test_what_a_parameter_becomes_does_not_depend_on_those_beside_it(codec):
+    shared, beside = torch.randn(2, 11), 100 * torch.randn(2, 5)
+    alone = codec.decode(codec.encode(shared, [11]), [11])
+    after = codec.decode(codec.encode(torch.cat([beside, shared], dim=1), [5, 11]), [5, 11])[:, 5:]
+    assert after.equal(alone)
 
 
 def test_fp16_clamps_what_is_finite():
     codec = Half(torch.float16)
-    assert codec.decode(codec.encode(torch.tensor([[1e6, float("-inf")]])), 2).tolist() == [[65504.0, float("-inf")]]
+    decoded = codec.decode(codec.encode(torch.tensor([[1e6, float("-inf")]]), [2]), [2])
+    assert decoded.tolist() == [[65504.0, float("-inf")]]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,13 @@ def test_a_drifting_replica_is_named(layout):
         assert f"before training batch 25, {first} is not the same on ranks 0 and 1" in said
 
 
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
+    """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""
+    strategy = {axis: 2, "zero_stage": 0, "grad_compression": "int8"}
+    assert run(_fit, "replicas", False, strategy, 4, world=4) == [None] * 4
+
+
 def test_unknown_values_are_refused():
     with pytest.raises(ConfigurationError, match="verify='always'"):
         Strategy3D(verify="always")

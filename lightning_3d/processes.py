@@ -180,6 +180,9 @@ class Processes(ParallelStrategy):
         self._module._device_mesh = self._mesh
         self._settle_samplers()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_give_samplers_back": _nothing}  # those of this process's trainer
+
     def _settle_samplers(self) -> None:
         self._give_samplers_back()
         self._give_samplers_back = _nothing

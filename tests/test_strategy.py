@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -362,3 +363,9 @@ def _copied_within_fit(strategy):
 )
 def test_the_module_can_be_copied_within_fit(strategy):
     assert run(_copied_within_fit, strategy, world=2) == [(True, True)] * 2
+
+
+def test_a_strategy_in_the_middle_of_a_run_can_be_pickled():
+    strategy = Strategy3D()
+    strategy._give_samplers_back = lambda: None
+    pickle.loads(pickle.dumps(strategy))._give_samplers_back()

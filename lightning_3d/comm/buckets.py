@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
+from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.local import local
-
-ALONE_BYTES = 256 * 1024
-"""From this size on a gradient is reduced where it lies: packing would cost more than another message."""
 
 
 class Bucket:
@@ -68,7 +66,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     buckets: list[Bucket] = []
     open_: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.device, _size(parameter) < ALONE_BYTES)
+        kind = (parameter.dtype, parameter.device, _size(parameter) < SMALL_BYTES)
         gathered = open_.setdefault(kind, [])
         gathered.append(parameter)
         if sum(map(_size, gathered)) >= bucket_bytes:

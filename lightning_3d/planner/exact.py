@@ -17,7 +17,7 @@ from lightning_3d.layout import ZeroStage
 from lightning_3d.planner.states import StateBytes
 
 ALONE_BYTES = 256 * 1024
-"""From this size on stage 0 reduces a gradient by itself."""
+"""From this size on stage 0 reduces a gradient where it lies (the ring's SMALL_BYTES)."""
 
 
 class Piece(NamedTuple):

@@ -53,13 +53,23 @@ def epoch(ranks, number):
     return Counter(sample for given, _ in ranks for at, _, batch in given if at == number for sample in batch)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stop"),
-    [((2, {}), (3, {"zero_stage": 3}), 11), ((3, {}), (1, {}), 8), ((1, {}), (2, {"tensor_parallel_size": 2}), 20),
-     ((1, {}), (2, {}), 20), ((1, {}), (3, {}), 18), ((2, {}), (2, {"tensor_parallel_size": 2}), 11)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("loader", ["shuffled", "ordered", "generator", "subset"])
+MOVES = [
+    ((2, {}), (3, {"zero_stage": 3}), 11),
+    ((3, {}), (1, {}), 8),
+    ((1, {}), (2, {"tensor_parallel_size": 2}), 20),
+    ((1, {}), (2, {}), 20),
+    ((1, {}), (3, {}), 18),
+    ((2, {}), (2, {"tensor_parallel_size": 2}), 11),
+]
+LOADERS = ["shuffled", "ordered", "generator", "subset"]
+ELSEWHERE = [
+    pytest.param(*move, loader, marks=() if (row + column) % 4 == 0 else pytest.mark.long, id=f"{move}-{loader}")
+    for row, move in enumerate(MOVES)
+    for column, loader in enumerate(LOADERS)
+]
+
+
+@pytest.mark.parametrize(("before", "after", "stop", "loader"), ELSEWHERE)
 def test_on_another_number_of_data_ranks(tmp_path, before, after, stop, loader):
     """Where one data rank has the user's own sampler and several have Lightning's, too."""
     path, attributes = str(tmp_path / "x.ckpt"), {"loader": loader}

@@ -5,7 +5,7 @@ axis of hybrid shard). Peak memory and the time of a step are the planner's esti
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_3d.planner.inspection import Trace, count_module, measured_profil
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import rank_memory
 from lightning_3d.planner.plan import Plan, price_layout
+from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.wire import ring_all_reduce
 from lightning_3d.samples import step_arguments
@@ -101,8 +102,17 @@ class Step:
     @cached_property
     def plan(self) -> Plan:
         samples = self.rows * self.layout.data_parallel_size
-        job = Job(profile=self.profile, samples=samples, batch=samples, precision="32")
+        job = Job(profile=self._with_sums(), samples=samples, batch=samples, precision="32")
         return price_layout(job, self.cluster, self.layout, micro=self.rows // self.microbatches)
+
+    def _with_sums(self) -> Profile:
+        """The profile, with as many sums over tensor ranks as the plan has."""
+        tensor, profile = self.plans.tensor, self.profile
+        if tensor is None:
+            return profile
+        blocks = sum(map(self._summed, tensor.units.values())) / self.trace.width / profile.layers
+        outside = {name.rpartition(".")[0] for name in tensor.vocabulary}
+        return replace(profile, block_sums=blocks, outside_sums=len(outside))
 
     @cached_property
     def plans(self) -> Plans:

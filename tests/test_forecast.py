@@ -45,6 +45,14 @@ def test_states_bytes_and_peak_memory_of_every_layout(name, layout):
         assert rank.peak == pytest.approx(seen["peak"], rel=0.10)
 
 
+def test_seconds_count_the_sums_that_the_module_has():
+    profiles = [predicted(name, "2 tensor", **sizes).plan.job.profile for name, sizes in SMALL.items()]
+    assert [profile.block_sums for profile in profiles] == [4, 2, 4], "a residual block has one part that is split"
+    assert [profile.outside_sums for profile in profiles] == [2, 0, 2], "embedding and head"
+    gpt, _, llama = profiles
+    assert llama.block_kernels > 2 * gpt.block_kernels > 0, "its norms and rotations are many small ones"
+
+
 def test_nothing_is_changed_by_a_forecast():
     module = SIZED["GPT"](**SMALL["GPT"])
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}

@@ -17,6 +17,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_3d.planner.measure import best_seconds
+
 STEPS, FEW, MANY = 24, 2, 10
 ROWS, WIDTH = 8, 16
 
@@ -45,7 +47,7 @@ def engine_seconds(rank: int, world: int) -> dict[str, float]:
         **loop,
         "shard": each(zero_stage=1),
         "sum": each(tensor_parallel_size=world) / 2,
-        "stage": max(0.0, (long - short) / (ROWS - 2) - block),
+        "stage": max(0.0, (long - short) / (ROWS - 2) - block_seconds()),
     }
 
 
@@ -68,8 +70,19 @@ def step_seconds(world: int, blocks: int, **layout: Any) -> float:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(_Chain(blocks), DataLoader([torch.ones(ROWS, WIDTH)] * STEPS, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(_Chain(blocks), DataLoader([some_rows()] * STEPS, batch_size=None))  # type: ignore[arg-type]
     return min(after - before for before, after in pairwise(watch.ends[2:]))
+
+
+def some_rows() -> Tensor:
+    """A batch. No two numbers are the same: of equal ones a block cannot be proven to split, and would send nothing."""
+    return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
+
+
+def block_seconds() -> float:
+    """Forward and backward of one tiny block on a microbatch of one row."""
+    block, row = _Residual(), torch.ones(1, WIDTH, requires_grad=True)
+    return best_seconds(lambda: block(row).sum().backward(), row.device, inner=20)
 
 
 class StepTimes(Callback):

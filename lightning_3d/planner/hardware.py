@@ -63,6 +63,10 @@ class Accelerator:
     """Microseconds of a step that the training loop itself takes."""
     update_gb_per_s: float | None = None
     """Rate at which AdamW passes over its states, gradients and weights; that of the memory where not known."""
+    weight_gb_per_s: float | None = None
+    """Rate at which products pass over their weights and gradients of weights; that of the memory where not known."""
+    sum_gb_per_s: float | None = None
+    """Rate at which a tensor rank sends what is summed; that of the links where not known."""
     cores: int = 0
     """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
     of their own."""

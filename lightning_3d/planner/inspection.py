@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.anatomy import Anatomy, Chain
 from lightning_3d.errors import PlannerError
+from lightning_3d.planner.kernels import KernelCount
 from lightning_3d.planner.module_source import build_inputs, build_module
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
@@ -30,6 +31,8 @@ class Trace:
     block_flops: float = 0
     last_flops: float = 0
     attention_flops: float = 0
+    block_kernels: int = 0
+    outside_kernels: int = 0
     whole_elements: float = 0
     split_elements: float = 0
     outside_elements: float = 0
@@ -84,6 +87,8 @@ def measured_profile(counted: Profile, trace: Trace) -> Profile:
             "block_flops": trace.block_flops / blocks,
             "attention_flops": trace.attention_flops / blocks,
             "last_flops": trace.last_flops / trace.samples,
+            "block_kernels": trace.block_kernels / counted.layers,
+            "outside_kernels": trace.outside_kernels,
             "whole_bytes": trace.whole_elements * size / blocks,
             "split_bytes": trace.split_elements * size / blocks,
             "last_bytes": trace.outside_elements * size / trace.samples,
@@ -105,11 +110,12 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    state: dict[str, Any] = {"inside": False, "before": 0}
+    state: dict[str, Any] = {"inside": False, "before": 0, "started": 0}
+    kernels = KernelCount()
     counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops(trace)})
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        state.update(inside=True, before=counter.get_total_flops())
+        state.update(inside=True, before=counter.get_total_flops(), started=kernels.kernels)
         hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
         if hidden is not None:
             trace.boundary_elements = hidden.numel()
@@ -118,6 +124,7 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
         trace.block_flops += counter.get_total_flops() - state["before"]
+        trace.block_kernels += kernels.kernels - state["started"]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -129,12 +136,13 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
     hooks = [block.register_forward_pre_hook(enter) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     try:
-        with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with counter, kernels, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
     finally:
         for hook in hooks:
             hook.remove()
     trace.last_flops = counter.get_total_flops() - trace.block_flops
+    trace.outside_kernels = kernels.kernels - trace.block_kernels
 
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -11,14 +11,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_3d.planner.step import WEIGHT_PASSES
+
 REPEATS = 5
-LINK_BYTES, DISK_BYTES, COPY_BYTES = 16 << 20, 128 << 20, 256 << 20
+LINK_BYTES, SUM_BYTES, DISK_BYTES, COPY_BYTES = 3 << 20, 1 << 20, 128 << 20, 256 << 20
+FEW_ROWS, MANY_ROWS, PAIRS = 16, 512, 4
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """FLOP/s of a `size` x `size` product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / best_seconds(lambda: left @ right, device)
+
+
+def product_rates(device: torch.device, dtype: torch.dtype, width: int) -> tuple[float, float]:
+    """FLOP/s of products with weights, forward and backward, and bytes per second at which these pass over the weights.
+
+    The time of a product grows with its rows from what its weights take alone: it is measured for few and for many.
+    """
+    layers = [nn.Linear(a, b) for _ in range(PAIRS) for a, b in ((width, 4 * width), (4 * width, width))]
+    chain = nn.Sequential(*layers).to(device, dtype)
+    elements = sum(parameter.numel() for parameter in chain.parameters())
+
+    def seconds(rows: int) -> float:
+        x = torch.ones(rows, width, device=device, dtype=dtype, requires_grad=True)
+        return best_seconds(lambda: chain(x).sum().backward(), device)
+
+    few, many = seconds(FEW_ROWS), seconds(MANY_ROWS)
+    per_row = max(many - few, many / 2) / (MANY_ROWS - FEW_ROWS)
+    alone = max(few - FEW_ROWS * per_row, few / 10)
+    return 6 * elements / per_row, WEIGHT_PASSES * elements * dtype.itemsize / alone
 
 
 def memory_rate(device: torch.device) -> float:
@@ -49,9 +71,9 @@ def link_rate(device: torch.device) -> float:
     """Bytes per second that two ranks exchange while adding what arrives, as one hop of a ring does."""
     peer = 1 - dist.get_rank()
     send = torch.ones(LINK_BYTES // 4, device=device)
-    receive = torch.empty_like(send)
 
     def hop() -> None:
+        receive = torch.empty_like(send)
         works = [dist.irecv(receive, peer), dist.isend(send, peer)]
         for work in works:
             assert work is not None, "both ranks are in the group"
@@ -59,6 +81,13 @@ def link_rate(device: torch.device) -> float:
         send.mul_(0.5).add_(receive, alpha=0.5)
 
     return LINK_BYTES / best_seconds(hop, device)
+
+
+def sum_rate(device: torch.device) -> float:
+    """Bytes per second that each of two ranks sends while the library sums a buffer of activations over them."""
+    few, many = (torch.ones(size // 4, device=device) for size in (4, SUM_BYTES))
+    start = best_seconds(lambda: dist.all_reduce(few), device, inner=5)
+    return SUM_BYTES / max(best_seconds(lambda: dist.all_reduce(many), device) - start, 1e-6)
 
 
 def disk_rate(folder: Path) -> float:

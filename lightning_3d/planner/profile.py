@@ -28,6 +28,10 @@ class Profile:
     """Of those, the ones that selective recompute does again."""
     last_flops: float = 0
     """Forward FLOPs after the blocks."""
+    block_kernels: float = 0
+    """Kernels that the forward of one block starts, however large the batch; 0 where not known."""
+    outside_kernels: float = 0
+    """Kernels that a forward starts before and after the blocks."""
     whole_bytes: float = 0
     """Kept for backward by one block, on every tensor rank unless the sequence is split too."""
     split_bytes: float = 0
@@ -42,6 +46,10 @@ class Profile:
     """Of a boundary element."""
     tokens: int = 1
     """Tokens in a sample."""
+    block_sums: float = 4
+    """Sums over tensor ranks in one block, forward and backward, each of as much as crosses to the next block."""
+    outside_sums: float = 0
+    """The same before and after the blocks."""
     tensor_divides: tuple[int, ...] = ()
     """The tensor size must divide each of these: heads, key-value heads, feed-forward width."""
     tensor_splits: bool = True

@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
-from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
+from lightning_3d.planner.kernels import USUAL_KERNELS
 from lightning_3d.planner.memory import layers_on_rank, rank_parameters
 from lightning_3d.planner.wire import ring_all_reduce, ring_reduce_scatter
 
@@ -128,15 +129,24 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
     """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
-    products; at least the time that the host takes to launch it all."""
+    products; at least the time that the host takes to launch it all. A core launches nothing while it computes."""
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
     weights = WEIGHT_PASSES * job.per_parameter.weights * profile.block_parameters / tensor
     layers = layers_on_rank(profile.layers, layout)
-    bus = (KEPT_PASSES * kept * micro + weights) / (device.memory_gb_per_s * 1e9)
+    weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
+    bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
+    launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
-    return max(layers * bus, layers * device.block_launch_us * 1e-6 - useful)
+    return bus + launches if device.cores else max(bus, launches - useful)
+
+
+def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
+    """Seconds that the host takes to start the kernels of one microbatch; each pipeline rank runs the step's own code."""
+    profile = job.profile
+    blocks = layers_on_rank(profile.layers, layout) * (profile.block_kernels or USUAL_KERNELS)
+    return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6
 
 
 def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -144,10 +154,16 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     tensor = layout.tensor_parallel_size
     if tensor == 1:
         return 0.0
-    passes = 6 if layout.recompute == "full" else 4
-    sent = passes * ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
-    rate = link_rate(cluster, span=tensor, stride=1)
-    return layers_on_rank(job.profile.layers, layout) * sent / rate
+    sent = ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
+    given = cluster.accelerator.sum_gb_per_s
+    rate = given * 1e9 if given else link_rate(cluster, span=tensor, stride=1)
+    return tensor_sums(job, layout) * sent / rate
+
+
+def tensor_sums(job: Job, layout: Layout) -> float:
+    """Sums over tensor ranks for one microbatch, on the busiest rank."""
+    again = 1.5 if layout.recompute == "full" else 1
+    return again * layers_on_rank(job.profile.layers, layout) * job.profile.block_sums + job.profile.outside_sums
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -203,8 +219,8 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
     sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
     times = microbatches if layout.zero_stage >= 2 and not piped else 1
     shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
-    per_layer = (6 if layout.recompute == "full" else 4) * (2 if layout.sequence_parallel else 1)
-    sums = per_layer * layers * microbatches if layout.tensor_parallel_size > 1 else 0
+    halves = 2 if layout.sequence_parallel else 1
+    sums = halves * tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
     stages = layout.stages_per_rank * microbatches if piped else 0
     waits = device.step_us + device.shard_us * shards + device.collective_us * sums + device.stage_us * stages
     return waits * 1e-6

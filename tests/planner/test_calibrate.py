@@ -5,9 +5,15 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import calibrate, engine, measure
 from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.kernels import USUAL_KERNELS, KernelCount
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
 from tests.workers import run
 
-RATES = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "update": 5e9, "link": 8e8, "host": 1e10}
+RATES = {
+    "fp32": 5e10, "bf16": 9e10, "product": 4e10, "weight": 6e9, "memory": 1e10, "update": 5e9, "link": 8e8,
+    "added": 4e8, "host": 1e10,
+}  # fmt: skip
 WAITS = {"launch": 5e-4, "sum": 1e-3, "loop": 8e-3, "shard": 2e-3, "stage": 3e-3}
 MEASURED = {**RATES, **WAITS}
 
@@ -22,6 +28,7 @@ def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, c
     assert entry.memory_gb_per_s == 5
     assert (entry.block_launch_us, entry.collective_us, entry.step_us) == (1000, 2000, 16000)
     assert (entry.shard_us, entry.stage_us, entry.update_gb_per_s) == (4000, 6000, 2.5)
+    assert (entry.matrix_share, entry.weight_gb_per_s, entry.sum_gb_per_s) == (0.8, 3, 0.2)
     assert main(["plan", "gpt2", "--tokens", "1M", "--precision", "32", "--cluster", "2xthis-machine"]) == 0
     assert "this machine, measured" in capsys.readouterr().out
 
@@ -44,9 +51,20 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e6 < measure.memory_rate(cpu) < 1e14
     assert 1e-6 < measure.launch_seconds(cpu) < 1
     assert 1e6 < measure.update_rate(cpu) < 1e14
+    assert all(1e5 < rate < 1e15 for rate in measure.product_rates(cpu, torch.float32, 16))
     assert measure.disk_rate(tmp_path) > 1e3
     (seconds,) = run(engine.step_seconds, 1, 2, world=1)  # in a process of its own: a Trainer leaves its address behind
     assert 1e-5 < seconds < 5
+
+
+def test_the_modules_that_are_timed_are_what_the_planner_takes_them_for():
+    block, tokens = measure._TinyBlock(), torch.ones(1, 4, 8)
+    with KernelCount() as count:
+        block(tokens)
+    assert count.kernels == USUAL_KERNELS
+    chain = engine._Chain(2)
+    calls = record_calls(chain, lambda: chain.blocks[1](chain.blocks[0](engine.some_rows())))
+    assert len(plan_tensor(chain, 2, calls=calls).splits) == 6, "both matrices of both blocks, and the first's bias"
 
 
 @pytest.mark.long

@@ -9,6 +9,10 @@ from tests.planner.watching import in_order, predicted, seconds, watch
 from tests.workers import run
 
 
+ROUNDS = 2
+"""One after the other over all layouts: what else the machine does in one of them is not there in both."""
+
+
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("config")
@@ -24,9 +28,12 @@ def calibrated(tmp_path_factory):
 @pytest.mark.parametrize("name", SIZED)
 def test_seconds_of_a_step_after_calibration(calibrated, name):
     said = [predicted(name, layout).plan.time.total for layout in LAYOUTS]
-    seen = [seconds(run(watch, name, layout, world=int(layout.split()[0]), timeout=120)) for layout in LAYOUTS]
+    rounds = [[measured(name, layout) for layout in LAYOUTS] for _ in range(ROUNDS)]
+    seen = list(map(min, zip(*rounds, strict=True)))
     ratios = {layout: round(a / b, 2) for layout, a, b in zip(LAYOUTS, said, seen, strict=True)}
     assert in_order(list(zip(said, seen, strict=True))) >= 0.8, ratios
-    close = [1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()]
-    assert sum(close) >= 0.75 * len(close), ratios
-    assert all(0.5 <= ratio <= 2 for ratio in ratios.values()), ratios
+    assert all(1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()), ratios
+
+
+def measured(name, layout):
+    return seconds(run(watch, name, layout, world=int(layout.split()[0]), timeout=120))

@@ -1,0 +1,51 @@
+"""What the seconds of a step are made of."""
+
+import pytest
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.step import tensor_sums, traffic_seconds
+
+PROFILE = Profile(name="x", layers=4, block_parameters=1000, block_flops=1e9, boundary_elements=100)
+ALONE = Layout(data_parallel_size=1)
+
+
+def job(**changes):
+    return Job(profile=Profile(**{**vars(PROFILE), **changes}), samples=1, batch=1, precision="32")
+
+
+def machine(**changes):
+    return Cluster(accelerator=Catalogue.load().find("cpu", **changes), nodes=1, devices_per_node=1)
+
+
+def traffic(job, **changes):
+    return traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1)
+
+
+def test_a_device_hides_what_the_host_starts_and_a_core_does_not():
+    busy = traffic(job(block_flops=1e12))
+    assert busy < 1e-3
+    assert traffic(job(block_flops=1e12), cores=1) == pytest.approx(busy + 4e-3)
+
+
+def test_blocks_of_more_kernels_take_longer_to_start():
+    usual = traffic(job(), cores=1)
+    assert traffic(job(block_kernels=10), cores=1) == usual
+    assert traffic(job(block_kernels=30), cores=1) == pytest.approx(usual + 8e-3)
+    assert traffic(job(outside_kernels=20), cores=1) == pytest.approx(usual + 2e-3)
+
+
+def test_weights_have_a_rate_of_their_own():
+    slow, quick = (traffic(job(), cores=1, memory_gb_per_s=1, weight_gb_per_s=rate) for rate in (1, 2))
+    assert slow == traffic(job(), cores=1, memory_gb_per_s=1)
+    assert slow - quick == pytest.approx(4 * 5 * 4 * 1000 / 2e9)
+
+
+def test_sums_over_tensor_ranks():
+    two = Layout(tensor_parallel_size=2)
+    assert tensor_sums(job(), two) == 16
+    assert tensor_sums(job(block_sums=2, outside_sums=3), two) == 11
+    assert tensor_sums(job(), Layout(tensor_parallel_size=2, recompute="full")) == 24

@@ -22,6 +22,10 @@ WAITS = {
     "launch": "block_launch_us", "sum": "collective_us", "loop": "step_us", "shard": "shard_us", "stage": "stage_us"
 }  # fmt: skip
 """What is measured as seconds; the rest are rates."""
+CORES = {"weight": "weight_gb_per_s", "added": "sum_gb_per_s"}
+"""What is measured only where devices are cores."""
+WIDTH = 384
+"""Of a module that one would train on a core."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -39,16 +43,15 @@ def calibrate(name: str) -> dict[str, Any]:
             "title": f"this machine, measured {date.today()} ({'GPU' if cuda else 'one process per CPU core'})",
             "memory_gb": _round(memory / 1e9),
             "peak_tflops": peaks,
-            "matrix_share": _round(slowest["product"] / slowest["bf16" if cuda else "fp32"]),
+            "matrix_share": _round(slowest["product"] / slowest["fp32"]) if "product" in slowest else 1.0,
             "memory_gb_per_s": _round(slowest["memory"] / 1e9),
-            "weight_gb_per_s": _round(slowest["weight"] / 1e9),
             "update_gb_per_s": _round(slowest["update"] / 1e9),
             "cores": 0 if cuda else devices,
             "devices_per_node": devices,
             "node_link_gb_per_s": _round(slowest["link"] / 1e9),
             "cluster_link_gb_per_s": _round(slowest["link"] / 1e9),
             "link_share": 1.0,
-            **({"sum_gb_per_s": _round(slowest["added"] / 1e9)} if "added" in slowest else {}),
+            **{field: _round(slowest[key] / 1e9) for key, field in CORES.items() if key in slowest},
             "host_link_gb_per_s": _round(slowest["host"] / 1e9),
             "host_memory_gb": _round(host / 1e9),
             "disk_gb_per_s": _round(measure.disk_rate(Path.cwd()) / 1e9),
@@ -95,15 +98,13 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     wait = timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=wait)
     measured = {name: measure.matrix_rate(device, dtype, 4096 if cuda else 768) for name, dtype in DTYPES.items()}
-    measured["product"], measured["weight"] = measure.product_rates(
-        device, DTYPES["bf16" if cuda else "fp32"], 2048 if cuda else 384
-    )
     measured["memory"] = measure.memory_rate(device)
     measured["update"] = measure.update_rate(device)
     measured["launch"] = measure.launch_seconds(device)
     measured["link"] = measure.link_rate(device) if world > 1 else measured["memory"]
-    if world > 1:
-        measured["added"] = measure.sum_rate(device)
+    if not cuda:
+        measured["product"], measured["weight"] = measure.product_rates(WIDTH)
+        measured["added"] = measure.sum_rate(device) if world > 1 else measured["memory"]
     measured["host"] = _host_rate(device) if cuda else measured["memory"]
     answers.put({**measured, **engine_seconds(rank, world)})
     dist.destroy_process_group()

@@ -5,9 +5,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-USUAL_KERNELS = 10
-"""Of a block of a GPT whose attention is one kernel: `Accelerator.block_launch_us` is the time that one takes."""
-
 
 class KernelCount(TorchDispatchMode):
     """Counts the operations inside that compute or copy something; views start nothing."""

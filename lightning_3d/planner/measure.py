@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from lightning_3d.planner.step import WEIGHT_PASSES
 
-REPEATS = 5
-LINK_BYTES, SUM_BYTES, DISK_BYTES, COPY_BYTES = 3 << 20, 1 << 20, 128 << 20, 256 << 20
+REPEATS = 10
+LINK_BYTES, DISK_BYTES, COPY_BYTES = 16 << 20, 128 << 20, 256 << 20
+PIECE_BYTES, SUM_BYTES = 3 << 20, 1 << 20
 FEW_ROWS, MANY_ROWS, PAIRS = 16, 512, 4
 
 
@@ -24,23 +25,24 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 / best_seconds(lambda: left @ right, device)
 
 
-def product_rates(device: torch.device, dtype: torch.dtype, width: int) -> tuple[float, float]:
-    """FLOP/s of products with weights, forward and backward, and bytes per second at which these pass over the weights.
+def product_rates(width: int) -> tuple[float, float]:
+    """FLOP/s of a core's products with weights, forward and backward, and bytes per second at which it passes over the
+    weights.
 
     The time of a product grows with its rows from what its weights take alone: it is measured for few and for many.
     """
     layers = [nn.Linear(a, b) for _ in range(PAIRS) for a, b in ((width, 4 * width), (4 * width, width))]
-    chain = nn.Sequential(*layers).to(device, dtype)
+    chain, cpu = nn.Sequential(*layers), torch.device("cpu")
     elements = sum(parameter.numel() for parameter in chain.parameters())
 
     def seconds(rows: int) -> float:
-        x = torch.ones(rows, width, device=device, dtype=dtype, requires_grad=True)
-        return best_seconds(lambda: chain(x).sum().backward(), device)
+        x = torch.ones(rows, width, requires_grad=True)
+        return best_seconds(lambda: chain(x).sum().backward(), cpu)
 
     few, many = seconds(FEW_ROWS), seconds(MANY_ROWS)
     per_row = max(many - few, many / 2) / (MANY_ROWS - FEW_ROWS)
     alone = max(few - FEW_ROWS * per_row, few / 10)
-    return 6 * elements / per_row, WEIGHT_PASSES * elements * dtype.itemsize / alone
+    return 6 * elements / per_row, WEIGHT_PASSES * elements * 4 / alone
 
 
 def memory_rate(device: torch.device) -> float:
@@ -61,16 +63,26 @@ def update_rate(device: torch.device) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Forward and backward of a block so small that only starting its kernels takes time."""
+    """Forward and backward of a block so small that only starting its kernels takes time.
+
+    A core does the starting itself, some of it after products that have emptied its caches, some in a row: here every
+    other block comes after a product.
+    """
     block = _TinyBlock().to(device)
     x = torch.randn(1, 4, 8, device=device, requires_grad=True)
-    return best_seconds(lambda: block(x).sum().backward(), device, inner=20)
+    if device.type != "cpu":
+        return best_seconds(lambda: block(x).sum().backward(), device, inner=20)
+    matrix = torch.ones(512, 512)
+    alone = best_seconds(lambda: matrix @ matrix, device, inner=20)
+    both = best_seconds(lambda: (matrix @ matrix, block(block(x)).sum().backward()), device, inner=20)
+    return max(both - alone, both / 100) / 2
 
 
 def link_rate(device: torch.device) -> float:
-    """Bytes per second that two ranks exchange while adding what arrives, as one hop of a ring does."""
-    peer = 1 - dist.get_rank()
-    send = torch.ones(LINK_BYTES // 4, device=device)
+    """Bytes per second that two ranks exchange while adding what arrives, as one hop of a ring does; on a CPU that
+    sends in pieces."""
+    peer, size = 1 - dist.get_rank(), PIECE_BYTES if device.type == "cpu" else LINK_BYTES
+    send = torch.ones(size // 4, device=device)
 
     def hop() -> None:
         receive = torch.empty_like(send)
@@ -80,14 +92,13 @@ def link_rate(device: torch.device) -> float:
             work.wait()
         send.mul_(0.5).add_(receive, alpha=0.5)
 
-    return LINK_BYTES / best_seconds(hop, device)
+    return size / best_seconds(hop, device)
 
 
 def sum_rate(device: torch.device) -> float:
     """Bytes per second that each of two ranks sends while the library sums a buffer of activations over them."""
-    few, many = (torch.ones(size // 4, device=device) for size in (4, SUM_BYTES))
-    start = best_seconds(lambda: dist.all_reduce(few), device, inner=5)
-    return SUM_BYTES / max(best_seconds(lambda: dist.all_reduce(many), device) - start, 1e-6)
+    buffer = torch.zeros(SUM_BYTES // 4, device=device)
+    return SUM_BYTES / best_seconds(lambda: dist.all_reduce(buffer), device, inner=5)
 
 
 def disk_rate(folder: Path) -> float:

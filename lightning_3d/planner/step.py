@@ -6,7 +6,6 @@ from lightning_3d.layout import Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.kernels import USUAL_KERNELS
 from lightning_3d.planner.memory import layers_on_rank, rank_parameters
 from lightning_3d.planner.wire import ring_all_reduce, ring_reduce_scatter
 
@@ -21,6 +20,8 @@ KEPT_PASSES = 6
 """Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
 WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
+USUAL_KERNELS = 10
+"""Of a GPT's block whose attention is one kernel: how long those take to start is what is known of a device."""
 HOST_ADAM_BYTES = 20e9
 """Bytes per second at which the host updates offloaded optimizer states, per device."""
 
@@ -143,7 +144,9 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> f
 
 
 def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
-    """Seconds that the host takes to start the kernels of one microbatch; each pipeline rank runs the step's own code."""
+    """Seconds that the host takes to start the kernels of one microbatch. What is outside of blocks runs on any rank of
+    a pipeline, as the step's own code does.
+    """
     profile = job.profile
     blocks = layers_on_rank(profile.layers, layout) * (profile.block_kernels or USUAL_KERNELS)
     return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6

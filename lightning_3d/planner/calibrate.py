@@ -22,7 +22,7 @@ WAITS = {
     "launch": "block_launch_us", "sum": "collective_us", "loop": "step_us", "shard": "shard_us", "stage": "stage_us"
 }  # fmt: skip
 """What is measured as seconds; the rest are rates."""
-CORES = {"weight": "weight_gb_per_s", "added": "sum_gb_per_s"}
+CORES = {"weight": "weight_gb_per_s", "added": "sum_gb_per_s", "fused": "shard_update_gb_per_s"}
 """What is measured only where devices are cores."""
 WIDTH = 384
 """Of a module that one would train on a core."""
@@ -105,6 +105,7 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     if not cuda:
         measured["product"], measured["weight"] = measure.product_rates(WIDTH)
         measured["added"] = measure.sum_rate(device) if world > 1 else measured["memory"]
+        measured["fused"] = measure.update_rate(device, fused=True)
     measured["host"] = _host_rate(device) if cuda else measured["memory"]
     answers.put({**measured, **engine_seconds(rank, world)})
     dist.destroy_process_group()

@@ -63,6 +63,8 @@ class Accelerator:
     """Microseconds of a step that the training loop itself takes."""
     update_gb_per_s: float | None = None
     """Rate at which AdamW passes over its states, gradients and weights; that of the memory where not known."""
+    shard_update_gb_per_s: float | None = None
+    """The same where states are sharded, which on a CPU is one fused kernel; `update_gb_per_s` where not known."""
     weight_gb_per_s: float | None = None
     """Rate at which products pass over their weights and gradients of weights; that of the memory where not known."""
     sum_gb_per_s: float | None = None

@@ -52,12 +52,12 @@ def memory_rate(device: torch.device) -> float:
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source), device)
 
 
-def update_rate(device: torch.device) -> float:
+def update_rate(device: torch.device, fused: bool | None = None) -> float:
     """Bytes per second of AdamW on 2M parameters in matrices: weights and gradients once, states read and written."""
     parameters = [nn.Parameter(torch.zeros(1024, 512, device=device)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters)
+    optimizer = torch.optim.AdamW(parameters, fused=fused)
     elements = sum(parameter.numel() for parameter in parameters)
     return 24 * elements / best_seconds(optimizer.step, device)
 

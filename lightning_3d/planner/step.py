@@ -201,7 +201,10 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
     per = job.per_parameter
     touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
     device = cluster.accelerator
-    return touched / ((device.update_gb_per_s or device.memory_gb_per_s) * 1e9)
+    rate = device.update_gb_per_s or device.memory_gb_per_s
+    if layout.zero_stage and layout.data_parallel_size > 1:
+        rate = device.shard_update_gb_per_s or rate
+    return touched / (rate * 1e9)
 
 
 def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:

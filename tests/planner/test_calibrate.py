@@ -13,7 +13,7 @@ from tests.workers import run
 
 RATES = {
     "fp32": 5e10, "bf16": 9e10, "product": 4e10, "weight": 6e9, "memory": 1e10, "update": 5e9, "link": 8e8,
-    "added": 4e8, "host": 1e10,
+    "added": 4e8, "host": 1e10, "fused": 2e10,
 }  # fmt: skip
 WAITS = {"launch": 5e-4, "sum": 1e-3, "loop": 8e-3, "shard": 2e-3, "stage": 3e-3}
 MEASURED = {**RATES, **WAITS}
@@ -28,7 +28,8 @@ def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, c
     assert entry.peak("32") == 2.5e10
     assert entry.memory_gb_per_s == 5
     assert (entry.block_launch_us, entry.collective_us, entry.step_us) == (1000, 2000, 16000)
-    assert (entry.shard_us, entry.stage_us, entry.update_gb_per_s) == (4000, 6000, 2.5)
+    assert (entry.shard_us, entry.stage_us) == (4000, 6000)
+    assert (entry.update_gb_per_s, entry.shard_update_gb_per_s) == (2.5, 10)
     assert (entry.matrix_share, entry.weight_gb_per_s, entry.sum_gb_per_s) == (0.8, 3, 0.2)
     assert main(["plan", "gpt2", "--tokens", "1M", "--precision", "32", "--cluster", "2xthis-machine"]) == 0
     assert "this machine, measured" in capsys.readouterr().out

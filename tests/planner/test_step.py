@@ -7,7 +7,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.step import tensor_sums, traffic_seconds
+from lightning_3d.planner.step import optimizer_seconds, tensor_sums, traffic_seconds
 
 PROFILE = Profile(name="x", layers=4, block_parameters=1000, block_flops=1e9, boundary_elements=100)
 ALONE = Layout(data_parallel_size=1)
@@ -42,6 +42,14 @@ def test_weights_have_a_rate_of_their_own():
     slow, quick = (traffic(job(), cores=1, memory_gb_per_s=1, weight_gb_per_s=rate) for rate in (1, 2))
     assert slow == traffic(job(), cores=1, memory_gb_per_s=1)
     assert slow - quick == pytest.approx(4 * 5 * 4 * 1000 / 2e9)
+
+
+def test_shards_have_an_update_rate_of_their_own():
+    rates = {"update_gb_per_s": 4, "shard_update_gb_per_s": 8}
+    whole, shard = (
+        optimizer_seconds(job(), Layout(data_parallel_size=2, zero_stage=stage), machine(**rates)) for stage in (0, 1)
+    )
+    assert shard == pytest.approx(whole / 4)
 
 
 def test_sums_over_tensor_ranks():

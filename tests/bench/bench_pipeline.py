@@ -1,7 +1,8 @@
 """A step of an unchanged module over two stages against the same model cut by hand with torch's `PipelineStage`.
 
 Run `python -m tests.bench.bench_pipeline`. Steps of both alternate in the same two processes, so other load on the
-machine falls on both; the ratio of the medians is printed.
+machine falls on both; the ratio of the medians is printed, for the GPT of some 20M parameters that the other benches
+train and for a small one, where a microbatch's own cost in Python shows.
 """
 
 import statistics
@@ -18,7 +19,9 @@ from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.pipeline.models import GPT, gpt_batch
 from tests.workers import run
 
-LAYERS, WIDTH, ROWS, LENGTH, MICROBATCHES = 6, 192, 16, 32, 4
+LAYERS, ROWS, LENGTH, MICROBATCHES = 6, 16, 32, 4
+SIZES = {"20M parameters": (512, 12), "small": (192, 30)}
+"""Width, and how many steps are timed."""
 
 
 class Half(nn.Module):
@@ -42,15 +45,15 @@ class Half(nn.Module):
         return x if self.first else self.head(self.ln_f(x))
 
 
-def make() -> GPT:
+def make(width: int) -> GPT:
     torch.manual_seed(1)
-    module = GPT(layers=LAYERS, tied=False, width=WIDTH)
+    module = GPT(layers=LAYERS, tied=False, width=width)
     module.log = lambda *args, **kwargs: None  # type: ignore[assignment,method-assign]
     return module
 
 
-def ours():
-    module = make()
+def ours(width):
+    module = make(width)
     split = plan_split(module, None, 2)
     apply_split(module, split, [dist.get_rank()])
     pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=MICROBATCHES)
@@ -64,12 +67,12 @@ def ours():
     return step, sum(name.startswith("transformer.h.") for name in split.stages[0])
 
 
-def by_hand(cut):
+def by_hand(width, cut):
     rank = dist.get_rank()
-    half = Half(make(), rank == 0, cut)
+    half = Half(make(width), rank == 0, cut)
     rows = ROWS // MICROBATCHES
     tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
-    hidden = torch.zeros(rows, LENGTH, WIDTH, requires_grad=True)
+    hidden = torch.zeros(rows, LENGTH, width, requires_grad=True)
     logits = torch.zeros(rows, LENGTH, 31, requires_grad=True)
     example = (tokens, hidden) if rank == 0 else (hidden, logits)
     stage = PipelineStage(half, rank, 2, torch.device("cpu"), input_args=example[:1], output_args=example[1:])
@@ -91,10 +94,10 @@ def by_hand(cut):
     return step
 
 
-def measure(rounds):
+def measure(width, rounds):
     batch = gpt_batch(rows=ROWS, length=LENGTH)
-    mine, cut = ours()
-    theirs = by_hand(cut)
+    mine, cut = ours(width)
+    theirs = by_hand(width, cut)
     times: dict[str, list[float]] = {"ours": [], "by hand": []}
     losses = {}
     for index in range(rounds + 2):
@@ -109,10 +112,11 @@ def measure(rounds):
 
 
 def main() -> None:
-    (_, (medians, losses)) = run(measure, 30, world=2, group=True, timeout=300)
-    assert abs(losses["ours"] - losses["by hand"]) < 1e-5, losses
-    print({name: f"{1000 * value:.1f} ms" for name, value in medians.items()})
-    print(f"ours / by hand: {medians['ours'] / medians['by hand']:.3f}")
+    for name, (width, rounds) in SIZES.items():
+        (_, (medians, losses)) = run(measure, width, rounds, world=2, group=True, timeout=300)
+        assert abs(losses["ours"] - losses["by hand"]) < 1e-5, losses
+        print(name, {name: f"{1000 * value:.1f} ms" for name, value in medians.items()})
+        print(f"ours / by hand: {medians['ours'] / medians['by hand']:.3f}")
 
 
 if __name__ == "__main__":

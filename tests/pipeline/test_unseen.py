@@ -1,5 +1,6 @@
 """Modules that nothing here was designed for train exactly as on one device, or are refused before training."""
 
+import re
 from functools import partial
 
 import pytest
@@ -46,10 +47,13 @@ def test_over_three_stages_and_with_a_split_backward(name, schedule):
 @pytest.mark.long
 @pytest.mark.parametrize("name", CUT_THROUGH)
 def test_what_three_stages_cut_through_is_refused(name):
-    with pytest.raises(WorkerError, match="PipelineSplitError: stage 1: the backward fails") as error:
+    with pytest.raises(WorkerError) as error:
         run(refused, name, 3, world=3)
     assert "training began" not in str(error.value)
-    assert str(error.value).count("PipelineSplitError: stage 1: the backward fails") >= 3
+    says = (
+        r"PipelineSplitError: stage 1: the backward fails|UnsupportedError: The step computes .* inside one torch.utils"
+    )
+    assert len(re.findall(says, str(error.value))) >= 3
 
 
 def refused(name, world=2):

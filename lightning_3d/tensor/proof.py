@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import ThreadAxis, run_shards
 from lightning_3d.tensor.trace import tensors_in
 from lightning_3d.tensor.unproven import form_of
+
+T = TypeVar("T")
 
 TOLERANCE = 2e-4
 """Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split
@@ -108,7 +110,7 @@ class Prover:
         training, sample, whole = self.cases[0]
         self.scratch.train(training)
         plan = replace(plan, attributes={}, decoys={}, inputs=dict.fromkeys(plan.inputs), slices={})
-        shards = run_shards(self.ranks, lambda axis: _forward(self.scratch, sample, plan, axis, _masked))
+        shards = _quiet_shards(self.ranks, lambda axis: _forward(self.scratch, sample, plan, axis, _masked))
         try:
             _compare("output {}", dict(enumerate(whole.outputs)), dict(enumerate(shards[0])))
         except Refused as refusal:
@@ -145,7 +147,7 @@ def _prove_once(scratch: nn.Module, sample: Sample, whole: Outcome, plan: UnitPl
     if scratch.training:
         outputs = {**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, whole)}
         plan = replace(plan, outputs=outputs, results=len(whole.outputs))
-    shards = run_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
+    shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
     for rank, shard in enumerate(shards):
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(whole.outputs)), dict(enumerate(shard.outputs)))
         _compare(f"gradient of input {{}} on tensor rank {rank}", whole.input_grads, shard.input_grads)
@@ -169,7 +171,7 @@ def _split_outputs(
     scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, whole: Outcome
 ) -> dict[int, TensorSplit]:
     """Which results come out in parts: those whose sizes along one dimension add up to the whole's."""
-    shards = run_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
+    shards = _quiet_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
     found: dict[int, TensorSplit] = {}
     for index, expected in enumerate(whole.outputs):
         shapes = [shard[index].shape for shard in shards]
@@ -181,6 +183,13 @@ def _split_outputs(
                 found[index] = TensorSplit.even(dim, expected.shape[dim], ranks)
                 break
     return found
+
+
+def _quiet_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
+    """Filters of warnings are the process's and the threads' turns interleave: so they are set around all threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run_shards(size, job)
 
 
 def _forward(

@@ -5,7 +5,6 @@ module, global generators) is safe here, and every run is the same. Backward on 
 """
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -117,7 +116,7 @@ def _total(parts: list[Tensor]) -> Tensor:
 
 
 def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
-    """`job(axis)` on each of `size` simulated ranks; the first failure is raised here. Warnings are not heard."""
+    """`job(axis)` on each of `size` simulated ranks; the first failure is raised here."""
     table = _Table(size)
     results: dict[int, T] = {}
     threads_before = torch.get_num_threads()
@@ -134,12 +133,10 @@ def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
             table.fail(error)
 
     threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(size)]
-    with warnings.catch_warnings():  # not in the threads: filters are the process's, and their turns interleave
-        warnings.simplefilter("ignore")
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if table.failure is not None:
         raise table.failure
     return [results[rank] for rank in range(size)]

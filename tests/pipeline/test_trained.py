@@ -144,4 +144,5 @@ def test_a_rank_that_dies_or_stops_is_named(number, tmp_path):
     with pytest.raises((WorkerError, WorkerHang)):
         run(struck, number, tmp_path, world=2, timeout=30)
     said = (tmp_path / "rank0").read_text()
-    assert re.match(r"PeerError: Pipeline: stage 0, microbatch \d: .*gradients from stage 1", said)
+    who = r"PeerError: Rank 1 \(pipeline 1, data 0, tensor 0\) does not answer any more"
+    assert re.match(who + r".* \(Pipeline: stage 0, microbatch \d: .*gradients from stage 1", said)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.comm.wire import Wire
 from lightning_3d.faults import Doing, flight
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -54,17 +55,21 @@ class Ring(Collectives):
 
     takes_pieces = True
 
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
+        super().__init__(group, ledger, axis)
+        self.wire = Wire(group)
+
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         with self.doing("reduce_scatter"):
-            self.count("reduce_scatter", ring_reduce_scatter(output, input, self.group, average=average))
+            self.count("reduce_scatter", ring_reduce_scatter(output, input, self.wire, average=average))
 
     def all_gather(self, output: Pieces, input: Pieces) -> None:
         with self.doing("all_gather"):
-            self.count("all_gather", ring_all_gather(output, input, self.group))
+            self.count("all_gather", ring_all_gather(output, input, self.wire))
 
     def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
         with self.doing("all_reduce"):
-            self.count("all_reduce", ring_all_reduce(buffer, self.group, average=average))
+            self.count("all_reduce", ring_all_reduce(buffer, self.wire, average=average))
 
 
 class Native(Collectives):

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from lightning_3d.comm.collectives import Collectives, Ring, single
+from lightning_3d.comm.control import timeout_of
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import LayoutError
@@ -28,9 +29,11 @@ class Hierarchical(Collectives):
         node, place = divmod(self.rank, ranks_per_node)
         peers = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
         self.nodes = self.size // ranks_per_node
-        self.inside = Ring(dist.new_group(peers, use_local_synchronization=True), ledger, f"{axis}.inside")
-        alike = ranks[place::ranks_per_node]
-        self.between = Ring(dist.new_group(alike, use_local_synchronization=True), ledger, f"{axis}.between")
+        alike, wait = ranks[place::ranks_per_node], timeout_of(group)
+        self.inside, self.between = (
+            Ring(dist.new_group(part, wait, use_local_synchronization=True), ledger, f"{axis}.{name}")
+            for part, name in ((peers, "inside"), (alike, "between"))
+        )
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         output, input = single(output), single(input)

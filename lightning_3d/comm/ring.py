@@ -11,17 +11,13 @@ The sum of one chunk is formed along one path and then only copied, so all ranks
 are added in fp32 and rounded once per hop; the last hop adds, divides and rounds once.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.errors import PeerError
+from lightning_3d.comm.wire import SEGMENT_BYTES, Wire
 
-SEGMENT_BYTES = 3 << 20
-"""Small enough that a segment is still in cache when it is added to, large enough to hide Python's part."""
 SMALL_BYTES = 256 << 10
 """Pieces below this are packed: a message costs more than the copies, and a block has a dozen biases and norms."""
 WINDOW = 4
@@ -33,22 +29,22 @@ _HALVES = (torch.bfloat16, torch.float16)
 def ring_reduce_scatter(
     output: Pieces,
     input: Pieces,
-    group: dist.ProcessGroup,
+    wire: Wire,
     *,
     average: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
-    """Sum `input` over the ranks of `group` and write this rank's part to `output`. Returns the bytes sent.
+    """Sum `input` over the ranks of `wire` and write this rank's part to `output`. Returns the bytes sent.
 
     Args:
         output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
         input: contiguous; N equal parts, part r for rank r. **Its contents are lost**: partial sums are formed in it.
             Several inputs and as many outputs, of one dtype, travel as one collective.
-        group: a process group that nothing else uses meanwhile.
+        wire: to the neighbours; nothing else uses its process group meanwhile.
         average: divide by the number of ranks.
         segment_bytes: upper bound of one message.
     """
-    size, inputs, outputs = group.size(), _flat(input), _flat(output)
+    size, inputs, outputs = wire.size, _flat(input), _flat(output)
     if size == 1:
         for target, source in zip(outputs, inputs, strict=True):
             _copy_unless_same(target, source)
@@ -56,58 +52,54 @@ def ring_reduce_scatter(
     small, large = _small(inputs)
     if small:
         packed = torch.cat([inputs[index].view(size, -1) for index in small], dim=1)
-        own = packed[group.rank()]
+        own = packed[wire.rank]
         targets = [outputs[index] for index in small]
         inputs = [*(inputs[index] for index in large), packed.view(-1)]
         outputs = [*(outputs[index] for index in large), own]
-    sent = _turn(inputs, outputs, range(size - 1), group, average, segment_bytes)
+    sent = _turn(inputs, outputs, range(size - 1), wire, average, segment_bytes)
     if small:
         for target, part in zip(targets, own.split([target.numel() for target in targets]), strict=True):
             target.copy_(part)
     return sent
 
 
-def ring_all_gather(
-    output: Pieces, input: Pieces, group: dist.ProcessGroup, *, segment_bytes: int = SEGMENT_BYTES
-) -> int:
+def ring_all_gather(output: Pieces, input: Pieces, wire: Wire, *, segment_bytes: int = SEGMENT_BYTES) -> int:
     """Collect every rank's `input`, in rank order, in `output`. Returns the bytes sent.
 
     Args:
         output: contiguous, N times as long as `input`.
         input: contiguous; may be this rank's part of `output`, which saves a copy. Several inputs and as many outputs,
             of one dtype, travel as one collective.
-        group: a process group that nothing else uses meanwhile.
+        wire: to the neighbours; nothing else uses its process group meanwhile.
         segment_bytes: upper bound of one message.
     """
-    size, inputs, outputs = group.size(), _flat(input), _flat(output)
+    size, inputs, outputs = wire.size, _flat(input), _flat(output)
     small, large = _small(outputs) if size > 1 else ([], range(len(outputs)))
     owns: list[Tensor] = []
     for index in large:
         source, target = inputs[index], outputs[index]
-        owns.append(target.narrow(0, group.rank() * source.numel(), source.numel()))
+        owns.append(target.narrow(0, wire.rank * source.numel(), source.numel()))
         _copy_unless_same(owns[-1], source)
     wholes = [outputs[index] for index in large]
     if small:
         widths = [inputs[index].numel() for index in small]
         packed = inputs[small[0]].new_empty(size, sum(widths))
-        owns.append(torch.cat([inputs[index] for index in small], out=packed[group.rank()]))
+        owns.append(torch.cat([inputs[index] for index in small], out=packed[wire.rank]))
         wholes.append(packed.view(-1))
-    sent = _turn(wholes, owns, range(size - 1, 2 * size - 2), group, False, segment_bytes)
+    sent = _turn(wholes, owns, range(size - 1, 2 * size - 2), wire, False, segment_bytes)
     if small:
         for index, part in zip(small, packed.split(widths, dim=1), strict=True):
             outputs[index].view(size, -1).copy_(part)
     return sent
 
 
-def ring_all_reduce(
-    buffer: Pieces, group: dist.ProcessGroup, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
-) -> int:
-    """Sum (or average) the contiguous `buffer` over `group`, in place. Returns the bytes sent.
+def ring_all_reduce(buffer: Pieces, wire: Wire, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES) -> int:
+    """Sum (or average) the contiguous `buffer` over the ranks of `wire`, in place. Returns the bytes sent.
 
     Several buffers of one dtype travel as one collective. Where N does not divide the length of one, its last few
     elements travel in a padded piece of N elements.
     """
-    size = group.size()
+    size = wire.size
     if size == 1:
         return 0
     pieces: list[Tensor] = []
@@ -121,8 +113,8 @@ def ring_all_reduce(
             pieces.append(padded)
             tails.append((flat[even:], padded))
     pieces = [piece for piece in pieces if piece.numel()]
-    owns = [piece.view(size, -1)[group.rank()] for piece in pieces]
-    sent = _turn(pieces, owns, range(2 * size - 2), group, average, segment_bytes)
+    owns = [piece.view(size, -1)[wire.rank] for piece in pieces]
+    sent = _turn(pieces, owns, range(2 * size - 2), wire, average, segment_bytes)
     for tail, padded in tails:
         tail.copy_(padded[: tail.numel()])
     return sent
@@ -132,20 +124,20 @@ def _turn(
     flats: Sequence[Tensor],
     owns: Sequence[Tensor],
     hops: range,
-    group: dist.ProcessGroup,
+    wire: Wire,
     average: bool,
     segment_bytes: int,
 ) -> int:
     """Go through `hops` of the ring (see the top of this file), each of `flats` in N chunks; `owns` get the sums."""
-    size, rank = group.size(), group.rank()
+    size, rank = wire.size, wire.rank
     chunks, results = _cut(flats, owns, size, segment_bytes)
     if not results or not hops:
         return 0
     host, count = results[0].device.type == "cpu", len(results)
     ahead = min(WINDOW, len(hops) * count) if host else count
     steps = [(hop, k) for hop in hops for k in range(count)]
-    slots = _slots(results, ahead) if hops[0] < size - 1 else []
-    wire = _Wire(group, batched=not host)
+    messages = wire.begin(host=host)
+    slots = _slots(results, ahead) if hops[0] < size - 1 and not messages.own_memory else []
 
     def landing(step: int) -> Tensor | None:
         """Where the segment of `step` is received; None after the last step."""
@@ -153,20 +145,22 @@ def _turn(
             return None
         hop, k = steps[step]
         place = chunks[(rank - hop - 2) % size][k]
-        return slots[step % ahead][: place.numel()] if hop < size - 1 else place
+        return slots[step % ahead][: place.numel()] if slots and hop < size - 1 else place
 
     for step in range(max(ahead, count)):
         first = chunks[(rank - hops[0] - 1) % size][step] if step < count else None
-        wire.post(landing(step) if step < ahead else None, first)
+        messages.post(landing(step) if step < ahead else None, first)
     for step, (hop, k) in enumerate(steps):
-        arrived = wire.land()
+        arrived = messages.land()
         segment = chunks[(rank - hop - 2) % size][k]
         if hop == size - 2:
             segment = _last_add(results[k], arrived, segment, size if average else 1)
         elif hop < size - 2:
             segment.add_(arrived)
-        wire.post(landing(step + ahead), segment if hop + 1 in hops else None)
-    wire.flush()
+        else:
+            _copy_unless_same(segment, arrived)
+        messages.post(landing(step + ahead), segment if hop + 1 in hops else None)
+    messages.flush()
     return len(hops) * sum(result.numel() * result.element_size() for result in results)
 
 
@@ -204,52 +198,6 @@ def _slots(segments: Sequence[Tensor], count: int) -> Sequence[Tensor]:
 
 def _flat(pieces: Pieces) -> list[Tensor]:
     return [piece.view(-1) for piece in ([pieces] if isinstance(pieces, Tensor) else pieces)]
-
-
-class _Wire:
-    """The messages to the right neighbour and from the left one; each side's order is the same on all ranks."""
-
-    def __init__(self, group: dist.ProcessGroup, *, batched: bool) -> None:
-        size, rank = group.size(), group.rank()
-        self.group, self.right, self.left, self.batched = group, (rank + 1) % size, (rank - 1) % size, batched
-        self.arriving: deque[tuple[Tensor, Sequence[dist.Work | None]]] = deque()
-        self.leaving: list[dist.Work | None] = []
-
-    def post(self, receive: Tensor | None, send: Tensor | None) -> None:
-        """Start receiving into one tensor and sending another."""
-        if self.batched:  # one launch for both, or on NCCL each would wait for the neighbour's other half
-            ops = [] if receive is None else [dist.P2POp(dist.irecv, receive, group=self.group, group_peer=self.left)]
-            ops += [] if send is None else [dist.P2POp(dist.isend, send, group=self.group, group_peer=self.right)]
-            works: Sequence[dist.Work | None] = dist.batch_isend_irecv(ops) if ops else ()
-            if receive is not None:
-                self.arriving.append((receive, works))
-            return
-        if receive is not None:
-            work = dist.irecv(receive, group=self.group, group_src=self.left)
-            self.arriving.append((receive, (work,)))
-        if send is not None:
-            self.leaving.append(dist.isend(send, group=self.group, group_dst=self.right))
-
-    def land(self) -> Tensor:
-        """The oldest segment that was posted, once it has arrived."""
-        segment, works = self.arriving.popleft()
-        _wait(works)
-        return segment
-
-    def flush(self) -> None:
-        """Wait until all that was sent has left."""
-        _wait(self.leaving)
-
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    try:
-        for work in works:
-            if work is not None:
-                work.wait()
-    except RuntimeError as error:
-        raise PeerError(
-            f"a neighbour in the ring did not answer: it died, failed, or is slower than the timeout ({error})."
-        ) from error
 
 
 def _last_add(out: Tensor, arrived: Tensor, own: Tensor, divisor: int) -> Tensor:

@@ -13,11 +13,9 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_3d.anatomy import Anatomy
+from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.layout import ZeroStage
 from lightning_3d.planner.states import StateBytes
-
-ALONE_BYTES = 256 * 1024
-"""From this size on stage 0 reduces a gradient where it lies (the ring's SMALL_BYTES)."""
 
 
 class Piece(NamedTuple):
@@ -120,8 +118,8 @@ def _buckets(shapes: ModuleShapes, element_bytes: int) -> Iterator[int]:
     """Elements of what is all-reduced at once: large gradients alone, the others together (beyond 4 MB of those it
     depends on the order in which gradients arrive how many elements the last of each padded piece has)."""
     sizes = [piece.elements for piece in _trained(shapes.every)]
-    yield from (size for size in sizes if size * element_bytes >= ALONE_BYTES)
-    if small := sum(size for size in sizes if size * element_bytes < ALONE_BYTES):
+    yield from (size for size in sizes if size * element_bytes >= SMALL_BYTES)
+    if small := sum(size for size in sizes if size * element_bytes < SMALL_BYTES):
         yield small
 
 

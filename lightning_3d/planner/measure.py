@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_3d.comm.ring import ring_all_reduce
+from lightning_3d.comm.wire import Wire
 from lightning_3d.planner.step import WEIGHT_PASSES
 
 REPEATS = 10
 LINK_BYTES, DISK_BYTES, COPY_BYTES = 16 << 20, 128 << 20, 256 << 20
-PIECE_BYTES, SUM_BYTES = 3 << 20, 1 << 20
+SUM_BYTES = 1 << 20
 FEW_ROWS, MANY_ROWS, PAIRS = 16, 512, 4
 
 
@@ -79,20 +81,9 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def link_rate(device: torch.device) -> float:
-    """Bytes per second that two ranks exchange while adding what arrives, as one hop of a ring does; on a CPU that
-    sends in pieces."""
-    peer, size = 1 - dist.get_rank(), PIECE_BYTES if device.type == "cpu" else LINK_BYTES
-    send = torch.ones(size // 4, device=device)
-
-    def hop() -> None:
-        receive = torch.empty_like(send)
-        works = [dist.irecv(receive, peer), dist.isend(send, peer)]
-        for work in works:
-            assert work is not None, "both ranks are in the group"
-            work.wait()
-        send.mul_(0.5).add_(receive, alpha=0.5)
-
-    return size / best_seconds(hop, device)
+    """Bytes per second that each of two ranks sends in a ring that sums a buffer over them."""
+    wire, buffer = Wire(dist.new_group()), torch.ones(LINK_BYTES // 4, device=device)
+    return LINK_BYTES / best_seconds(lambda: ring_all_reduce(buffer, wire, average=True), device)
 
 
 def sum_rate(device: torch.device) -> float:

@@ -1,13 +1,17 @@
 """The ring gives what the library gives, the same bits on every rank, for exactly the bytes it should."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_3d.comm.collectives import Native, Ring
+from lightning_3d.comm.control import timeout_of
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.comm.wire import Wire
 from lightning_3d.errors import LayoutError
 from tests.workers import WorkerError, run
 
@@ -25,9 +29,16 @@ def _same_on_all(tensor):
     return all(torch.equal(other, tensor) for other in others)
 
 
-def _all_reduce(lengths, dtypes, segments):
-    group = dist.new_group()
-    size = group.size()
+def _wire(shared):
+    """Over shared memory, as between ranks of one machine, or over the process group, as between machines."""
+    wire = Wire(dist.new_group())
+    wire._tried = not shared
+    return wire
+
+
+def _all_reduce(lengths, dtypes, segments, shared):
+    wire = _wire(shared)
+    size = wire.size
     for dtype in dtypes:
         for length in lengths:
             for segment in segments:
@@ -36,53 +47,56 @@ def _all_reduce(lengths, dtypes, segments):
                 dist.all_reduce(expected)
                 for average in (False, True):
                     buffer = mine.clone()
-                    sent = ring_all_reduce(buffer, group, average=average, segment_bytes=segment)
+                    sent = ring_all_reduce(buffer, wire, average=average, segment_bytes=segment)
                     want = expected / size if average else expected
                     close = torch.allclose(buffer.double(), want, atol=TOLERANCE[dtype] * size, rtol=TOLERANCE[dtype])
                     assert close, (dtype, length, segment, average)
                     padded = -(-length // size) * size
                     assert sent == 2 * (size - 1) * padded // size * mine.element_size()
                     assert _same_on_all(buffer), (dtype, length, segment)
+    assert (wire._shared is not None) == (shared and size > 1)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_reduce(world):
-    run(_all_reduce, (0, 1, 2, 5, 17, 4099), tuple(TOLERANCE), (64, 1 << 20), world=world, group=True)
+def test_all_reduce(world, shared):
+    run(_all_reduce, (0, 1, 2, 5, 17, 4099), tuple(TOLERANCE), (64, 1 << 20), shared, world=world, group=True)
 
 
 @pytest.mark.long
 def test_all_reduce_on_eight_ranks():
-    run(_all_reduce, (1, 7, 4099), (torch.float32,), (256,), world=8, group=True)
+    run(_all_reduce, (1, 7, 4099), (torch.float32,), (256,), True, world=8, group=True)
 
 
-def _parts(length):
-    group = dist.new_group()
-    size, rank = group.size(), group.rank()
+def _parts(length, shared):
+    wire = _wire(shared)
+    size, rank = wire.size, wire.rank
     for pieces in ([length], [length, 3, 0, 1]):
         inputs = [_values(piece * size, torch.float32, piece) for piece in pieces]
         outputs = [torch.empty(piece) for piece in pieces]
         expected = [value.double() for value in inputs]
         for value in expected:
             dist.all_reduce(value)
-        sent = ring_reduce_scatter(outputs, [value.clone() for value in inputs], group, segment_bytes=128)
+        sent = ring_reduce_scatter(outputs, [value.clone() for value in inputs], wire, segment_bytes=128)
         assert sent == (size - 1) * sum(pieces) * 4
         for output, value in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output.double(), value.view(size, -1)[rank], atol=1e-5, rtol=1e-5)
         wholes = [torch.empty(piece * size) for piece in pieces]
-        assert ring_all_gather(wholes, outputs, group, segment_bytes=128) == sent
+        assert ring_all_gather(wholes, outputs, wire, segment_bytes=128) == sent
         for whole, value in zip(wholes, expected, strict=True):
             torch.testing.assert_close(whole.double(), value, atol=1e-5, rtol=1e-5)
             assert _same_on_all(whole)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_reduce_scatter_and_all_gather(world):
-    run(_parts, 1001, world=world, group=True)
+def test_reduce_scatter_and_all_gather(world, shared):
+    run(_parts, 1001, shared, world=world, group=True)
 
 
 def _wrong_length():
     with pytest.raises(ValueError, match="7 elements are not 2 parts of 3"):
-        ring_reduce_scatter(torch.empty(3), torch.empty(7), dist.new_group())
+        ring_reduce_scatter(torch.empty(3), torch.empty(7), Wire(dist.new_group()))
 
 
 def test_a_length_that_does_not_fit_is_refused():
@@ -125,6 +139,16 @@ def test_the_three_kinds_agree():
     # Of 48 numbers half stay in the rank, half of the rest cross; the all-reduces of both links count their own way.
     assert counts["inside"] >= 24 * 4
     assert counts["between"] == 12 * 4
+
+
+def _impatient():
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    hierarchical = Hierarchical(group, Ledger(), "data", 2)
+    assert timeout_of(hierarchical.inside.group) == timeout_of(hierarchical.between.group) == timedelta(seconds=7)
+
+
+def test_the_rings_of_nodes_wait_as_long_as_the_group():
+    run(_impatient, world=2, group=True)
 
 
 def _uneven_nodes():

@@ -1,0 +1,127 @@
+"""The ring through shared memory: agreed on by all ranks, never waited for in vain, and nothing of it stays behind."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_3d.comm import shared
+from lightning_3d.comm.ring import ring_all_reduce
+from lightning_3d.comm.wire import Wire
+from lightning_3d.errors import PeerError
+from tests.workers import run
+
+LONG = 3 << 20
+"""Numbers: a chunk of two ranks is two segments of the longest kind, so slots are used again."""
+
+
+def _descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _comes_and_goes():
+    group = dist.new_group()
+    dist.barrier(group)
+    before = _descriptors()
+    wire = Wire(group)
+    for _ in range(3):
+        buffer = torch.full((LONG,), dist.get_rank() + 1.0)
+        ring_all_reduce(buffer, wire)
+        assert buffer.eq(3).all()
+    assert wire._shared is not None
+    assert _descriptors() == before + 6  # to either side memory, a pipe forth and one back
+    del wire
+    assert _descriptors() == before
+    dist.barrier(group)
+
+
+def test_nothing_stays_behind():
+    run(_comes_and_goes, world=2, group=True)
+
+
+def _one_rank_cannot(name, answer):
+    group = dist.new_group()
+    dist.barrier(group)
+    before, whole = _descriptors(), getattr(shared, name)
+    if dist.get_rank() == 1:
+        setattr(shared, name, lambda *_: answer)
+    try:
+        wire = Wire(group)
+        buffer = torch.full((7,), dist.get_rank() + 1.0)
+        ring_all_reduce(buffer, wire)
+    finally:
+        setattr(shared, name, whole)
+    assert wire._shared is None
+    assert buffer.eq(6).all()
+    assert _descriptors() == before
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize(("name", "answer"), [("_offer", [-1] * 5), ("_take", ()), ("_machine", 5)])
+def test_where_one_rank_cannot_all_send_through_the_group(name, answer):
+    run(_one_rank_cannot, name, answer, world=3, group=True)
+
+
+def _neighbour_leaves():
+    group = dist.new_group()
+    wire = Wire(group)
+    ring_all_reduce(torch.ones(4), wire)
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        del wire
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="its process ended"):
+        ring_all_reduce(torch.ones(8 * LONG), wire)
+    assert time.monotonic() - start < 5
+
+
+def test_a_neighbour_that_leaves_is_noticed_at_once():
+    run(_neighbour_leaves, world=2, group=True)
+
+
+def _last_message_of_a_neighbour_that_leaves():
+    group = dist.new_group()
+    wire = Wire(group)
+    ring_all_reduce(torch.ones(4), wire)
+    rank = dist.get_rank()
+    if rank == 0:  # it sends nothing that anybody waits for any more, but has not taken what was sent to it
+        time.sleep(0.5)
+    buffer = torch.full((4,), rank + 1.0)
+    ring_all_reduce(buffer, wire)
+    assert buffer.eq(3).all()
+    if rank == 1:
+        del wire
+
+
+def test_what_a_neighbour_sent_before_it_left_arrives():
+    run(_last_message_of_a_neighbour_that_leaves, world=2, group=True)
+
+
+def _silent():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    wire = Wire(group)
+    ring_all_reduce(torch.ones(4), wire)
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerError, match="within the timeout of 1 s"):
+            ring_all_reduce(torch.ones(4), wire)
+    dist.barrier()
+
+
+def test_a_silent_neighbour_is_waited_for_no_longer_than_the_timeout():
+    run(_silent, world=2, group=True)
+
+
+def _different():
+    wire = Wire(dist.new_group())
+    ring_all_reduce(torch.ones(4), wire)
+    with pytest.raises(PeerError, match=r"sends (8|16) bytes where (16|8) are expected"):
+        ring_all_reduce(torch.ones(4 + 4 * dist.get_rank()), wire)
+    dist.barrier()
+
+
+def test_different_lengths_are_refused():
+    run(_different, world=2, group=True)

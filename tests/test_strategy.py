@@ -1,6 +1,7 @@
 """Strategy3D as a user meets it: good and bad input, what is left after training, launchers."""
 
 import copy
+import gc
 import os
 import pickle
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,22 @@ def _after_fit(stage):
     trainer.validate(module, verbose=False)
     _fit(module, 2, zero_stage=stage)  # and again
     return dict(module.state_dict())
+
+
+def _let_go(options):
+    trainer = _fit(GPT(), 2, **options)
+    run, weight = weakref.ref(trainer.strategy), weakref.ref(trainer.lightning_module.head.weight)
+    del trainer
+    gc.collect()
+    return run() is None, weight() is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2},
+                {"pipeline_parallel_size": 2}], ids=str,
+)  # fmt: skip
+def test_a_run_that_nobody_refers_to_leaves_memory(options):
+    assert run(_let_go, options, world=2) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.comm import FullySharded, Replicas
@@ -76,7 +77,7 @@ class ShardedData:
             for group in self.groups
             for owner in _owners(group)
         ]
-        self.ended: set[Any] = set()
+        self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
 
@@ -117,8 +118,9 @@ class ShardedData:
         for param in group.fsdp_params:
             whole = param._unsharded_param
             if whole.requires_grad and whole not in self.ended:
-                whole.register_post_accumulate_grad_hook(lambda _: fsdp_state.queue_end_of_backward(self.module))
-                self.ended.add(whole)
+                self.ended[whole] = whole.register_post_accumulate_grad_hook(
+                    lambda _: fsdp_state.queue_end_of_backward(self.module)
+                )
 
     def end(self) -> None:
         fsdp_state.close_step(self.module, self.groups)
@@ -169,8 +171,9 @@ class ShardedData:
     def undo(self) -> None:
         self.rest()
         self.seam.detach()
-        for guard in self.guards:
-            guard.remove()
+        for hook in (*self.guards, *self.ended.values()):
+            hook.remove()  # what autograd holds, the collector cannot see: one left would keep the whole module alive
+        self.ended = {}
         if self.replicas is not None:
             self.replicas.detach()
         for now, param in self.placed.items():

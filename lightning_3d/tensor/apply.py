@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_3d.tensor.alone import refuse_parts_alone
 from lightning_3d.tensor.axis import GroupAxis, Ledger
 from lightning_3d.tensor.collectives import gather_parts
 from lightning_3d.tensor.geometry import TensorSplit, local_part
@@ -78,6 +79,7 @@ def apply_tensor(
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
+    refuse_parts_alone(module, plan, undo)
     for child in module.modules():
         if plan.units and isinstance(child, nn.TransformerEncoder):
             undo.set(child, "use_nested_tensor", False)  # torch's fused eval layers take nested tensors, shards do not

@@ -110,6 +110,13 @@ class UnitForward:
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.memo.running += 1
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self.memo.running -= 1
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             with made_whole(self.module, self.plan, self.changes, self.axis):
                 return self.module.forward(*whole(args), **whole(kwargs))

@@ -81,6 +81,9 @@ def plan_tensor(
             calls_of = samples.get(name, ()) if made_up is None else (made_up,)
             theirs = _under(told, name)
             try:
+                if calls and name in calls.in_parts:
+                    whole[name] = _in_parts(theirs)
+                    continue
                 plan, reasons = _plan_unit(
                     unit, calls_of, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel
                 )
@@ -155,6 +158,14 @@ def _plan_unit(
         plan = divided or plan
     same.append(_Kind(known.read, signature, plan, whole))
     return plan, whole
+
+
+def _in_parts(ways: Mapping[str, Way]) -> str:
+    """Why a block whose parts are called by themselves stays whole."""
+    reason = "parts of it are called by themselves, so what is between them is needed whole"
+    if any(way.kind != "whole" for way in ways.values()):
+        raise Refused(reason)
+    return reason
 
 
 def _under(ways: Mapping[str, Way], unit: str) -> dict[str, Way]:

@@ -42,6 +42,8 @@ class Memo:
         """Dimensions of the stream."""
         self.others: list[Tensor] = []
         """The block's other arguments, which are whole."""
+        self.running = 0
+        """Forwards of the block that are running: more than one where it calls itself."""
 
     def decoy(self, tensor: Tensor, width: int) -> Tensor:
         """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_3d.tensor.alone import PartsCalled
 from lightning_3d.tensor.sample import Sample, recorded
 from lightning_3d.tensor.units import find_units
 from lightning_3d.tensor.unproven import form_of
@@ -26,6 +27,8 @@ class Recording:
     """The first call of each form of each block, by name."""
     elsewhere: frozenset[str]
     """Parameters of embeddings and linears that were read outside their own module's forward."""
+    in_parts: frozenset[str]
+    """Blocks of which a part was called by itself."""
 
 
 def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
@@ -36,10 +39,15 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     calls: dict[str, dict[Any, Sample]] = {}
     modes = [(child, child.training) for child in module.modules()]
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
-    watch = _Elsewhere(module)
-    handles = watch.handles + [
-        module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
-        for name in find_units(module)
+    units = find_units(module)
+    watch, parts = _Elsewhere(module), PartsCalled(module, units)
+    handles = [
+        *watch.handles,
+        *parts.handles,
+        *(
+            module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
+            for name in units
+        ),
     ]
     try:
         with torch.no_grad(), torch.random.fork_rng(), watch:
@@ -56,7 +64,8 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
         present: Mapping[str, torch.Tensor] = dict(module.named_buffers())
         for name, value in buffers.items():
             present[name].copy_(value)
-    return Recording({name: tuple(forms.values()) for name, forms in calls.items()}, frozenset(watch.found))
+    samples = {name: tuple(forms.values()) for name, forms in calls.items()}
+    return Recording(samples, frozenset(watch.found), frozenset(parts.found))
 
 
 class _Elsewhere(TorchFunctionMode):

@@ -48,6 +48,12 @@ FOUND = {
         FLAGS | {"gradient_clip_algorithm": "norm", "gradient_clip_val": 0.3},
         ATTRIBUTES | {"samples": 13, "optimizer": "adamw"},
     ),
+    "layers of a Sequential that were called one by one were divided as if it were called itself": Case(
+        Spec(width=12, blocks=LINEARS, container="sequential", heads=(("mse", 8, 0), ("mse", 3, -1))),
+        {"tensor_parallel_size": 2},
+        FLAGS,
+        ATTRIBUTES,
+    ),
 }
 """These train."""
 

@@ -1,0 +1,115 @@
+"""Parts of a block that are called by themselves: seen in time the block stays whole, later it is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.apply import apply_tensor
+from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.record import record_calls
+from tests.workers import run
+
+X = torch.ones(2, 8)
+
+
+class Tapped(nn.Module):
+    """Its layers are one block, an `nn.Sequential`, which it may call or go through."""
+
+    def __init__(self, tap):
+        super().__init__()
+        self.tap = tap
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        if not self.tap:
+            return self.layers(x)
+        left = []
+        for layer in self.layers:
+            left.append(layer(x if not left else left[-1]))
+        return left[-1] + left[0].mean()
+
+
+class Written(nn.Module):
+    """A block whose parts its parent calls, past its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Written(), Written()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            hidden = block.up(x).relu()
+            x = block.down(hidden) + hidden.sum()
+        return x
+
+
+class Shared(nn.Module):
+    """Two blocks hold the same layers, and each calls them as its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList([Written()])
+        self.second = nn.ModuleList([Written()])
+        self.second[0].up, self.second[0].down = self.first[0].up, self.first[0].down
+
+    def forward(self, x):
+        return self.second[0](self.first[0](x))
+
+
+def plan(module, **options):
+    return plan_tensor(module, 2, calls=record_calls(module, lambda: module(X)), **options)
+
+
+@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.parametrize(("module", "names"), [(Tapped(True), ["layers"]), (Parent(), ["blocks.0", "blocks.1"])])
+def test_a_block_whose_parts_are_called_stays_whole(module, names):
+    found = plan(module)
+    assert not found.splits
+    assert list(found.whole) == names
+    assert all("parts of it are called by themselves" in why for why in found.whole.values())
+
+
+@pytest.mark.parametrize("module", [Tapped(False), Shared()])
+def test_one_that_is_called_itself_is_split(module):
+    assert plan(module).splits
+
+
+@pytest.mark.filterwarnings("ignore:These stay whole")
+def test_a_plan_given_for_it_is_refused():
+    with pytest.raises(TensorPlanError, match=r"layers does not compute the same.*parts of it are called by themselves"):
+        plan(Tapped(True), tensor_plan={"layers.0": "column", "layers.2": "row"})
+    assert not plan(Tapped(True), tensor_plan={"layers": "whole"}).splits
+
+
+def _later():
+    torch.manual_seed(0)
+    module = Tapped(False)
+    reference = copy.deepcopy(module)
+    applied = apply_tensor(module, plan(module), init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)))
+    for each in (module, copy.deepcopy(module)):
+        torch.testing.assert_close(each(X), reference(X))
+        each.tap = True
+        with pytest.raises(TensorPlanError, match=r'layers\.0 is called by itself.*tensor_plan={"layers": "whole"}'):
+            each(X)
+    with pytest.raises(TensorPlanError, match=r"layers\.2 is called by itself"):
+        module.layers[2:](torch.ones(2, 16))
+    applied.undo()
+    reference.tap = True
+    torch.testing.assert_close(module(X), reference(X))
+
+
+def test_a_part_called_later_is_refused():
+    run(_later, world=2, group=True)

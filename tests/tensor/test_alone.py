@@ -89,7 +89,9 @@ def test_one_that_is_called_itself_is_split(module):
 
 @pytest.mark.filterwarnings("ignore:These stay whole")
 def test_a_plan_given_for_it_is_refused():
-    with pytest.raises(TensorPlanError, match=r"layers does not compute the same.*parts of it are called by themselves"):
+    with pytest.raises(
+        TensorPlanError, match=r"layers does not compute the same.*parts of it are called by themselves"
+    ):
         plan(Tapped(True), tensor_plan={"layers.0": "column", "layers.2": "row"})
     assert not plan(Tapped(True), tensor_plan={"layers": "whole"}).splits
 

@@ -72,8 +72,10 @@ def t5_blocks(module):
     return [*module.encoder.block, *module.decoder.block]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("reshard", "sequence_parallel"),
+    [(True, True), (False, False), *(pytest.param(each, not each, marks=pytest.mark.long) for each in (True, False))],
+)
 def test_zero_on_the_same_modules(reshard, sequence_parallel):
     job = (models.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
     for worst, drift in workers.run(with_zero, *job, world=4, group=True, fresh=True):
@@ -81,7 +83,7 @@ def test_zero_on_the_same_modules(reshard, sequence_parallel):
         assert drift < 1e-5
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
     for worst, drift in workers.run(
         with_zero, models.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True

@@ -1,5 +1,7 @@
 """Data parallelism under every ZeRO stage trains as one device does."""
 
+import itertools
+
 import pytest
 
 from tests.parity import assert_parity
@@ -20,17 +22,22 @@ def test_more_ranks(name, world, stage):
     assert_parity(name, world, {"zero_stage": stage})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_val_batches": 2, "val_check_interval": 2},
-    ],
-    ids=lambda flags: "-".join(flags),
-)
+FLAGS = [
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_val_batches": 2, "val_check_interval": 2},
+    {"accumulate_grad_batches": 3},
+    {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+]
+
+
+def _flags():
+    """All together under every stage, each alone where nothing is sharded and where everything is."""
+    for flags, stage in itertools.product(FLAGS, range(4)):
+        quick = flags is FLAGS[0] or stage in (0, 3)
+        yield pytest.param(flags, stage, marks=() if quick else pytest.mark.long, id=f"{'-'.join(flags)}-{stage}")
+
+
+@pytest.mark.parametrize(("flags", "stage"), list(_flags()))
 def test_trainer_flags(flags, stage):
     assert_parity("GPT", 2, {"zero_stage": stage}, trainer=flags)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.communication import Communication
@@ -24,6 +25,8 @@ from lightning_3d.stages import Stages
 from lightning_3d.state import swap_parameters, whole_optimizer_entries
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.infer import SEQUENCE
+from lightning_3d.tensor.lazy import let_by
 from lightning_3d.tensor.plan import TensorPlan
 from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
 
@@ -50,13 +53,20 @@ def plan_pipeline(
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:
-    """`tensor` without the blocks that `split` cuts through: what is divided over ranks must not change stages."""
+    """`tensor` without the blocks that `split` cuts through: what is divided over ranks must not change stages.
+
+    Where the pipeline knows parts of a block one by one, what leaves a part must be whole, also where the block itself
+    is on another stage and gathers nothing: there the sequence stays whole.
+    """
     if split is None:
         return tensor
     units, splits, whole = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
     for name in tensor.units:
         inside = f"{name}." if name else ""
         stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
+        if stages and units[name].sequence is not None:
+            units[name] = replace(units[name], sequence=None)
+            whole[f"{name}.{SEQUENCE}"] = "the pipeline knows its parts one by one"
         if len(stages) > 1:
             del units[name]
             splits = {key: value for key, value in splits.items() if not key.startswith(inside)}
@@ -75,6 +85,7 @@ class Composed:
     split: AppliedSplit | None = None
     stages: Stages | None = None
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    hooks: list[RemovableHandle] = field(default_factory=list)
     splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
 
     @property
@@ -115,6 +126,8 @@ class Composed:
         self.data.rest()
         entries = [whole_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
+        for hook in self.hooks:
+            hook.remove()
         self.data.undo()
         if self.tensor is not None:
             self.tensor.undo()
@@ -152,6 +165,10 @@ def compose(
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
     result.data = _shard(module, plans, layout, mesh, communication, policy, training)
     result.splits = _splits_of(module, result.tensor)
+    if result.tensor is not None and isinstance(result.data, ShardedData):
+        result.hooks = [
+            block.register_forward_pre_hook(let_by, prepend=True, with_kwargs=True) for block in result.data.blocks
+        ]
     if result.stages is not None:
         result.stages.locate_parameters(module)
     return result

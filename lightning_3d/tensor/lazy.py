@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import gather
@@ -81,6 +81,13 @@ def whole(value: Any) -> Any:
     """`value` with every tensor in it that only passes for whole gathered. For code that hands tensors to other
     processes."""
     return tree_map(_whole, value)
+
+
+def let_by(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """A hook before FSDP2's in front of a block: of what only passes for whole it is to see no gradient."""
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Lazy):
+            leaf.passive = True
 
 
 def _getter(name: str) -> Any:

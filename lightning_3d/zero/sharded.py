@@ -48,7 +48,7 @@ class ShardedData:
         replicate: Callable[[list[nn.Parameter]], Replicas],
     ) -> None:
         self.module, self.stage, self.pipelined = module, stage, pipelined
-        units = shard_units(module, anatomy)
+        units = self.blocks = shard_units(module, anatomy)
         self.refused = unshardable([*units, module])
         originals = dict(module.named_parameters())
         host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()

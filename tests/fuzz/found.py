@@ -54,7 +54,21 @@ FOUND = {
         FLAGS,
         ATTRIBUTES,
     ),
-}
+    "parts of a sequence left a block on one stage and were whole on the others": Case(
+        Spec(source="tokens", width=8, blocks=(("mlp", 8, "relu", True), ("mlp", 6, "tanh", False)), skip=True,
+             container="attributes", heads=(("ce", 8, -1),), vocabulary=16),
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True, "num_microbatches": 2},
+        FLAGS,
+        ATTRIBUTES,
+    ),
+    "parts of a sequence were handed to a sharded block as if FSDP2 had seen them before": Case(
+        Spec(source="sequence", width=12, blocks=(("gated", 12, True),) * 4, container="attributes", tie="weight",
+             heads=(("mse", 12, -1),)),
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 1, "sequence_parallel": True},
+        FLAGS,
+        ATTRIBUTES,
+    ),
+}  # fmt: skip
 """These train."""
 
 REFUSED = {

@@ -33,6 +33,9 @@ PRELOAD = [
 ]
 GRACE = 5.0
 """Seconds that the other ranks get once one has failed."""
+MANY_THREADS = 200
+"""A worker with more is replaced. Each of gloo's process groups has a thread that wakes up a hundred times a second, and
+lives as long as anything knows the group, such as DTensor's caches: after some hundred tests they take half the machine."""
 HEAD_START = 0.05
 """Seconds between rank 0 and the others: who asks for the store before rank 0 serves it asks again a second later."""
 
@@ -72,6 +75,8 @@ class Pool:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], world: int, timeout: float, group: bool
     ) -> list[Any]:
+        if any(_threads(process.pid) > MANY_THREADS for process, _, _ in self.workers):
+            self.kill()
         self.grow(world)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -128,6 +133,11 @@ class Pool:
         ]  # the main thread comes last, its innermost call first
 
 
+def _threads(process: int) -> int:
+    tasks = Path(f"/proc/{process}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+
 def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
     sys.path[:] = path
     file = open(stack, "w")  # noqa: SIM115 (open for the life of the process: the signal handler writes to it)
@@ -153,8 +163,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
                 pipe.send_bytes(pickle.dumps(("ok", result)))
         except BaseException:
             pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
-        # A Trainer is a heap of cycles. As long as it is not collected its process groups live, and each of gloo's has a
-        # thread that wakes up a hundred times a second: after some hundred tests they would take the machine's time.
+        # A Trainer is a heap of cycles, and as long as it is not collected its process groups live (see MANY_THREADS).
         gc.collect()
         gc.freeze()  # what is left is modules and caches: not looked at again
 

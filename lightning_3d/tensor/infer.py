@@ -237,11 +237,16 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
     """List the splits under every name, and give up those of tied parameters whose users disagree."""
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
+    owners = dict(module.named_modules(remove_duplicate=False))
     for group in tied_parameters(module):
-        ways = {splits.get(name) for name in group}
-        if len(ways) == 1:
-            continue
-        return _without(module, plan, {name for name in group if name in splits})
+        ways: dict[tuple[int, str], TensorSplit | None] = {}
+        for name in group:
+            owner, _, own_name = name.rpartition(".")
+            place = id(owners[owner]), own_name  # a module that has two names is one place
+            ways[place] = splits.get(name) or ways.get(place)
+        if len(set(ways.values())) > 1:
+            return _without(module, plan, {name for name in group if name in splits})
+        splits |= {name: way for name in group for way in ways.values() if way is not None}
     return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.whole)
 
 

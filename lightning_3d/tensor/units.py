@@ -7,13 +7,20 @@ from torch import nn
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_units(module: nn.Module, name: str = "") -> list[str]:
-    """Names of the blocks, outermost first; nothing that they hold is listed again."""
+def find_units(module: nn.Module) -> list[str]:
+    """Names of the blocks, outermost first; nothing that they hold is listed again, and none under a second name."""
+    names: dict[int, str] = {}
+    for name in _units(module, ""):
+        names.setdefault(id(module.get_submodule(name)), name)
+    return list(names.values())
+
+
+def _units(module: nn.Module, name: str) -> list[str]:
     found: list[str] = []
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         is_block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS) and matrices(child) > 1
-        found += [full] if is_block else find_units(child, full)
+        found += [full] if is_block else _units(child, full)
     if not found and matrices(module) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return [name]
     return found

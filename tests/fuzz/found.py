@@ -68,6 +68,12 @@ FOUND = {
         FLAGS,
         ATTRIBUTES,
     ),
+    "a module that stands at two places was cut into shards, and these again": Case(
+        Spec(blocks=(("mlp", 8, "tanh", False),) * 3, container="list", tie="module"),
+        {"tensor_parallel_size": 2},
+        FLAGS,
+        ATTRIBUTES,
+    ),
 }  # fmt: skip
 """These train."""
 

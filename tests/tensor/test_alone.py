@@ -87,6 +87,36 @@ def test_one_that_is_called_itself_is_split(module):
     assert plan(module).splits
 
 
+class Twice(nn.Module):
+    """One block under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList([Written()])
+        self.second = nn.ModuleList([self.first[0]])
+
+    def forward(self, x):
+        return self.second[0](self.first[0](x))
+
+
+def _under_two_names():
+    torch.manual_seed(0)
+    module = Twice()
+    expected = module(X).detach()
+    found = plan(module)
+    assert list(found.units) == ["first.0"]
+    assert {name.split(".")[0] for name in found.splits} == {"first", "second"}
+    applied = apply_tensor(module, found, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)))
+    torch.testing.assert_close(module(X), expected)
+    applied.undo()
+    assert module.first[0].up.weight.shape == (16, 8)
+    torch.testing.assert_close(module(X), expected)
+
+
+def test_a_block_under_two_names_is_divided_once():
+    run(_under_two_names, world=2, group=True)
+
+
 @pytest.mark.filterwarnings("ignore:These stay whole")
 def test_a_plan_given_for_it_is_refused():
     with pytest.raises(

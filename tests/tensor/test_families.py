@@ -13,6 +13,8 @@ from tests.tensor.survey import share_of_blocks, survey
 from tests.tensor.threads import compare
 
 QUICK = ("qwen3", "gemma2", "bloom", "deepseek_v3", "olmo2", "gpt_oss", "bart", "albert")
+CACHED = ("rwkv",)
+"""Evaluation takes a state as wide as the whole model from block to block: no plan for that, so it computes whole."""
 PARTLY = {
     # what stays whole, and so more than half of these tiny blocks
     "falcon multi-query": "a key and a value in one matrix with the queries",
@@ -69,7 +71,8 @@ def test_shards_in_threads_train_as_one_process(name, size, sequence_parallel):
     torch.manual_seed(0)
     family = FAMILIES[name]
     module, batches = family.build().train(), [BATCHES[family.inputs]() for _ in range(3)]
-    _, difference = compare(module, loss_of, batches, size, sequence_parallel=sequence_parallel)
+    proven = name not in CACHED
+    _, difference = compare(module, loss_of, batches, size, all_proven=proven, sequence_parallel=sequence_parallel)
     worst = max(difference, key=difference.__getitem__)
     assert difference[worst] < 1e-5, (worst, difference[worst])
 

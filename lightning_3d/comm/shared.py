@@ -216,7 +216,10 @@ def _close(*descriptors: int) -> None:
 
 
 def _machine() -> int:
-    """Equal for processes that find each other in /proc."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read()
-    return 1 + zlib.crc32(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+    """Equal for processes that find each other in /proc, 0 where there is no telling."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read()
+        return 1 + zlib.crc32(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}".encode())
+    except OSError:
+        return 0

@@ -60,7 +60,7 @@ def _one_rank_cannot(name, answer):
     dist.barrier(group)
 
 
-@pytest.mark.parametrize(("name", "answer"), [("_offer", [-1] * 5), ("_take", ()), ("_machine", 5)])
+@pytest.mark.parametrize(("name", "answer"), [("_offer", [-1] * 5), ("_take", ()), ("_machine", 5), ("_machine", 0)])
 def test_where_one_rank_cannot_all_send_through_the_group(name, answer):
     run(_one_rank_cannot, name, answer, world=3, group=True)
 

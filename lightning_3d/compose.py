@@ -64,14 +64,14 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
     for name in tensor.units:
         inside = f"{name}." if name else ""
         stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
-        if stages and units[name].sequence is not None:
-            units[name] = replace(units[name], sequence=None)
-            whole[f"{name}.{SEQUENCE}"] = "the pipeline knows its parts one by one"
         if len(stages) > 1:
             del units[name]
             splits = {key: value for key, value in splits.items() if not key.startswith(inside)}
             whole[name] = f"the pipeline cuts through it (stages {', '.join(map(str, sorted(stages)))})"
             rank_zero_warn(f"{name or 'The module'} is not split over the tensor ranks: {whole[name]}.")
+        elif stages and units[name].sequence is not None:
+            units[name] = replace(units[name], sequence=None)
+            whole[f"{inside}{SEQUENCE}"] = "the pipeline knows its parts one by one"
     return replace(tensor, units=units, splits=splits, whole=whole)
 
 

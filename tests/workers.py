@@ -146,6 +146,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # the imported modules, which would take most of the time of each collection below
     while True:
         try:
             module, name, args, port, group, timeout, rank, world = pipe.recv()
@@ -165,7 +166,6 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
             pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
         # A Trainer is a heap of cycles, and as long as it is not collected its process groups live (see MANY_THREADS).
         gc.collect()
-        gc.freeze()  # what is left is modules and caches: not looked at again
 
 
 def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank: int, world: int) -> Any:

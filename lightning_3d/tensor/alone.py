@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 
+from lightning_3d.comm.fsdp_private import in_backward
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.forwards import UnitForward
 from lightning_3d.tensor.memo import Memo
 from lightning_3d.tensor.patch import Undo
 from lightning_3d.tensor.plan import TensorPlan, UnitPlan
+from lightning_3d.tensor.told import around
 
 
 class PartsCalled:
@@ -57,21 +58,10 @@ def refuse_parts_alone(module: nn.Module, plan: TensorPlan, undo: Undo) -> None:
 
 def _divided_parts(plan: UnitPlan) -> Iterator[str]:
     """Modules inside the block that compute otherwise than they would alone, and those around them."""
-    modules = [
-        *plan.copies,
-        *plan.emits,
-        *plan.mixes,
-        *plan.reduces,
-        *plan.decoys,
-        *(name for name, _ in plan.attributes),
-    ]
-    owners = [name.rpartition(".")[0] for name in chain(plan.splits, plan.slices, plan.summed, plan.shared)]
-    found: dict[str, None] = {}
-    for name in (*modules, *owners):
-        while name:
-            found[name] = None
-            name = name.rpartition(".")[0]
-    return iter(found)
+    edges = chain(plan.copies, plan.emits, plan.mixes, plan.reduces, plan.decoys)
+    attributes = (name for name, _ in plan.attributes)
+    owners = (name.rpartition(".")[0] for name in chain(plan.splits, plan.slices, plan.summed, plan.shared))
+    return iter(dict.fromkeys(part for name in chain(edges, attributes, owners) for part in around(name)))
 
 
 class _Guard:
@@ -83,7 +73,7 @@ class _Guard:
 
     def __call__(self, *_: Any) -> None:
         # in backward it is a checkpoint that repeats a part of what the block did
-        if any(memo.running for memo in self.memos) or torch._C._current_graph_task_id() != -1:
+        if any(memo.running for memo in self.memos) or in_backward():
             return
         unit = self.unit or "the whole module"
         raise TensorPlanError(

@@ -66,17 +66,12 @@ def apply_tensor(
     axis = GroupAxis(mesh.get_group(), ledger)
     undo, originals = Undo(), dict[str, nn.Parameter]()
     shards: dict[int, nn.Parameter] = {}
-    done: dict[int, nn.Parameter] = {}
     for name, owner, own_name in list(_owners(module, plan.splits)):
         whole = owner._parameters[own_name]
-        if whole is None or whole.is_meta:
-            continue
-        if id(whole) in done:  # a module that has two names
-            originals[name] = done[id(whole)]
+        if whole is None or whole.is_meta or isinstance(whole, DTensor):  # the last: done, under another name of owner
             continue
         if id(whole) not in shards:
             shards[id(whole)] = _shard(whole, plan.splits[name], mesh)
-            done[id(shards[id(whole)])] = whole
         originals[name] = whole
         owner._parameters[own_name] = shards[id(whole)]
     for whole in {id(p): p for p in originals.values()}.values():

@@ -36,7 +36,7 @@ def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Wa
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern, text in tensor_plan.items():
         way = _parse(pattern, text)
-        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in _around(name))]
+        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in around(name))]
         if not matched:
             near = difflib.get_close_matches(pattern, sorted({*modules, *names}), n=3, cutoff=0.4)
             raise TensorPlanError(
@@ -57,7 +57,7 @@ def declared_plan(module: nn.Module) -> dict[str, Way]:
             continue
         for name, _ in child.named_parameters():
             text = next(
-                (how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in _around(name))), None
+                (how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in around(name))), None
             )
             if text in known:
                 ways[f"{prefix}.{name}" if prefix else name] = known[text]
@@ -102,7 +102,7 @@ def _parse(pattern: str, text: str) -> Way:
     return Way(kind, int(groups or 1))
 
 
-def _around(name: str) -> Iterator[str]:
+def around(name: str) -> Iterator[str]:
     """A parameter's name and those of the modules around it."""
     while name:
         yield name

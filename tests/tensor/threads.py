@@ -19,7 +19,7 @@ def compare(module, loss_of, batches, size, *, all_proven=True, **options):
     """The plan, and the largest difference of a loss, of a parameter and of the loss in eval mode from one process.
 
     Args:
-        all_proven: no call may be one that the plan was not proven for, and computed whole.
+        all_proven: whether no call is one that the plan was not proven for, and computed whole.
     """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -30,7 +30,7 @@ def compare(module, loss_of, batches, size, *, all_proven=True, **options):
         with torch.no_grad():
             evaluated = float(loss_of(reference.eval(), batches[0]))
     unproven = {str(warning.message) for warning in said if "is called in a way" in str(warning.message)}
-    assert not (all_proven and unproven), unproven
+    assert bool(unproven) != all_proven, unproven
     difference = {"loss": 0.0, "eval": 0.0}
     for losses, _, in_eval in shards:
         difference["loss"] = max(difference["loss"], *(abs(a - b) for a, b in zip(losses, expected, strict=True)))

@@ -21,8 +21,14 @@ QUIET = {
 }
 
 
+GATHERED = 5
+"""Steps whose gradients are gathered, which takes longer than the steps. What is wrong in a later one shows in its norm,
+the losses after it and the weights."""
+
+
 class Gradients(Callback):
-    """Before each optimizer step, the norm of the gradients, as a user would ask for it; and each gradient, whole."""
+    """Before each optimizer step, the norm of the gradients, as a user would ask for it; of the first few also each
+    gradient, whole."""
 
     def __init__(self):
         self.norms, self.whole = [], []
@@ -32,11 +38,14 @@ class Gradients(Callback):
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in here.items()}
         if isinstance(trainer.strategy, Strategy3D):
             norm = trainer.strategy.grad_norm(2.0)
-            composed = trainer.strategy._composed
-            grads = {name: composed.whole(p, grads[name]) for name, p in here.items()}
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         self.norms.append(float(norm))
+        if len(self.whole) == GATHERED:
+            return
+        if isinstance(trainer.strategy, Strategy3D):
+            composed = trainer.strategy._composed
+            grads = {name: composed.whole(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 
@@ -95,7 +104,8 @@ def reference(name, attributes, trainer):
 
 
 def assert_parity(name, world, strategy, *, tolerance=1e-5, attributes=None, trainer=None, timeout=120, steps=5):
-    """Losses, gradients and norms of every step, metrics, final weights equal one device's, on every rank."""
+    """Losses and norms of every step, gradients of the first ones, metrics and final weights equal one device's, on
+    every rank."""
     attributes, trainer = attributes or {}, trainer or {}
     wanted = reference(name, attributes, trainer)
     results = run(train, name, world, strategy, attributes, trainer, world=world, timeout=timeout)

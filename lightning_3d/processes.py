@@ -25,6 +25,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d import peers
+from lightning_3d.axes import borrow, give_back
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
@@ -33,7 +34,6 @@ from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
-from lightning_3d.mesh import build_mesh
 from lightning_3d.order import keep_own_samplers
 from lightning_3d.randomness import share_seeded_state
 
@@ -173,10 +173,8 @@ class Processes(ParallelStrategy):
 
     def _open_axes(self) -> None:
         """Groups and mesh of the layout. Every rank must call it."""
-        self._mesh = build_mesh(self.layout, self.root_device.type, self._timeout)
-        self._communication = Communication(
-            self.layout, self.global_rank, self._comm_config(), streams=self._streams, timeout=self._timeout
-        )
+        axes = borrow(self.layout, self.global_rank, self.root_device.type, self._timeout)
+        self._mesh, self._communication = axes.mesh, Communication(axes, self._comm_config(), streams=self._streams)
         self._module._device_mesh = self._mesh
         self._settle_samplers()
 
@@ -308,12 +306,20 @@ class Processes(ParallelStrategy):
     def teardown(self) -> None:
         self._give_samplers_back()
         self._give_samplers_back = _nothing
+        self._close_communication()
         if self._failed:
             return  # what is in parts stays so, and cannot be moved to the CPU
         if self._watch is not None:
             self._watch.close(ended=True)
             self._watch = None
         super().teardown()
+
+    def _close_communication(self) -> None:
+        if self._communication is not None:
+            self._communication.close()
+            if not self._judged:  # after an error, of all ranks even, one may have sent more than another
+                give_back(self._communication.axes)
+            self._communication = None
 
 
 def _nothing() -> None:

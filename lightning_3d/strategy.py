@@ -312,9 +312,6 @@ class Strategy3D(Running):
             self._restore()
         use_whole_world(self._metrics)
         self._metrics, self._composed, self._steps = [], None, None
-        if self._communication is not None:
-            self._communication.close()
-            self._communication = None
         super().teardown()
 
     def _restore(self) -> None:

@@ -28,7 +28,7 @@ ORDER = [
         "launch",
     },
     {"faults"},
-    {"comm"},
+    {"comm", "axes"},
     {"communication", "batchnorm", "fitloop", "planner"},
     {"tensor", "pipeline", "zero"},
     {"holding"},

@@ -86,7 +86,7 @@ def sending(
             for compression, keyed in communication.compressed
         ),
         coordinate.data,
-        communication.layout.data_parallel_size,
+        communication.axes.whole.size(),
         communication.config.grad_compression,
         scale,
     )

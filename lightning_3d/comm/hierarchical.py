@@ -1,5 +1,7 @@
 """A ring inside each node, then one between nodes: slow links carry 1 / (ranks per node) of the buffer."""
 
+import weakref
+
 import torch.distributed as dist
 
 from lightning_3d.comm.collectives import Collectives, Ring, single
@@ -7,6 +9,17 @@ from lightning_3d.comm.control import timeout_of
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import LayoutError
+
+_parts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]
+_parts_of = weakref.WeakKeyDictionary()
+"""A group -> ranks per node -> its parts inside this node and between nodes: opened once, however many runs use it."""
+
+
+def _open_parts(group: dist.ProcessGroup, ranks_per_node: int) -> list[dist.ProcessGroup]:
+    ranks, wait = dist.get_process_group_ranks(group), timeout_of(group)
+    node, place = divmod(group.rank(), ranks_per_node)
+    peers, alike = ranks[node * ranks_per_node : (node + 1) * ranks_per_node], ranks[place::ranks_per_node]
+    return [dist.new_group(part, wait, use_local_synchronization=True) for part in (peers, alike)]
 
 
 class Hierarchical(Collectives):
@@ -25,15 +38,12 @@ class Hierarchical(Collectives):
                 f'grad_sync="hierarchical" with {ranks_per_node} ranks per node cannot cover {self.size} ranks evenly.'
                 ' Set ranks_per_node to a divisor, or use grad_sync="ring".'
             )
-        ranks = dist.get_process_group_ranks(group)
-        node, place = divmod(self.rank, ranks_per_node)
-        peers = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
         self.nodes = self.size // ranks_per_node
-        alike, wait = ranks[place::ranks_per_node], timeout_of(group)
-        self.inside, self.between = (
-            Ring(dist.new_group(part, wait, use_local_synchronization=True), ledger, f"{axis}.{name}")
-            for part, name in ((peers, "inside"), (alike, "between"))
-        )
+        parts = _parts_of.setdefault(group, {})
+        if ranks_per_node not in parts:
+            parts[ranks_per_node] = _open_parts(group, ranks_per_node)
+        inside, between = parts[ranks_per_node]
+        self.inside, self.between = Ring(inside, ledger, f"{axis}.inside"), Ring(between, ledger, f"{axis}.between")
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         output, input = single(output), single(input)

@@ -1,0 +1,89 @@
+"""`Axes`: the mesh and the process groups of one layout, lent to one run at a time and kept for the next.
+
+`fit`, `validate` and `test` of one Trainer are three runs. Groups made anew for each would add up: torch frees none
+before the job ends (DTensor remembers every mesh), and on NCCL each takes memory of the device.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.mesh import build_mesh
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's mesh, for the main thread, and groups of its data axis, for the thread that syncs gradients."""
+
+    key: Hashable
+    mesh: DeviceMesh
+    whole: dist.ProcessGroup
+    """All data ranks."""
+    shard: dist.ProcessGroup | None
+    """Those that share one copy, None where all do."""
+    replicate: dist.ProcessGroup | None
+    """Those that hold the same shard of other copies."""
+
+
+class _Kept:
+    """What nobody uses now, of the job's present process group."""
+
+    world: weakref.ref[dist.ProcessGroup] | None = None
+    axes: list[Axes] = []  # noqa: RUF012 (one for the process)
+
+
+def borrow(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
+    """Axes of `layout` that nothing else uses until they are given back. Every rank must call it."""
+    world = dist.group.WORLD
+    assert world is not None
+    if _Kept.world is None or _Kept.world() is not world:
+        _Kept.world, _Kept.axes = weakref.ref(world), []
+    key = (layout.shape, layout.zero_shard_size, rank, device_type, timeout)
+    for axes in _Kept.axes:
+        if axes.key == key:
+            _Kept.axes.remove(axes)
+            return axes
+    return _open(key, layout, rank, device_type, timeout)
+
+
+def give_back(axes: Axes) -> None:
+    """Keep `axes` for a later run: on every rank, and only where no collective of theirs is unfinished."""
+    if _Kept.world is not None and _Kept.world() is dist.group.WORLD:
+        _Kept.axes.append(axes)
+
+
+def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
+    mesh = build_mesh(layout, device_type, timeout)
+    here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
+    whole = _new_group(layout, here, timeout, lambda data: 0)
+    if shard == layout.data_parallel_size:
+        return Axes(key, mesh, whole, None, None)
+    return Axes(
+        key,
+        mesh,
+        whole,
+        _new_group(layout, here, timeout, lambda data: data // shard),
+        _new_group(layout, here, timeout, lambda data: data % shard),
+    )
+
+
+def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
+    """This rank's group of data ranks with the same `part`, one for each pipeline and tensor coordinate."""
+    mine = None
+    for pipeline in range(layout.pipeline_parallel_size):
+        for tensor in range(layout.tensor_parallel_size):
+            parts: dict[int, list[int]] = {}
+            for data in range(layout.data_parallel_size):
+                rank = layout.rank(Coordinate(pipeline=pipeline, data=data, tensor=tensor))
+                parts.setdefault(part(data), []).append(rank)
+            for key, ranks in parts.items():
+                group = dist.new_group(ranks, timeout=timeout)
+                if (here.pipeline, here.tensor, part(here.data)) == (pipeline, tensor, key):
+                    mine = group
+    assert mine is not None
+    return mine

@@ -84,13 +84,19 @@ def make_steps(
     ledger: Ledger,
 ) -> PlacedSteps:
     """What the strategy's step hooks call."""
-    split = plans.split
+    split, module = plans.split, composed.module
+
+    def opens() -> bool:
+        """As Lightning finds out when to zero gradients: a callback may end an epoch within a window."""
+        automatic: bool = module.automatic_optimization  # type: ignore[assignment]
+        return automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
     if split is None:
-        return PlainSteps(composed, random)
+        return PlainSteps(composed, random, opens)
 
     def make(hooks: Hooks) -> Pipeline:
         return Pipeline(
-            composed.module,
+            module,
             split,
             mesh.get_group(PIPELINE_AXIS),
             device=device,
@@ -104,7 +110,7 @@ def make_steps(
     def scale() -> float:
         return plugin.loss_scale() / trainer.accumulate_grad_batches
 
-    steps = PipelinedSteps(composed, random, make, scale, plugin.forward_context)
+    steps = PipelinedSteps(composed, random, opens, make, scale, plugin.forward_context)
     if plans.whole is not None and plans.whole.compared:
         steps.prove(plans.whole)
     return steps

@@ -61,12 +61,18 @@ class OwnSteps:
 
 
 class PlainSteps:
-    """The user's step on the user's batch."""
+    """The user's step on the user's batch.
 
-    def __init__(self, composed: Composed, random: StepRandom) -> None:
-        self.data, self.random = composed.data, random
+    Args:
+        opens: whether the batch is the first of an accumulation window, which may not be the end of the one before.
+    """
+
+    def __init__(self, composed: Composed, random: StepRandom, opens: Callable[[], bool]) -> None:
+        self.data, self.random, self.opens = composed.data, random, opens
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
+        if self.opens():
+            self.data.drop()
         self.data.begin()
         with self.random.step():
             return call(*args)
@@ -97,6 +103,7 @@ class PipelinedSteps:
     loss, which is when the gradients are put in place.
 
     Args:
+        opens: as for `PlainSteps`.
         make: builds the pipeline around hooks.
         scale: what the loss is multiplied with before backward: 1 / accumulated batches, times a loss scale.
         autocast: the precision plugin's context for a step.
@@ -106,12 +113,13 @@ class PipelinedSteps:
         self,
         composed: Composed,
         random: StepRandom,
+        opens: Callable[[], bool],
         make: Callable[[Hooks], Pipeline],
         scale: Callable[[], float],
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.composed, self.data, self.random, self.scale = composed, composed.data, random, scale
-        self.held = self.open = False
+        self.opens, self.held = opens, False
         self.pipeline = make(
             Hooks(
                 begin=self._begin,
@@ -123,13 +131,12 @@ class PipelinedSteps:
         )
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
-        first, last = not self.open, not self.held
+        first = self.opens()
         if first:
             self.data.rest()  # what an evaluation gathered: the gradients to drop are those of the shards
+            self.data.drop()
         with self.random.step():
-            output = self.pipeline.training_step(*args, first=first, last=last, scale=self.scale())
-        self.open = not last
-        return output
+            return self.pipeline.training_step(*args, first=first, last=not self.held, scale=self.scale())
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         with self.random.step():

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_3d.comm.ledger import Ledger
@@ -108,6 +109,8 @@ class Pipeline:
         self.proven: dict[Any, frozenset[str]] = {}
         """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
         self.stash: dict[nn.Parameter, Tensor] = {}
+        self.keeps = is_overridden("optimizer_zero_grad", module)
+        """Whether the gradients of an earlier window may have to stay: whoever overrides it may not zero them."""
 
     @property
     def holds_last(self) -> bool:
@@ -118,7 +121,7 @@ class Pipeline:
 
         Args:
             args: what Lightning gives the step: the batch, its index ...
-            first: whether this is the first batch of an accumulation window: older gradients are dropped.
+            first: whether this is the first batch of an accumulation window: older gradients are put aside.
             last: whether it is the last one: gradients of ties are summed and `hooks.reduce` is called.
             scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
 
@@ -126,8 +129,7 @@ class Pipeline:
             What the step would have returned for the batch, on every rank. Its loss needs gradients, as Lightning
             wants, but `backward` of this class is what must be called with it.
         """
-        if first:
-            self._drop_gradients()
+        older = self._set_gradients_aside() if first else {}
         self.trained = self._trained()
         self.hooks.begin()
         seed = seeds.draw()
@@ -145,6 +147,8 @@ class Pipeline:
             self.hooks.reduce()
         if first:
             self._stash_gradients()
+            for parameter, grad in older.items():
+                parameter.grad = grad
         if record is not None:
             self.taps.replay(record)
         return _with_loss(output)
@@ -221,10 +225,14 @@ class Pipeline:
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def _drop_gradients(self) -> None:
+    def _set_gradients_aside(self) -> dict[nn.Parameter, Tensor]:
+        """Start without gradients; returns those that Lightning, or what overrides it, is still to zero. They are let
+        go at once where it will: that is when there is room for the new ones."""
         self.stash = {}
+        older = {p: p.grad for p in self.module.parameters() if p.grad is not None} if self.keeps else {}
         for parameter in self.module.parameters():
             parameter.grad = None
+        return older
 
     def _forget_unreached(self, traces: Sequence[Trace]) -> None:
         """No gradient, as on one device, where there would be one of zeros. One that is not zero stays: the loss may

@@ -80,6 +80,14 @@ def hold(root: nn.Module, groups: Iterable[Any], held: bool) -> None:
     state_of(root)._state_ctx.is_last_backward = not held
 
 
+def drop(groups: Iterable[Any]) -> None:
+    """Forget the whole gradients that held backwards have left."""
+    for param in (param for group in groups for param in group.fsdp_params):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):  # which comes with the first gather
+            param._unsharded_param.grad = None
+
+
 def rest(groups: Iterable[Any]) -> None:
     """Shard everything that is whole."""
     for group in groups:

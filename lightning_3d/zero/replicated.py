@@ -29,6 +29,8 @@ class ReplicatedData:
     def hold(self, held: bool) -> None:
         self.replicas.hold(held)
 
+    def drop(self) -> None: ...
+
     def rest(self) -> None: ...
 
     def undo(self) -> None:

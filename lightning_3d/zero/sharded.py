@@ -150,6 +150,9 @@ class ShardedData:
         if self.stage == 1 or self.pipelined:
             fsdp_state.hold(self.module, self.groups, held)
 
+    def drop(self) -> None:
+        fsdp_state.drop(self.groups)
+
     def rest(self) -> None:
         fsdp_state.rest(self.groups)
 

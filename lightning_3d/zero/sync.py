@@ -29,6 +29,9 @@ class DataParallel(Protocol):
     def hold(self, held: bool) -> None:
         """Whether backwards only accumulate locally (all but the last batch of an accumulation window)."""
 
+    def drop(self) -> None:
+        """Forget gradients of batches that no optimizer step followed, where `zero_grad` does not reach them."""
+
     def rest(self) -> None:
         """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
 
@@ -59,6 +62,8 @@ class NoData:
         return None
 
     def hold(self, held: bool) -> None: ...
+
+    def drop(self) -> None: ...
 
     def rest(self) -> None: ...
 

@@ -1,0 +1,48 @@
+"""Accumulation windows that do not begin and end as usual: gradients left over, and gradients that are to stay."""
+
+import pytest
+
+from tests.modules import MLP
+from tests.parity import assert_parity
+
+LAYOUTS = {
+    "zero0": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+
+
+class EndsWithin(MLP):
+    """Skips the rest of an epoch after the first of two batches: no optimizer step follows that one."""
+
+    optimizer = "plain_sgd"
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+
+class ZeroesRarely(MLP):
+    """Adds the gradients of every other batch to those of the one before."""
+
+    optimizer = "plain_sgd"
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_a_window_without_a_step_are_dropped(layout):
+    module = f"{__name__}:EndsWithin"
+    assert_parity(module, 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2}, steps=3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_the_module_does_not_zero_stay(layout):
+    assert_parity(f"{__name__}:ZeroesRarely", 2, LAYOUTS[layout])
+
+
+def test_gradients_of_shards_of_a_stage_stay():
+    layout = {"pipeline_parallel_size": 2, "zero_stage": 1}
+    assert_parity(f"{__name__}:ZeroesRarely", 4, layout, trainer={"accumulate_grad_batches": 2})

@@ -1,64 +1,31 @@
 """Metrics reduce over the data axis only: tensor and pipeline peers hold the same samples."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torchmetrics.metric
+from torch import Tensor
 from torch import distributed as dist
-from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.layout import Layout
 
+_DEFAULT = "gather_all_tensors"
+"""What `torchmetrics.metric` calls for metrics that were given no way to gather (read in torchmetrics 1.9).
 
-def use_data_group(module: nn.Module, group: dist.ProcessGroup, layout: Layout) -> list[Metric]:
-    """Have every metric of `module` that has no group of its own gather over `group`; returns those changed."""
+Replaced, and not set on metrics one by one: callbacks and helpers of the user's have some too, and some are made during
+the run. `tests/same/test_metrics.py` fails when it is called something else.
+"""
+
+
+def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
+    """Have metrics that have no group of their own gather over `data`; returns what undoes it."""
     if layout.data_parallel_size == layout.world_size:
-        return []  # the world is the data axis
+        return lambda: None  # the world is the data axis
+    before = getattr(torchmetrics.metric, _DEFAULT)
 
-    def gather(tensor: Tensor, **_: object) -> list[Tensor]:
-        return gather_all_tensors(tensor, group=group)
+    def gather(result: Tensor, group: Any = None) -> list[Tensor]:
+        return gather_all_tensors(result, group=group if group is not None else data)
 
-    changed = [
-        metric for metric in find_metrics(module) if metric.process_group is None and metric.dist_sync_fn is None
-    ]
-    for metric in changed:
-        # a function, not `metric.process_group`: users copy metrics and modules, and a group cannot be copied
-        metric.dist_sync_fn = gather
-    return changed
-
-
-def use_whole_world(metrics: list[Metric]) -> None:
-    """Undo `use_data_group`."""
-    for metric in metrics:
-        metric.dist_sync_fn = None
-
-
-def find_metrics(module: nn.Module) -> Iterator[Metric]:
-    """Metrics in submodules and in plain attributes, lists, tuples and dicts of them."""
-    seen: set[int] = set()
-    for submodule in module.modules():
-        if isinstance(submodule, Metric):
-            yield from _once(submodule, seen)
-        for name, value in vars(submodule).items():
-            if name not in ("_modules", "_parameters", "_buffers", "_trainer", "_fabric"):
-                yield from _search(value, seen, depth=3)
-
-
-def _search(value: Any, seen: set[int], depth: int) -> Iterator[Metric]:
-    if isinstance(value, nn.Module):
-        for module in value.modules():
-            if isinstance(module, Metric):
-                yield from _once(module, seen)
-    elif depth and isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _search(item, seen, depth - 1)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _search(item, seen, depth - 1)
-
-
-def _once(metric: Metric, seen: set[int]) -> Iterator[Metric]:
-    if id(metric) not in seen:
-        seen.add(id(metric))
-        yield metric
+    setattr(torchmetrics.metric, _DEFAULT, gather)
+    return lambda: setattr(torchmetrics.metric, _DEFAULT, before)

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
 
 from lightning_3d import peers, place, precision, state
 from lightning_3d.auto import LayoutChoice, auto_layout
@@ -33,13 +32,13 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.materialize import materialize
-from lightning_3d.metrics import use_data_group, use_whole_world
+from lightning_3d.metrics import gather_over
 from lightning_3d.names import NAMES
 from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_steps
 from lightning_3d.planner.choose import Fixed
-from lightning_3d.processes import StartMethod
+from lightning_3d.processes import StartMethod, nothing
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
@@ -158,7 +157,7 @@ class Strategy3D(Running):
         self._quiet = quiet
         self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
         self._composed: Composed | None = None
-        self._metrics: list[Metric] = []
+        self._gather_as_before: Callable[[], None] = nothing
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -210,7 +209,7 @@ class Strategy3D(Running):
             "_steps": None,
             "_hooks": [],
             "_undo": [],
-            "_metrics": [],
+            "_gather_as_before": nothing,
         }
         return {**super().__getstate__(), **fresh}
 
@@ -242,7 +241,7 @@ class Strategy3D(Running):
             share_random_state(self.mesh.get_group(axis))
         plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
         first = FirstStep(module, plugin.forward_context) if first_step else None
-        self._metrics = use_data_group(module, self.data_group, self.layout)
+        self._gather_as_before = gather_over(self.data_group, self.layout)
         plans = place.make_plans(
             trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin
         )
@@ -310,8 +309,9 @@ class Strategy3D(Running):
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
             self._restore()
-        use_whole_world(self._metrics)
-        self._metrics, self._composed, self._steps = [], None, None
+        self._gather_as_before()
+        self._gather_as_before = nothing
+        self._composed, self._steps = None, None
         super().teardown()
 
     def _restore(self) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+import torchmetrics
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
 from lightning_3d import Strategy3D
@@ -86,6 +87,36 @@ def test_every_kind_of_metric(layout):
     for got, plain in run(_fit, strategy, world, world=world):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(plain, evaluations, rtol=1e-5, atol=1e-5)
+
+
+class _Counts(Callback):
+    """Samples of an epoch, counted by a metric of a callback, and by one that is made during the run."""
+
+    def __init__(self):
+        self.own = SumMetric()
+
+    def on_train_start(self, trainer, module):
+        self.late = SumMetric()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.own.update(len(batch[0]))
+        self.late.update(len(batch[0]))
+
+    def on_train_end(self, trainer, module):
+        self.counted = [float(self.own.compute()), float(self.late.compute())]
+
+
+def _count(strategy, world):
+    before, counts = torchmetrics.metric.gather_all_tensors, _Counts()
+    flags = {"devices": world, "strategy": Strategy3D(**strategy), "max_epochs": 1, "callbacks": [counts]}
+    Trainer(**{**QUIET, **flags}).fit(Encoder())
+    return counts.counted, torchmetrics.metric.gather_all_tensors is before
+
+
+@pytest.mark.parametrize("layout", ["tensor", "data-pipeline"])
+def test_metrics_outside_of_the_module_count_every_sample_once(layout):
+    world, strategy = LAYOUTS[layout]
+    assert run(_count, strategy, world, world=world) == [([60.0, 60.0], True)] * world
 
 
 def _gather(strategy, world):

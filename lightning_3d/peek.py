@@ -1,5 +1,7 @@
 """The first batch of the loop that is about to run, read so that the loop still has it."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,9 +9,12 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
+
+_LARGE = 1 << 20
 
 
 def loaders_of(trainer: Trainer) -> CombinedLoader:
@@ -40,15 +45,19 @@ def map_style(loaders: CombinedLoader) -> bool:
 def first_batch(loaders: CombinedLoader) -> Any:
     """The first batch, from an iterator of its own; raises where the loop would not get it any more.
 
-    The loaders' own generators are put back. The main random streams are the caller's to set aside.
+    A stream is read from a copy, since it may remember how far it was read. The loaders' own generators are put back.
+    The main random streams are the caller's to set aside.
     """
     if any(map(_gone_once_read, loaders.flattened)):
         raise UnsupportedError("the data can be read only once, and the loop is to have it")
     before = [(generator, generator.get_state()) for each in loaders.flattened for generator in _generators(each)]
+    own = loaders.flattened
+    loaders.flattened = [_on_a_copy(each) for each in own]
     try:
         batch, _, _ = next(iter(loaders))
     finally:
         loaders.reset()
+        loaders.flattened = own
         for generator, state in before:
             generator.set_state(state)
     return batch
@@ -59,6 +68,24 @@ def _gone_once_read(loader: Any) -> bool:
     data = getattr(loader, "dataset", None)
     held = vars(data).values() if isinstance(data, IterableDataset) else ()
     return any(isinstance(each, Iterator) for each in (loader, data, *held))
+
+
+def _on_a_copy(loader: Any) -> Any:
+    """`loader`, or one like it that reads a copy of its stream where reading would happen in this process."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
+        return loader
+    shared = {id(each): each for each in vars(loader.dataset).values() if _data_itself(each)}
+    reads = copy.copy(loader)
+    try:
+        vars(reads)["dataset"] = copy.deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
+    except (TypeError, pickle.PicklingError) as error:
+        raise UnsupportedError(f"the stream may remember what was read, and cannot be copied ({error})") from error
+    return reads
+
+
+def _data_itself(value: Any) -> bool:
+    """Whether `value` is too large to say how far a stream was read. It may be too large to copy."""
+    return isinstance(value, Tensor) and value.nbytes > _LARGE
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

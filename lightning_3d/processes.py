@@ -65,7 +65,7 @@ class Processes(ParallelStrategy):
         self._communication: Communication | None = None
         self._failed = self._judged = False
         self._watch: Watch | None = None
-        self._give_samplers_back: Callable[[], None] = nothing
+        self._give_samplers_back: Callable[[], None] = _nothing
         self._shares_order = False
         """Whether the run had several data ranks when it was saved: then it goes on in the order of Lightning's."""
         self._chooses = False
@@ -179,11 +179,11 @@ class Processes(ParallelStrategy):
         self._settle_samplers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_give_samplers_back": nothing}  # those of this process's trainer
+        return {**super().__getstate__(), "_give_samplers_back": _nothing}  # those of this process's trainer
 
     def _settle_samplers(self) -> None:
         self._give_samplers_back()
-        self._give_samplers_back = nothing
+        self._give_samplers_back = _nothing
         if self.layout.data_parallel_size == 1 and not self._shares_order:
             self._give_samplers_back = keep_own_samplers(self._module.trainer)
 
@@ -305,7 +305,7 @@ class Processes(ParallelStrategy):
 
     def teardown(self) -> None:
         self._give_samplers_back()
-        self._give_samplers_back = nothing
+        self._give_samplers_back = _nothing
         self._close_communication()
         if self._failed:
             return  # what is in parts stays so, and cannot be moved to the CPU
@@ -322,7 +322,7 @@ class Processes(ParallelStrategy):
             self._communication = None
 
 
-def nothing() -> None:
+def _nothing() -> None:
     """In place of what undoes something where nothing was done."""
 
 

@@ -1,6 +1,6 @@
 """Lightning's step hooks on a placed module."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,10 @@ class Running(Resuming):
 
         That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
         """
-        return grad_norm(self._module.parameters(), self._counted, norm_type, self.root_device)
+        return self._norm_of(self._module.parameters(), norm_type)
+
+    def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+        return grad_norm(parameters, self._counted, norm_type, self.root_device)
 
     def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         return clip_grad_norm(parameters, max_norm, self._counted, self.root_device)

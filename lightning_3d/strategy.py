@@ -38,10 +38,11 @@ from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_steps
 from lightning_3d.planner.choose import Fixed
-from lightning_3d.processes import StartMethod, nothing
+from lightning_3d.processes import StartMethod
 from lightning_3d.randomness import StepRandom, share_random_state
 from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
+from lightning_3d.torch_clip import clip_as_one_device
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
 from lightning_3d.zero import step_as_on_one_device
 
@@ -157,7 +158,8 @@ class Strategy3D(Running):
         self._quiet = quiet
         self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
         self._composed: Composed | None = None
-        self._gather_as_before: Callable[[], None] = nothing
+        self._patches: list[Callable[[], None]] = []
+        """What undoes what was changed in torch and torchmetrics, after a failed run too."""
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -209,7 +211,7 @@ class Strategy3D(Running):
             "_steps": None,
             "_hooks": [],
             "_undo": [],
-            "_gather_as_before": nothing,
+            "_patches": [],
         }
         return {**super().__getstate__(), **fresh}
 
@@ -241,7 +243,7 @@ class Strategy3D(Running):
             share_random_state(self.mesh.get_group(axis))
         plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
         first = FirstStep(module, plugin.forward_context) if first_step else None
-        self._gather_as_before = gather_over(self.data_group, self.layout)
+        self._patches.append(gather_over(self.data_group, self.layout))
         plans = place.make_plans(
             trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin
         )
@@ -255,6 +257,7 @@ class Strategy3D(Running):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
+            self._patches.append(clip_as_one_device(module, self._norm_of))
             _optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.layout, self.coordinate, self.root_device)
         steps = make_steps(
@@ -309,8 +312,8 @@ class Strategy3D(Running):
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
             self._restore()
-        self._gather_as_before()
-        self._gather_as_before = nothing
+        while self._patches:
+            self._patches.pop()()
         self._composed, self._steps = None, None
         super().teardown()
 

@@ -35,7 +35,7 @@ ORDER = [
     {"stages", "samples", "opening", "measured"},
     {"ahead"},
     {"state"},
-    {"clip", "compose"},
+    {"clip", "compose", "torch_clip"},
     {"verify"},
     {"precision", "checkpoint", "processes", "steps"},
     {"place", "checked", "resume", "auto", "forecast"},

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 from lightning_3d import Strategy3D
 from tests.modules import GPT
@@ -87,3 +88,44 @@ def test_not_a_number_on_one_rank_is_seen_by_all(layout):
     world, strategy = LAYOUTS[layout]
     for norms, _ in run(_fit, strategy, world, _not_a_number, world=world):
         assert all(math.isnan(norm) for norm in norms[0])
+
+
+class ClipsByTorch(GPT):
+    """Calls torch's own functions on parts of the module, one of which a pipeline has on its last stage only."""
+
+    optimizer = "plain_sgd"
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        last = [parameter for name, parameter in self.named_parameters() if name.startswith("norm")]
+        assert last
+        self.norms.append(float(clip_grad_norm_(last, 0.01)))
+        self.norms.append(float(clip_grad_norm_(self.parameters(), 0.1, norm_type=3, error_if_nonfinite=True)))
+        clip_grad_value_(self.parameters(), 0.01)
+
+    def on_train_end(self):
+        other = torch.nn.Linear(2, 2)
+        other(torch.ones(2)).sum().backward()
+        self.norms.append(float(clip_grad_norm_(other.parameters(), 1.0)))  # each rank's own
+
+
+def _clip_by_torch(strategy, world):
+    seed_everything(7, verbose=False)
+    module, before = ClipsByTorch(), dict(vars(clip_grad))
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}).fit(module)
+    assert dict(vars(clip_grad)) == before
+    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", [*SMALL, "zero1"])
+def test_clipping_by_torchs_own_functions(layout):
+    world, strategy = (LAYOUTS | {"zero1": (2, {"zero_stage": 1})})[layout]
+    ((wanted, weights),) = run(_clip_by_torch, None, 1, world=1)
+    for norms, got in run(_clip_by_torch, strategy, world, world=world):
+        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)

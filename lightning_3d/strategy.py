@@ -275,6 +275,7 @@ class Strategy3D(Running):
             loss_scale=plugin.loss_scale,
             window=lambda: trainer.accumulate_grad_batches,
             epoch=lambda: trainer.current_epoch,
+            evaluation=lambda: self._evaluations,
         )
 
     def _to_device(self, batch: Any) -> Any:

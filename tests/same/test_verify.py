@@ -118,17 +118,29 @@ class Planted(MLP):
     def on_train_start(self):
         self.began = True
 
-    def training_step(self, batch, batch_idx):
-        assert self.trainer.max_epochs  # the copy has a trainer too
-        assert self.optimizers().param_groups[0]["lr"] > 0
+    def loss(self, batch):
         split = self.began and any(hasattr(p, "to_local") for p in self.parameters())
-        return super().training_step(batch, batch_idx) * (self.factor if split else 1.0)
+        return super().loss(batch) * (self.factor if split else 1.0)
 
 
-def _first_step(factor, scale, epochs=6):
+class UsesTrainer(Planted):
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.max_epochs
+        assert self.optimizers().param_groups[0]["lr"] > 0
+        return super().training_step(batch, batch_idx)
+
+
+class Small(Planted):
+    """Its gradients are too small for fp16, unless its loss is scaled."""
+
+    def loss(self, batch):
+        return super().loss(batch) * 1e-6
+
+
+def _first_step(kind, factor, scale, epochs=6):
     """What was raised and warned of."""
     seed_everything(7, verbose=False)
-    module = Planted()
+    module = kind()
     module.factor = factor
     plugins = [] if scale is None else [Precision3D("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
     strategy = Strategy3D(zero_stage=1, verify="first_step", quiet=True)
@@ -146,25 +158,25 @@ NAN = float("nan")
 
 
 def test_a_step_may_use_the_trainer():
-    for found in run(_first_step, 1.0, None, world=2):
+    for found in run(_first_step, UsesTrainer, 1.0, None, world=2):
         assert found == (None, "")
 
 
 @pytest.mark.parametrize("scale", [None, 16.0])
 def test_gradients_that_are_not_finite_are_found(scale):
-    for said, _ in run(_first_step, NAN, scale, world=2):
+    for said, _ in run(_first_step, Planted, NAN, scale, world=2):
         assert "of the first gradient of scale and that of the unsplit module only one is finite" in said
 
 
 def test_the_first_step_is_the_first_that_does_not_overflow():
-    for said, _ in run(_first_step, 2.0, 2.0**30, world=2):
+    for said, _ in run(_first_step, Planted, 2.0, 2.0**30, world=2):
         assert "from the unsplit module's is 1.0e+00" in said
-    (_, told), _ = run(_first_step, 2.0, 2.0**60, 1, world=2)
+    (_, told), _ = run(_first_step, Planted, 2.0, 2.0**60, 1, world=2)
     assert "has compared nothing: gradients overflowed in all 5 steps" in told
 
 
 def test_small_gradients_do_not_vanish_in_the_copy():
-    assert [said for said, _ in run(_first_step, 1.0, 2.0**12, world=2)] == [None, None]
+    assert [said for said, _ in run(_first_step, Small, 1.0, 2.0**12, world=2)] == [None, None]
 
 
 class Manual(MLP):

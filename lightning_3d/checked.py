@@ -27,6 +27,7 @@ class CheckedSteps:
         loss_scale: by which gradients are too large.
         window: batches that are accumulated.
         epoch: the epoch of training.
+        evaluation: how many evaluations have begun.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class CheckedSteps:
         loss_scale: Callable[[], float],
         window: Callable[[], int],
         epoch: Callable[[], int],
+        evaluation: Callable[[], int],
     ) -> None:
         self.steps, self.samples, self.replicas, self.first = steps, samples, replicas, first
         self.composed, self.group, self.random = composed, group, random
         self.loss_scale, self.window = loss_scale, window
-        self.epoch = epoch
+        self.epoch, self.evaluation = epoch, evaluation
         self.batches, self.held = 0, False
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
@@ -56,11 +58,12 @@ class CheckedSteps:
         self.batches += 1
         if self.first is not None:
             with self.random.step():
-                self.first.add(args, 1.0 / self.window())
+                self.first.add(args, self.loss_scale() / self.window())
         return self.steps.train(call, args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
-        return self.steps.evaluate(name, call, self.samples.settle(name, args))
+        run = (self.evaluation(), args[2:])  # after batch and batch_idx: the loader, where there are several
+        return self.steps.evaluate(name, call, self.samples.settle(name, args, run))
 
     def before_backward(self, loss: Tensor) -> None:
         self.steps.before_backward(loss)
@@ -69,11 +72,14 @@ class CheckedSteps:
         self.steps.after_backward()
         if self.first is not None and not self.held:
             first, self.first = self.first, None
-            first.compare(self.composed, self.group, self.loss_scale())
+            if first.compare(self.composed, self.group, self.loss_scale()):
+                self.first = first
 
     def hold(self, held: bool) -> None:
         self.held = held
         self.steps.hold(held)
 
     def close(self) -> None:
+        if self.first is not None:
+            self.first.close()
         self.steps.close()

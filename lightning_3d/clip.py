@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
 from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
@@ -40,9 +41,14 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
     Args:
         parameters: may lack gradients; those that this rank does not count are left out.
         counted: whether this rank counts its part of a parameter.
-        norm_type: 2, infinity, or any other p.
+        norm_type: 2, infinity, or any other p above 0.
         device: that the ranks communicate from.
     """
+    if not norm_type > 0:
+        raise ConfigurationError(
+            f"grad_norm({norm_type}): the norms of the parts that ranks hold can be put together for a norm type above"
+            " 0 only. Use 1.0, 2.0 or float('inf')."
+        )
     mine = [local(p.grad) for p in parameters if p.grad is not None and counted(p)]
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)).double() for grad in mine if grad.numel()]
     norm = torch.stack([each.to(device) for each in norms]) if norms else torch.zeros(1, dtype=torch.double)
@@ -62,7 +68,8 @@ def _largest(norm: Tensor) -> Tensor:
 
 
 def _wide(grad: Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32
+    """At least fp32; complex where the gradient is, whose norm is that of its absolute values."""
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 @torch.no_grad()

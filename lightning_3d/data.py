@@ -19,7 +19,7 @@ from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 
 BATCHES = 2
-"""How many batches of each kind of step are compared; of training, in each epoch."""
+"""How many batches of each kind of step are compared; of training in each epoch, else in each run over a loader."""
 
 
 def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
@@ -44,6 +44,7 @@ class SampleCheck:
         self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
         self.seen: Counter[str] = Counter()
         self.epoch = 0
+        self.evaluation: object = None
         self.differing: set[str] = set()
 
     def check(self, step: str, batch: Any, epoch: int) -> None:
@@ -57,11 +58,14 @@ class SampleCheck:
         if (difference := self._difference(step, batch)) is not None:
             raise DivergenceError(difference)
 
-    def settle(self, step: str, batch: Any) -> Any:
+    def settle(self, step: str, batch: Any, evaluation: object) -> Any:
         """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
 
-        For evaluation, which a data set that each process has drawn for itself does no harm to.
+        For evaluation, which a data set that each process has drawn for itself does no harm to. In each `evaluation`
+        (what tells one run over a loader from the next) anew.
         """
+        if evaluation != self.evaluation:
+            self.evaluation, self.seen[step] = evaluation, 0
         if step not in self.differing:
             difference = self._difference(step, batch)
             if difference is None:
@@ -123,4 +127,5 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         return repr(leaf).encode()
     if leaf.layout != torch.strided:
         return repr((leaf.shape, leaf.dtype)).encode()
-    return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

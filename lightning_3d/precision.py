@@ -4,7 +4,8 @@ one decision of all ranks on whether scaled gradients have overflowed.
 `Trainer(precision="...")` gives the strategy one of Lightning's own plugins; `convert` returns ours that does the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.local import local
-from lightning_3d.zero.local_step import LocalTensors
 
 ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 
@@ -29,7 +30,7 @@ class Precision3D(Precision):
 
     Args:
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        device: type of the device that autocast is for.
+        device: type of the device that autocast is for; that of the strategy if not given.
         scaler: the loss scaler of "16-mixed", instead of one with torch's defaults.
     """
 
@@ -37,6 +38,8 @@ class Precision3D(Precision):
     """Set by the strategy: clips in place, returns the norm."""
     after_backward: Callable[[], None] | None = None
     """Set by the strategy: synchronises gradients, before `on_after_backward` looks at them."""
+    root_device: torch.device | None = None
+    """What this process computes on and the ranks communicate from, once `compute_on` has been told."""
 
     def __new__(cls, precision: Any = "32-true", *args: Any, **kwargs: Any) -> "Precision3D":
         if cls is not Precision3D:
@@ -53,6 +56,10 @@ class Precision3D(Precision):
             raise ConfigurationError(
                 f"precision={precision!r} scales no loss: leave the scaler out, or use '16-mixed'."
             )
+
+    def compute_on(self, device: torch.device) -> None:
+        """Called by the strategy before anything is computed."""
+        self.root_device = device
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         super().backward(*args, **kwargs)
@@ -103,9 +110,14 @@ class _Mixed(Precision3D, MixedPrecision):
 
     def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
         MixedPrecision.__init__(self, precision, device or _accelerator(), scaler)
+        self._chosen = device
 
     def __reduce__(self) -> Any:
-        return Precision3D, (self.precision, self.device, self.scaler)  # under its own name it cannot be found
+        return Precision3D, (self.precision, self._chosen, self.scaler)  # under its own name it cannot be found
+
+    def compute_on(self, device: torch.device) -> None:
+        super().compute_on(device)
+        self.device = self._chosen or device.type  # on a machine with GPUs the Trainer may still be told to use the CPU
 
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
@@ -123,7 +135,7 @@ class _Mixed(Precision3D, MixedPrecision):
         result = closure()
         skipped = result is None and model.automatic_optimization
         if not skipped:
-            unscale(scaler, optimizer)
+            unscale(scaler, optimizer, self.root_device)
         self._after_closure(model, optimizer)
         if skipped:
             return result
@@ -132,20 +144,52 @@ class _Mixed(Precision3D, MixedPrecision):
         return output
 
 
-def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.device | None) -> None:
     """Divide the gradients of `optimizer` by the loss scale; an overflow on one rank is one on all. Collective.
 
     `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank may hold no gradient of this
-    optimizer, then it has no record yet and would refuse to step.
+    optimizer, then it has no record yet and would refuse to step. Offloaded gradients have theirs on the CPU, which
+    NCCL does not send from.
+
+    Args:
+        scaler: that the loss was scaled with.
+        optimizer: its states are left alone.
+        device: that the ranks communicate from; that of the record if none is known.
     """
-    with LocalTensors(optimizer):
+    with _local_gradients(optimizer):
         scaler.unscale_(optimizer)
     found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
-    device = next(iter(found), torch.device(scaler._device))
-    overflowed = found.get(device, torch.zeros((), device=device))
+    if device is None:
+        device = next(iter(found), torch.device(scaler._device))
+    overflowed = torch.zeros((), device=device)
+    for record in found.values():
+        overflowed = torch.maximum(overflowed, record.to(device))
     if dist.is_initialized():
         dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+    found.clear()
     found[device] = overflowed
+
+
+@contextmanager
+def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """While entered, parameters of `optimizer` that ranks share are stood in for by what has this rank's gradient."""
+    held = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = [_with_local_gradient(parameter) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+
+
+def _with_local_gradient(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    grad = local(parameter.grad)
+    bearer = grad.detach()  # any tensor of its shape and type
+    bearer.grad = grad
+    return bearer
 
 
 def _accelerator() -> str:

@@ -28,6 +28,7 @@ class Running(Resuming):
     """Seconds of a step and memory of the last `fit`."""
     _steps: PlacedSteps | None = None
     _in_step = False
+    _evaluations = 0
     _quiet = False
 
     @property
@@ -134,12 +135,16 @@ class Running(Resuming):
         self._data.rest()
 
     def on_validation_start(self) -> None:
-        self._share_buffers()
+        self._begin_evaluation()
 
     def on_test_start(self) -> None:
-        self._share_buffers()
+        self._begin_evaluation()
 
     def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._evaluations += 1
         self._share_buffers()
 
     def _share_buffers(self) -> None:

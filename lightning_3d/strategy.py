@@ -236,6 +236,7 @@ class Strategy3D(Running):
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
                 self._layer_sync = DataBatchNorm(self.data_group)
             self._layer_sync.apply(module)
+        self.precision_plugin.compute_on(self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
@@ -276,6 +277,7 @@ class Strategy3D(Running):
             loss_scale=plugin.loss_scale,
             window=lambda: trainer.accumulate_grad_batches,
             epoch=lambda: trainer.current_epoch,
+            evaluation=lambda: self._evaluations,
         )
 
     def _to_device(self, batch: Any) -> Any:

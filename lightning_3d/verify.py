@@ -1,19 +1,20 @@
 """The safety net: what `Strategy3D(verify=...)` compares while training."""
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d.compose import Composed
-from lightning_3d.errors import DivergenceError
+from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
@@ -26,6 +27,8 @@ EVERY = 25
 """Training batches between two comparisons of replicas."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference of a gradient, relative to its norm; in smaller types rounding allows 0.1."""
+CHUNK = 16 * 65521
+"""Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 
 
 class ReplicaCheck:
@@ -77,8 +80,26 @@ def digest(parameter: Tensor) -> int:
     """A number that depends on every bit of what this rank holds of `parameter`, and on where."""
     if parameter.is_meta:
         return 0
-    bits = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8).long()
-    return int((bits * (torch.arange(bits.numel(), device=bits.device) % 65521 + 1)).sum())
+    held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)
+    weights = torch.arange(min(held.numel(), CHUNK), device=held.device) % 65521 + 1
+    total = torch.zeros((), dtype=torch.long, device=held.device)
+    for chunk in held.split(CHUNK):
+        total += (chunk * weights[: chunk.numel()]).sum()
+    return int(total)
+
+
+class Compared(NamedTuple):
+    """The gradient of one parameter beside the unsplit module's."""
+
+    name: str
+    dtype: torch.dtype
+    difference: float
+    """Relative to the norm; infinite where only one of the two is finite, NaN where neither is."""
+
+    @property
+    def excess(self) -> float:
+        """The difference in units of what rounding allows."""
+        return self.difference / TOLERANCE.get(self.dtype, 0.1)
 
 
 class FirstStep:
@@ -88,55 +109,108 @@ class FirstStep:
     """
 
     def __init__(self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                f"verify='first_step' also runs training_step on a copy of the module, and {type(module).__name__}"
+                " optimizes manually: its copy would step the optimizers too. Use verify='replicas', or automatic"
+                " optimization."
+            )
         keep = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
         self.twin: Any = copy.deepcopy(module, {id(each): each for each in keep if each is not None})
+        self.twin.trainer = module._trainer  # no copy of a LightningModule has one, whatever deepcopy is told
         self.context = context
+        self.overflows = 0
 
-    def add(self, args: tuple[Any, ...], share: float) -> None:
-        """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them."""
+    def add(self, args: tuple[Any, ...], scale: float) -> None:
+        """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
+
+        Args:
+            args: of the step.
+            scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
+        """
         with seeds.set_aside(), LogTap(self.twin).recording(Record()), torch.enable_grad():
             with self.context():
                 loss = loss_of(self.twin.training_step(*args))
             if loss is not None:
-                (loss * share).backward()
+                (loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)).backward()  # in fp16: infinite
 
-    def compare(self, composed: Composed, group: dist.ProcessGroup, scale: float) -> None:
-        """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective."""
-        worst = max(
-            (self._difference(name, parameter, composed, group, scale) for name, parameter in _here(composed)),
-            default=(0.0, "", torch.float32),
-            key=lambda found: found[0] / TOLERANCE.get(found[2], 0.1),
-        )
-        everyone: list[Any] = [worst] * dist.get_world_size()
-        dist.all_gather_object(everyone, worst)
-        largest, name, dtype = max(everyone, key=lambda found: found[0] / TOLERANCE.get(found[2], 0.1))
-        text = f"the largest difference of a first gradient from the unsplit module's is {largest:.1e} ({name})"
-        if largest > TOLERANCE.get(dtype, 0.1):
-            raise DivergenceError(
-                f"verify='first_step': {text}, relative to its norm. The step computes something else once it is split,"
-                " or it draws random numbers (dropout) that differ: set its rate to 0 to tell the two apart."
+    def compare(self, composed: Composed, group: dist.ProcessGroup, scale: float) -> bool:
+        """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective.
+
+        True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
+        """
+        found = [self._compared(name, parameter, composed, group, scale) for name, parameter in _here(composed)]
+        worst, unknown = _worst(found)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [each for each in (worst, unknown) if each is not None])
+        worst, unknown = _worst([each for some in everyone for each in some])
+        if scale > 1 and (unknown is not None or (worst is not None and math.isinf(worst.difference))):
+            self.overflows += 1
+            self.twin.zero_grad()
+            return True
+        if worst is not None:
+            _judge(worst)
+        if unknown is not None:
+            rank_zero_warn(
+                f"verify='first_step': the first gradient of {unknown.name} is not finite, and neither is the unsplit"
+                " module's: such gradients are not compared."
             )
-        rank_zero_info(f"verify='first_step': {text}.")
+        return False
 
-    def _difference(
+    def close(self) -> None:
+        """Tell where training ended before anything could be compared."""
+        if self.overflows:
+            rank_zero_warn(
+                f"verify='first_step' has compared nothing: gradients overflowed in all {self.overflows} steps. Train"
+                " for more steps, or start with a smaller loss scale."
+            )
+
+    def _compared(
         self, name: str, parameter: nn.Parameter, composed: Composed, group: dist.ProcessGroup, scale: float
-    ) -> tuple[float, str, torch.dtype]:
+    ) -> Compared:
         wanted = self.twin.get_parameter(name).grad
         mean = torch.zeros_like(self.twin.get_parameter(name)) if wanted is None else wanted
         dist.all_reduce(mean, group=group)
-        mean = mean / dist.get_world_size(group)
-        dtype = self._dtype(parameter)
-        if parameter.grad is None:
-            return float(mean.norm() > 0), name, dtype
-        grad = composed.whole(parameter, parameter.grad)
-        grad = (local(grad) / scale).to(mean)
-        norm, difference = float(mean.norm()), float((grad - mean).norm())
-        return (difference / norm if norm > 0 else difference), name, dtype
+        mean = mean / (dist.get_world_size(group) * scale)
+        grad = torch.zeros_like(mean)
+        if parameter.grad is not None:
+            grad = (local(composed.whole(parameter, parameter.grad)) / scale).to(mean)
+        finite = [bool(each.isfinite().all()) for each in (grad, mean)]
+        if not all(finite):
+            return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)
+        norm, difference = _norm(mean), _norm(grad - mean)
+        return Compared(name, self._dtype(parameter), difference / norm if norm > 0 else difference)
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         with self.context():
             device = parameter.device.type
             return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+
+
+def _worst(found: list[Compared]) -> tuple[Compared | None, Compared | None]:
+    """What differs most, and one whose gradients are finite on neither side."""
+    known = [each for each in found if not math.isnan(each.difference)]
+    unknown = [each for each in found if math.isnan(each.difference)]
+    return max(known, key=lambda each: each.excess, default=None), next(iter(unknown), None)
+
+
+def _judge(worst: Compared) -> None:
+    difference = f"the largest difference of a first gradient from the unsplit module's is {worst.difference:.1e}"
+    if worst.excess <= 1:
+        rank_zero_info(f"verify='first_step': {difference} ({worst.name}).")
+        return
+    text = f"{difference} ({worst.name}), relative to its norm"
+    if math.isinf(worst.difference):
+        text = f"of the first gradient of {worst.name} and that of the unsplit module only one is finite"
+    raise DivergenceError(
+        f"verify='first_step': {text}. The step computes something else once it is split, or it draws random numbers"
+        " (dropout) that differ: set its rate to 0 to tell the two apart."
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    """In fp64, where it does not overflow."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
 
 
 def _here(composed: Composed) -> list[tuple[str, nn.Parameter]]:

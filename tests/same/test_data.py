@@ -144,3 +144,66 @@ def test_peers_whose_evaluation_data_differ_take_the_first_ones():
     for given, wanted, told in run(_predictions, world=2):
         torch.testing.assert_close(given, wanted)
         assert told == 1
+
+
+class Later(Predicts):
+    """Evaluates on data that each process draws for itself from the second epoch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def validation_step(self, batch, index):
+        self.given.append(fingerprint(batch))
+
+    def val_dataloader(self):
+        seed = int(os.environ["RANK"]) if self.trainer.current_epoch else 0
+        return DataLoader(torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)), batch_size=4)
+
+
+def _evaluations():
+    torch.manual_seed(0)
+    module = Later()
+    flags = {"devices": 2, "max_epochs": 2, "limit_train_batches": 1, "reload_dataloaders_every_n_epochs": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**QUIET, **flags, strategy=Strategy3D(tensor_parallel_size=2)).fit(module)
+    return module.given
+
+
+def test_every_evaluation_is_compared():
+    first, second = run(_evaluations, world=2)
+    assert len(first) == 6
+    assert first == second
+
+
+class Loaders(Later):
+    def validation_step(self, batch, index, dataloader_idx):
+        self.given.append(fingerprint(batch))
+
+    def val_dataloader(self):
+        seeds = (0, int(os.environ["RANK"]))
+        sets = [torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return [DataLoader(each, batch_size=4) for each in sets]
+
+
+def _loaders():
+    torch.manual_seed(0)
+    module = Loaders()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2)).validate(module, verbose=False)
+    return module.given
+
+
+def test_every_loader_is_compared():
+    first, second = run(_loaders, world=2)
+    assert len(first) == 6
+    assert first == second
+
+
+def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
+    x = torch.randn(4, dtype=torch.cfloat)
+    assert fingerprint(x.conj()) == fingerprint(x.conj().resolve_conj())
+    assert fingerprint(x.conj()) != fingerprint(x)
+    assert fingerprint(x.conj().imag) == fingerprint(-x.imag)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.precision import _Mixed
+from lightning_3d.precision import _Mixed, unscale
 from tests.modules import MLP
 from tests.parity import QUIET, assert_parity, reference, train
 from tests.workers import run
@@ -138,6 +138,80 @@ def test_precision_is_checked_when_built():
         Precision3D("8-true")
     with pytest.raises(ConfigurationError, match="scales no loss"):
         Precision3D("32-true", scaler=_scaler())
+
+
+class Factored(torch.optim.Optimizer):
+    """Keeps means of rows, as Adafactor does: states of another shape than their parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                row = parameter.grad.square() + 1e-4
+                row = row.mean(-1, keepdim=True) if row.ndim > 1 else row
+                state = self.state[parameter]
+                state["row"] = row if "row" not in state else state["row"] * 0.9 + row * 0.1
+                parameter.add_(parameter.grad / state["row"].sqrt(), alpha=-group["lr"])
+        return loss
+
+
+class UsesFactored(MLP):
+    def configure_optimizers(self):
+        return Factored(self.parameters())
+
+
+def _fit_factored(strategy, world):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = UsesFactored()
+    kind = Precision3D if strategy is not None else MixedPrecision
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags, "plugins": [kind("16-mixed", "cpu", _scaler())]}).fit(module)
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_unscaling_leaves_states_alone():
+    (wanted,) = run(_fit_factored, None, 1, world=1)
+    for weights in run(_fit_factored, {"zero_stage": 1}, 2, world=2):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
+
+
+def test_the_record_of_overflows_is_where_the_ranks_communicate_from():
+    """As with gradients offloaded to host memory: "meta" stands for a GPU, the record is on the CPU."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), _scaler()
+    scaler.scale(parameter.sum()).backward()
+    unscale(scaler, optimizer, torch.device("meta"))
+    assert [record.device.type for record in scaler._found_inf_per_device(optimizer).values()] == ["meta"]
+    torch.testing.assert_close(parameter.grad, torch.ones(2))
+
+
+def test_autocast_is_for_the_device_of_the_strategy(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # a machine with GPUs; the Trainer is told to use none
+    plugin, chosen = Precision3D("bf16-mixed"), Precision3D("bf16-mixed", "cuda")
+    assert plugin.device == "cuda"
+    for each in (plugin, chosen):
+        each.compute_on(torch.device("cpu"))
+    assert (plugin.device, chosen.device) == ("cpu", "cuda")
+
+
+def _device_of_autocast():
+    plugin = Precision3D("bf16-mixed")
+    plugin.device = "cuda"  # as where there are GPUs
+    Trainer(**QUIET, devices=1, max_steps=1, limit_val_batches=0, strategy=Strategy3D(), plugins=[plugin]).fit(MLP())
+    return plugin.device
+
+
+def test_the_strategy_tells_its_device():
+    assert run(_device_of_autocast, world=1) == ["cpu"]
 
 
 class Gathered(_Mixed):

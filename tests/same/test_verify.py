@@ -1,14 +1,16 @@
 """`Strategy3D(verify=...)` stays silent where all is well and finds what is planted."""
 
 import os
+import warnings
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d import Strategy3D
-from lightning_3d.errors import ConfigurationError, DivergenceError
-from tests.modules import GPT
+from lightning_3d import Precision3D, Strategy3D
+from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
+from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
 
@@ -105,3 +107,111 @@ def test_digest_sees_order_and_bits():
     assert digest(x) == digest(x.clone())
     assert digest(x) != digest(x.flip(0))
     assert digest(x) != digest(x.nextafter(torch.tensor(9.0)))
+
+
+class Planted(MLP):
+    """Loses its gradients to NaN, or computes something else, once it is split and trains."""
+
+    factor = 1.0
+    began = False
+
+    def on_train_start(self):
+        self.began = True
+
+    def loss(self, batch):
+        split = self.began and any(hasattr(p, "to_local") for p in self.parameters())
+        return super().loss(batch) * (self.factor if split else 1.0)
+
+
+class UsesTrainer(Planted):
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.max_epochs
+        assert self.optimizers().param_groups[0]["lr"] > 0
+        return super().training_step(batch, batch_idx)
+
+
+class Small(Planted):
+    """Its gradients are too small for fp16, unless its loss is scaled."""
+
+    def loss(self, batch):
+        return super().loss(batch) * 1e-6
+
+
+def _first_step(kind, factor, scale, epochs=6):
+    """What was raised and warned of."""
+    seed_everything(7, verbose=False)
+    module = kind()
+    module.factor = factor
+    plugins = [] if scale is None else [Precision3D("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
+    strategy = Strategy3D(zero_stage=1, verify="first_step", quiet=True)
+    flags = {"max_epochs": epochs, "limit_val_batches": 0, "plugins": plugins}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            Trainer(**{**QUIET, **flags, "devices": 2, "strategy": strategy}).fit(module)
+        except DivergenceError as error:
+            return str(error), ""
+    return None, " ".join(str(warning.message) for warning in caught if "verify=" in str(warning.message))
+
+
+NAN = float("nan")
+
+
+def test_a_step_may_use_the_trainer():
+    for found in run(_first_step, UsesTrainer, 1.0, None, world=2):
+        assert found == (None, "")
+
+
+@pytest.mark.parametrize("scale", [None, 16.0])
+def test_gradients_that_are_not_finite_are_found(scale):
+    for said, _ in run(_first_step, Planted, NAN, scale, world=2):
+        assert "of the first gradient of scale and that of the unsplit module only one is finite" in said
+
+
+def test_the_first_step_is_the_first_that_does_not_overflow():
+    for said, _ in run(_first_step, Planted, 2.0, 2.0**30, world=2):
+        assert "from the unsplit module's is 1.0e+00" in said
+    (_, told), _ = run(_first_step, Planted, 2.0, 2.0**60, 1, world=2)
+    assert "has compared nothing: gradients overflowed in all 5 steps" in told
+
+
+def test_small_gradients_do_not_vanish_in_the_copy():
+    assert [said for said, _ in run(_first_step, Small, 1.0, 2.0**12, world=2)] == [None, None]
+
+
+class Manual(MLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def _fit_manual():
+    with pytest.raises(UnsupportedError, match="Manual optimizes manually"):
+        Trainer(**QUIET, devices=1, strategy=Strategy3D(verify="first_step")).fit(Manual())
+
+
+def test_manual_optimization_is_refused():
+    run(_fit_manual, world=1)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.nbytes)
+        return made
+
+
+def test_digest_takes_little_memory():
+    from lightning_3d.verify import digest
+
+    x = torch.randn(1 << 20)
+    with Largest() as largest:
+        found = digest(x)
+    assert largest.size <= 3 * x.nbytes  # eight bytes for each of a chunk's, not for each of all
+    bits = x.view(torch.uint8).long()
+    assert found == int((bits * (torch.arange(bits.numel()) % 65521 + 1)).sum())

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch import distributed as dist
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.layout import Layout
@@ -35,30 +35,38 @@ def use_whole_world(metrics: list[Metric]) -> None:
 
 
 def find_metrics(module: nn.Module) -> Iterator[Metric]:
-    """Metrics in submodules and in plain attributes, lists, tuples and dicts of them."""
+    """Metrics in submodules and in plain attributes, lists, tuples, sets and dicts of them."""
+    for _, metric in named_metrics(module):
+        if isinstance(metric, Metric):
+            yield metric
+
+
+def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    """The same and collections, outer ones before what is in them, with names that are alike on every rank."""
     seen: set[int] = set()
-    for submodule in module.modules():
-        if isinstance(submodule, Metric):
-            yield from _once(submodule, seen)
+    for prefix, submodule in module.named_modules():
+        yield from _once(prefix, submodule, seen)
+    for prefix, submodule in module.named_modules():
         for name, value in vars(submodule).items():
             if name not in ("_modules", "_parameters", "_buffers", "_trainer", "_fabric"):
-                yield from _search(value, seen, depth=3)
+                yield from _search(f"{prefix}.{name}" if prefix else name, value, seen, depth=3)
 
 
-def _search(value: Any, seen: set[int], depth: int) -> Iterator[Metric]:
+def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Metric | MetricCollection]]:
     if isinstance(value, nn.Module):
-        for module in value.modules():
-            if isinstance(module, Metric):
-                yield from _once(module, seen)
+        for inner, module in value.named_modules(prefix=name):
+            yield from _once(inner, module, seen)
     elif depth and isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _search(item, seen, depth - 1)
+        # a set's own order is another on every rank
+        items = sorted(value, key=lambda item: type(item).__name__) if isinstance(value, set) else value
+        for index, item in enumerate(items):
+            yield from _search(f"{name}.{index}", item, seen, depth - 1)
     elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _search(item, seen, depth - 1)
+        for key, item in value.items():
+            yield from _search(f"{name}.{key}", item, seen, depth - 1)
 
 
-def _once(metric: Metric, seen: set[int]) -> Iterator[Metric]:
-    if id(metric) not in seen:
-        seen.add(id(metric))
-        yield metric
+def _once(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    if isinstance(module, Metric | MetricCollection) and id(module) not in seen:
+        seen.add(id(module))
+        yield name, module

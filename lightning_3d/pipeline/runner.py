@@ -15,8 +15,9 @@ from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.rehearse import rehearse
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
@@ -131,13 +132,14 @@ class Pipeline:
         self.trained = self._trained()
         self.hooks.begin()
         seed = seeds.draw()
-        record: Record | None = None
+        record, sizes = Record(), [1]
         with seeds.set_aside():
             if self.split.solo:
                 output = self._solo(args, seed, scale)
             else:
                 running = TrainingStep(self, args, seed, scale)
                 output, record = running.run()
+                sizes = running.sizes
                 if last:
                     self._forget_unreached(running.traces)
         if last:
@@ -145,8 +147,7 @@ class Pipeline:
             self.hooks.reduce()
         if first:
             self._stash_gradients()
-        if record is not None:
-            self.taps.replay(record)
+        self.taps.replay(record, sizes)
         return _with_loss(output)
 
     def backward(self, loss: Tensor | None = None) -> None:

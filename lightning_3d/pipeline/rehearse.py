@@ -54,9 +54,9 @@ def _warn_of_lists(module: Any, before: dict[str, int]) -> None:
     for name, length in _lengths(module).items():
         if length > before.get(name, length):
             rank_zero_warn(
-                f"training_step appends to self.{name}. Under a pipeline that happens once per microbatch and on the last"
-                f" stage only: on other ranks self.{name} stays as it was. Append in on_train_batch_end(self, outputs,"
-                " batch, batch_idx): outputs are those of the whole batch, on every rank."
+                f"training_step appends to self.{name}. Under a pipeline that happens once per microbatch and on the"
+                f" last stage only: on other ranks self.{name} stays as it was. Append in on_train_batch_end(self,"
+                " outputs, batch, batch_idx): outputs are those of the whole batch, on every rank."
             )
 
 

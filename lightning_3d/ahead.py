@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.planner.inspection import Trace, traced
 from lightning_3d.samples import step_arguments

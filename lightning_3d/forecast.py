@@ -17,8 +17,9 @@ from lightning_3d.anatomy import Anatomy
 from lightning_3d.compose import Plans, keep_within_stages, plan_pipeline
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size, leaves
+from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.schedule import stage_ranks
 from lightning_3d.planner.exact import ModuleShapes, bytes_sent, module_shapes, states_at_rest
@@ -263,7 +264,8 @@ class Step:
         """What the step returned and logged, as doubles, after one that says whether it has changed its form."""
         assert self.output is not None
         output, record = self.output
-        found = [leaf for leaf in leaves((output, record.logged, record.updates)) if _is_number(leaf)]
+        calls = combine([record] * self.microbatches, [1] * self.microbatches).calls
+        found = [leaf for leaf in leaves((output, calls)) if _is_number(leaf)]
         return 8 * (1 + len(found))
 
 

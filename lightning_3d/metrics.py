@@ -1,11 +1,12 @@
 """Metrics reduce over the data axis only: tensor and pipeline peers hold the same samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torchmetrics.metric
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.layout import Layout
@@ -29,3 +30,41 @@ def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
 
     setattr(torchmetrics.metric, _DEFAULT, gather)
     return lambda: setattr(torchmetrics.metric, _DEFAULT, before)
+
+
+def find_metrics(module: nn.Module) -> Iterator[Metric]:
+    """Metrics in submodules and in plain attributes, lists, tuples, sets and dicts of them."""
+    for _, metric in named_metrics(module):
+        if isinstance(metric, Metric):
+            yield metric
+
+
+def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    """The same and collections, outer ones before what is in them, with names that are alike on every rank."""
+    seen: set[int] = set()
+    for prefix, submodule in module.named_modules():
+        yield from _once(prefix, submodule, seen)
+    for prefix, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            if name not in ("_modules", "_parameters", "_buffers", "_trainer", "_fabric"):
+                yield from _search(f"{prefix}.{name}" if prefix else name, value, seen, depth=3)
+
+
+def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    if isinstance(value, nn.Module):
+        for inner, module in value.named_modules(prefix=name):
+            yield from _once(inner, module, seen)
+    elif depth and isinstance(value, list | tuple | set):
+        # a set's own order is another on every rank
+        items = sorted(value, key=lambda item: type(item).__name__) if isinstance(value, set) else value
+        for index, item in enumerate(items):
+            yield from _search(f"{name}.{index}", item, seen, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, item in value.items():
+            yield from _search(f"{name}.{key}", item, seen, depth - 1)
+
+
+def _once(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    if isinstance(module, Metric | MetricCollection) and id(module) not in seen:
+        seen.add(id(module))
+        yield name, module

@@ -17,9 +17,10 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.peek import first_batch, loaders_of, map_style
 from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.means import unlike_its_mean
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
 from lightning_3d.pipeline.whole import Whole, observe

@@ -19,7 +19,8 @@ from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.local import local
 from lightning_3d.mesh import SHARD_AXIS
 from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.step import loss_of
 
 Verify = Literal["first_step", "replicas"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_3d.dryrun.world import World
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.step import detached
 from lightning_3d.pipeline.traced import untrace
@@ -66,7 +66,7 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
             whole.use_at_end(result)
-        pipeline.wire.rehearsed = (detached(untrace(result)), record.logged, record.updates, {})
+        pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {})
         return whole, whole.trace_of_step(), []
 
     return run

@@ -1,41 +1,24 @@
 """What a pipelined `training_step` logs: recorded on the last stage, replayed on every rank.
 
-The last stage runs the step once per microbatch; a user's one call of `self.log` must be one logged value. Values of
-the microbatches are averaged by size (or summed, or their extreme taken, as `reduce_fx` says). Metric objects are
-given the whole batch at once, on every rank, so their states are equal everywhere and exact.
+The last stage runs the step once per microbatch; a user's one call of `self.log` must be one logged value, and a call
+of a metric one call on the whole batch, on every rank, so that metrics' states are equal everywhere. A value that a
+metric's `forward` or `compute` returned and that is logged as it is, is exact too: what the replay of that call gives.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, weighted_mean
+from lightning_3d.metrics import named_metrics
+from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.records import Call, Computed, MetricName, Record
 from lightning_3d.pipeline.traced import untrace
+from lightning_3d.pipeline.wholly import as_far_as, cleared, instead, scratch_of, wholly
 
-Logged = tuple[str, Any, dict[str, Any]]
-"""Name, value and keyword arguments of a call of `self.log`."""
-Update = tuple[str, str, tuple[Any, ...], dict[str, Any]]
-"""Name of the metric, "forward" or "update", positional and keyword arguments."""
-
-
-@dataclass(frozen=True)
-class MetricName:
-    """Stands for a metric of the module in a record."""
-
-    name: str
-
-
-@dataclass
-class Record:
-    """What a step logged and gave to metrics, in order."""
-
-    logged: list[Logged] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
+_METHODS = ("forward", "update", "compute", "reset")
 
 
 class LogTap:
@@ -43,9 +26,14 @@ class LogTap:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.metrics = dict(_outermost_metrics(module, ""))
-        self.names = {id(inner): name for name, inner in module.named_modules() if _is_metric(inner)}
-        self.scratch: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = dict(named_metrics(module))
+        self.names = {id(metric): name for name, metric in self.metrics.items()}
+        self.roots: dict[str, str] = {}
+        """The outermost metric that each belongs to: a collection for its members."""
+        for name in self.metrics:
+            self.roots[name] = next((root for root in self.roots if name.startswith(f"{root}.")), name)
+        self.scratch: dict[int, Any] = {}
+        """A copy of each metric, by the metric's id, for values that must not change its state."""
 
     @contextmanager
     def recording(self, record: Record, noted: Callable[[Any], None] | None = None) -> Iterator[None]:
@@ -53,121 +41,111 @@ class LogTap:
 
         `noted` sees every value before anything else does.
         """
+        returned: dict[int, Computed] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if noted:
                 noted(value)
             names = _LOG_ARGUMENTS[: len(args)]
-            record.logged.append((name, self._named(untrace(value)), dict(zip(names, args, strict=True)) | kwargs))
+            given = dict(zip(names, args, strict=True)) | kwargs
+            record.add("log", name, (self._named(value, returned),), given)
 
-        replaced = [(self.module, "log", log)]
-        for name, metric in self.metrics.items():
-            if name not in self.scratch:
-                self.scratch[name] = metric.clone()
-            for method in ("forward", "update"):
-                replaced.append((metric, method, self._metric_call(name, method, record, noted)))
-        with instead(replaced):
+        def tap(name: str, method: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if noted:
+                    noted((args, kwargs))
+                args, kwargs = map_leaves(_detached, untrace(args)), map_leaves(_detached, untrace(kwargs))
+                value = self._on_microbatch(name, method, args, kwargs, record)
+                made = record.add(method, name, args, kwargs)
+                for leaf, path in _paths(value, ()):
+                    returned[id(leaf)] = Computed(made.key, path, leaf)  # keeps the leaf, so that its id stays its own
+                return value
+
+            return call
+
+        self._copy_metrics()
+        taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
+        with instead([(self.module, "log", log), *taps]):
             yield
 
-    def replay(self, record: Record) -> None:
-        """Do on this rank what one step on the whole batch would have logged."""
-        for name, method, args, kwargs in record.updates:
-            getattr(self.metrics[name], method)(*args, **kwargs)
-        for name, value, kwargs in record.logged:
-            self.module.log(name, self._metric(value), **kwargs)
+    def replay(self, record: Record, sizes: list[int]) -> None:
+        """Do on this rank what one step on the whole batch, of microbatches of `sizes`, would have done."""
+        self._copy_metrics()
+        results: dict[str, Any] = {}
+        for call in record.calls:
+            if call.what == "log":
+                [((value,), kwargs)] = [piece for piece in call.pieces if piece]
+                self.module.log(call.name, self._value(value, results), **kwargs)
+            else:
+                results[call.key] = self._on_batch(call, sizes)
 
-    def _named(self, value: Any) -> Any:
-        if _is_metric(value):
+    def _copy_metrics(self) -> None:
+        for metric in self.metrics.values():
+            if id(metric) not in self.scratch:
+                copy = scratch_of(metric)
+                for mine, inner in zip(metric.modules(), copy.modules(), strict=True):
+                    self.scratch.setdefault(id(mine), inner)
+
+    def _on_microbatch(self, name: str, method: str, args: Any, kwargs: Any, record: Record) -> Any:
+        """What a call of a metric returns within the step."""
+        metric = self.metrics[name]
+        if method == "forward":
+            return cleared(metric, self.scratch[id(metric)]).forward(*args, **kwargs)
+        if method != "compute":
+            return None
+        root = self.metrics[self.roots[name]]
+        as_far_as(root, self.scratch[id(root)])
+        for call in record.calls:
+            if call.what in ("forward", "update", "reset") and self.roots[call.name] == self.roots[name]:
+                (piece,) = call.pieces
+                assert piece is not None
+                copy = self.scratch[id(self.metrics[call.name])]
+                getattr(copy, "reset" if call.what == "reset" else "update")(*piece[0], **piece[1])
+        return self.scratch[id(metric)].compute(*args, **kwargs)
+
+    def _on_batch(self, call: Call, sizes: list[int]) -> Any:
+        metric = self._reached(call.name)
+        pieces = [(piece, size) for piece, size in zip(call.pieces, sizes, strict=False) if piece is not None]
+        if call.what in ("forward", "update"):
+            return wholly(metric, call.what, pieces, self.scratch)()
+        args, kwargs = pieces[0][0]
+        return getattr(metric, call.what)(*args, **kwargs)
+
+    def _reached(self, name: str) -> Any:
+        """A metric as the step reached it: members of a collection get states of their own before they are changed."""
+        collection = self.metrics.get(name.rpartition(".")[0])
+        if isinstance(collection, MetricCollection):
+            collection.values()
+        return self.metrics[name]
+
+    def _named(self, value: Any, returned: dict[int, Computed]) -> Any:
+        if isinstance(value, Metric | MetricCollection):
             return MetricName(self.names[id(value)])
         if isinstance(value, dict):
-            return {key: self._named(item) for key, item in value.items()}
-        return value.detach() if isinstance(value, Tensor) else value
+            return {key: self._named(item, returned) for key, item in value.items()}
+        return returned[id(value)] if id(value) in returned else _detached(untrace(value))
 
-    def _metric(self, value: Any) -> Any:
+    def _value(self, value: Any, results: dict[str, Any]) -> Any:
         if isinstance(value, MetricName):
-            return self.module.get_submodule(value.name)
-        return {key: self._metric(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    def _metric_call(
-        self, name: str, method: str, record: Record, noted: Callable[[Any], None] | None
-    ) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if noted:
-                noted((args, kwargs))
-            args, kwargs = map_leaves(_detached, untrace(args)), map_leaves(_detached, untrace(kwargs))
-            record.updates.append((name, method, args, kwargs))
-            self.scratch[name].reset()
-            return getattr(self.scratch[name], method)(*args, **kwargs)
-
-        return call
+            return self._reached(value.name)
+        if isinstance(value, Computed):
+            found = results[value.key]
+            for key in value.path:
+                found = found[key]
+            return found
+        return {key: self._value(item, results) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def combine(records: list[Record], sizes: list[int]) -> Record:
-    """One record from those of the microbatches, matched call by call."""
-    whole = Record()
-    for calls in zip(*(record.logged for record in records), strict=False):
-        name, value, kwargs = calls[0]
-        if kwargs.get("batch_size") is not None:
-            kwargs = kwargs | {"batch_size": sum(call[2]["batch_size"] for call in calls)}
-        value = _combine([call[1] for call in calls], sizes, kwargs.get("reduce_fx", "mean"))
-        whole.logged.append((name, value, kwargs))
-    for same in zip(*(record.updates for record in records), strict=False):
-        positional = zip(*(update[2] for update in same), strict=True)
-        args = tuple(_join(list(column), sizes) for column in positional)
-        kwargs = {key: _join([update[3][key] for update in same], sizes) for key in same[0][3]}
-        whole.updates.append((same[0][0], same[0][1], args, kwargs))
-    return whole
-
-
-def _join(values: list[Any], sizes: list[int]) -> Any:
-    """One argument of a metric. A number that is each microbatch's size becomes the batch's."""
-    counts = all(type(value) is int for value in values) and values == sizes
-    return sum(sizes) if counts else join_outputs(values, sizes)
-
-
-def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _combine([value[key] for value in values], sizes, reduce_fx) for key in first}
-    if not isinstance(first, Tensor | float | int) or len(values) == 1:
-        return first
-    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    if name in ("sum", "max", "min"):
-        stacked = torch.stack([torch.as_tensor(value) for value in values])
-        return stacked.sum(0) if name == "sum" else getattr(stacked, f"a{name}")()
-    if isinstance(first, Tensor) and not first.is_floating_point():
-        values = [value.float() for value in values]
-    return weighted_mean(values, [size / sum(sizes) for size in sizes])
-
-
-@contextmanager
-def instead(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes on instances, and put back what was there."""
-    missing = object()
-    before = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        owner.__dict__[name] = value
-    try:
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is missing:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = value
-
-
-def _is_metric(value: Any) -> bool:
-    return isinstance(value, Metric | MetricCollection)
-
-
-def _outermost_metrics(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, child in module.named_children():
-        full = f"{prefix}.{name}" if prefix else name
-        if _is_metric(child):
-            yield full, child
-        else:
-            yield from _outermost_metrics(child, full)
+def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tuple[Hashable, ...]]]:
+    """The tensors in what a metric returned, and where they are in it."""
+    if isinstance(value, Tensor):
+        yield value, path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _paths(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _paths(item, (*path, index))
 
 
 def _detached(leaf: Any) -> Any:

@@ -144,14 +144,15 @@ def weighted_mean(values: list[Any], weights: list[float]) -> Any:
 def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     """One step's output from those of its microbatches.
 
-    Tensors with a row per sample are joined, scalars averaged by size, lists of one entry per sample joined; of
-    anything else the first microbatch's value is kept.
+    Tensors with a row per sample, or as many rows for each (tokens), are joined, and so are those that differ in length
+    only; scalars and tensors of one shape are averaged by size, lists of one entry per sample joined. Of anything else
+    the first microbatch's value is kept.
     """
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0]
     if isinstance(first, Tensor):
-        if first.ndim and all(out.shape[0] == size for out, size in zip(outputs, sizes, strict=True)):
+        if _in_rows(outputs, sizes):
             return torch.cat(outputs)
         weights = [size / sum(sizes) for size in sizes]
         same = all(out.shape == first.shape for out in outputs)
@@ -165,6 +166,19 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
         return [item for out in outputs for item in out]
     columns = zip(*(children(out) or [] for out in outputs), strict=True)
     return rebuild(first, [join_outputs(list(column), sizes) for column in columns])
+
+
+def _in_rows(outputs: list[Tensor], sizes: list[int]) -> bool:
+    """Whether tensors are parts of one: rows for each sample, or of another length for each microbatch."""
+    if not outputs[0].ndim or len({out.shape[1:] if out.ndim else None for out in outputs}) > 1:
+        return False
+    lengths = [out.shape[0] for out in outputs]
+    for_each = lengths[0] // sizes[0]
+    if for_each and all(length == for_each * size for length, size in zip(lengths, sizes, strict=True)):
+        return True
+    if len(set(lengths)) > 1 or outputs[0].is_floating_point():
+        return len(set(lengths)) > 1
+    return any(type(out) is Tensor and not out.equal(outputs[0]) for out in outputs)  # a dry run's have no values
 
 
 def _per_sample(output: list[Any], size: int) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_3d.errors import RunError
 from lightning_3d.pipeline.backward import halves_agree, leaves_below
-from lightning_3d.pipeline.logs import Record
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, grad_print
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.schedule import SPLIT
 from lightning_3d.pipeline.step import loss_of, play

@@ -16,8 +16,9 @@ from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.rehearse import rehearse
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
@@ -133,13 +134,14 @@ class Pipeline:
         self.trained = self._trained()
         self.hooks.begin()
         seed = seeds.draw()
-        record: Record | None = None
+        record, sizes = Record(), [1]
         with seeds.set_aside():
             if self.split.solo:
                 output = self._solo(args, seed, scale)
             else:
                 running = TrainingStep(self, args, seed, scale)
                 output, record = running.run()
+                sizes = running.sizes
                 if last:
                     self._forget_unreached(running.traces)
         if last:
@@ -149,8 +151,7 @@ class Pipeline:
             self._stash_gradients()
             for parameter, grad in older.items():
                 parameter.grad = grad
-        if record is not None:
-            self.taps.replay(record)
+        self.taps.replay(record, sizes)
         return _with_loss(output)
 
     def backward(self, loss: Tensor | None = None) -> None:

@@ -10,8 +10,8 @@ from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.head import choose_head
-from lightning_3d.pipeline.logs import Record, combine
 from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, microbatch_sizes, split_batch
+from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import Cut, StagePlay
@@ -117,11 +117,11 @@ class TrainingStep:
         mine, last = None, self.pipeline.holds_last
         if last:
             record = combine(self.records, self.sizes)
-            mine = (join_outputs(self.outputs, self.sizes), record.logged, record.updates, self._buffers())
-        output, logged, updates, buffers = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
+            mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers())
+        output, calls, buffers = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
             put(self.pipeline.module, buffers)
-        return output, Record(logged, updates)
+        return output, Record(calls)
 
     def _buffers(self) -> dict[str, Tensor]:
         """What the step made of the buffers that it changes."""

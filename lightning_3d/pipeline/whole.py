@@ -18,9 +18,10 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.buffers import changed, marks
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.logs import LogTap, Record
+from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import leaves
 from lightning_3d.pipeline.prints import Print, fingerprint, grad_print
+from lightning_3d.pipeline.records import Record
 
 Prints = list[Print]
 _TRIALS = 8

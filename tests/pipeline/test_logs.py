@@ -1,10 +1,13 @@
 """What a module logs under a real Trainer: the same on every rank as on one process."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.pipeline.trainer import fit
@@ -74,16 +77,10 @@ def test_logs_as_on_one_process(accumulate, microbatches):
     (reference,) = run(fitted, False, options, {}, world=1)
     results = run(fitted, True, options, {"num_microbatches": microbatches}, world=2, group=True)
     for result in results:
-        # AUROC and F1 logged as batch values are means of the microbatches' values; everything else is exact.
-        inexact = {"train/f1", "train/auroc"}
         for mine, theirs in zip(
             [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
         ):
-            assert mine.keys() == theirs.keys()
-            close(
-                {k: v for k, v in mine.items() if k not in inexact},
-                {k: v for k, v in theirs.items() if k not in inexact},
-            )
+            close(mine, theirs)
         for name, value in result["weights"].items():
             torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-5)
     assert results[0]["end"] == results[1]["end"]
@@ -118,6 +115,33 @@ class Boring(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Appending(MLP):
+    """Keeps losses for the end of the epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        outputs = super().training_step(batch, batch_idx)
+        self.losses.append(outputs["loss"].detach())
+        return outputs
+
+
+def warned(microbatches):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(lambda: (Appending(), [vectors(8, 0), vectors(5, 1)]), True, num_microbatches=microbatches)
+    return [str(warning.message) for warning in caught if "training_step appends to" in str(warning.message)]
+
+
+def test_a_list_that_only_the_last_stage_fills_is_named():
+    first, _ = run(warned, 4, world=2, group=True)
+    assert len(first) == 1
+    assert "self.losses" in first[0]
+    assert "on_train_batch_end" in first[0]
+
+
 def build_boring():
     torch.manual_seed(1)
     return Boring(), [vectors(1, 0), vectors(1, 1)]
@@ -135,3 +159,99 @@ def test_a_module_with_one_layer_leaves_a_stage_empty():
             torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-6)
         for mine, theirs in zip(result["predictions"], reference["predictions"], strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+class Uneven(MLP):
+    """What is logged and measured is no mean over samples: tokens, masks, counts, extremes, states, some batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = MulticlassAccuracy(3, average="micro")
+        self.masked = MulticlassF1Score(3, average="macro")
+        self.left = MulticlassAccuracy(3, average="micro")
+        self.right, self.largest, self.every = SumMetric(), MaxMetric(), CatMetric()
+        self.lately, self.mean = RunningMean(window=2), MeanMetric()
+        self.state, self.fresh = SumMetric(), SumMetric()
+        self.several = MetricCollection({"f1": MulticlassF1Score(3, average="macro"), "auroc": MulticlassAUROC(3)})
+        self.parts = MetricCollection({"one": SumMetric(), "two": SumMetric()})
+        self.total = self.right + self.state
+        self.plain = {"list": [SumMetric()], "set": {MaxMetric()}}
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        y, rest = batch["y"], {"on_step": True, "on_epoch": True}
+        loss = F.cross_entropy(logits, y)
+        tokens, labels = logits.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1), torch.stack([y, 1 - y % 2], 1).flatten()
+        self.tokens(tokens, labels)
+        self.log("tokens", self.tokens, **rest)
+        keep = y > 0
+        some = (torch.arange(len(labels)) % 2 == 0) | (labels > 0)
+        self.log("masked", self.masked(tokens[some], labels[some]), on_step=True)
+        self.left.update(logits[keep], y[keep])  # which may be none of a microbatch
+        if keep.any():
+            self.log("kept", F.cross_entropy(logits[keep], y[keep]), batch_size=int(keep.sum()), **rest)
+            self.right.update(keep.sum())
+        for label in range(3):
+            if (y == label).any():
+                self.log(f"of_{label}", logits[y == label].max(), reduce_fx="max", **rest)
+        self.largest.update(logits.max())
+        self.every.update(logits[keep].sum(1))
+        self.lately(loss.detach())
+        self.mean(loss.detach())
+        self.log("lately", self.lately, **rest)
+        self.log("mean", self.mean, **rest)
+        self.state.update(logits.detach().square().sum())
+        self.log("state", self.state.compute())
+        self.fresh.reset()
+        self.fresh.update(keep.sum())
+        self.log("fresh", self.fresh.compute())
+        self.several.update(logits.softmax(1), y)
+        self.log_dict(self.several.compute())
+        self.parts["one"].update(float(len(y)))
+        self.parts["two"].update(logits.abs().sum())
+        self.plain["list"][0].update(len(y))
+        for metric in self.plain["set"]:
+            metric.update(y.max())
+        self.log("samples", float(len(y)), reduce_fx="sum", **rest)
+        return {"loss": loss, "tokens": tokens.detach(), "kept": y[keep]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        """Replaced by the test's own."""
+
+    def on_train_epoch_end(self):
+        kept = [
+            self.right,
+            self.left,
+            self.largest,
+            self.every,
+            self.state,
+            self.fresh,
+            self.total,
+            *self.plain["list"],
+        ]
+        values = [metric.compute() for metric in [*kept, *self.plain["set"], *self.parts.values()]]
+        self.seen.append([torch.as_tensor(value).sort().values.tolist() for value in values])
+
+    def validation_step(self, batch, batch_idx):
+        """Nothing to see."""
+
+
+def build_uneven():
+    torch.manual_seed(1)
+    return Uneven(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
+
+
+def fitted_uneven(strategy, microbatches):
+    return fit(build_uneven, strategy, **({"num_microbatches": microbatches} if strategy else {}))
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
+    (reference,) = run(fitted_uneven, False, microbatches, world=1)
+    for result in run(fitted_uneven, True, microbatches, world=2, group=True):
+        for mine, theirs in zip(
+            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
+        ):
+            close(mine, theirs)
+        torch.testing.assert_close(result["seen"], reference["seen"], rtol=1e-5, atol=1e-5)

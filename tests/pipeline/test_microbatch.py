@@ -94,6 +94,17 @@ def test_outputs_are_joined():
     assert (joined["n"], joined["rate"]) == (7, 2.0)
 
 
+def test_no_row_of_an_output_is_lost():
+    def joined(*outputs):
+        return join_outputs(list(outputs), [2, 1]).tolist()
+
+    assert joined(torch.arange(6), torch.arange(3)) == [0, 1, 2, 3, 4, 5, 0, 1, 2], "tokens, three for each sample"
+    assert joined(torch.arange(5.0), torch.arange(1.0)) == [0, 1, 2, 3, 4, 0], "those that a mask leaves over"
+    assert joined(torch.zeros(4), torch.full((4,), 3.0)) == [1, 1, 1, 1], "a mean for each class"
+    assert joined(torch.arange(4), torch.arange(4)) == [0, 1, 2, 3], "the same for every microbatch"
+    assert joined(torch.zeros(1).long(), torch.ones(1).long()) == [0, 1]
+
+
 @pytest.mark.parametrize("other", [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 3)}, [torch.zeros(2, 3)]])
 def test_signatures_tell_shapes_apart(other):
     one = {"x": torch.zeros(2, 3)}

@@ -92,10 +92,49 @@ def test_not_a_number_on_one_rank_is_seen_by_all(layout):
         assert all(math.isnan(norm) for norm in norms[0])
 
 
+class Complex(MLP):
+    optimizer = "plain_sgd"
+
+    def __init__(self):
+        super().__init__()
+        self.phases = torch.nn.Parameter(torch.randn(8, dtype=torch.cfloat))
+        self.norms = []
+
+    def loss(self, batch):
+        return super().loss(batch) + (batch[0].to(torch.cfloat) @ self.phases).abs().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        ours = isinstance(self.trainer.strategy, Strategy3D)
+        norm = self.trainer.strategy.grad_norm if ours else lambda kind: torch.nn.utils.get_total_norm(grads, kind)
+        self.norms.append([float(norm(kind)) for kind in NORMS])
+
+
+def _fit_complex(strategy, world):
+    seed_everything(7, verbose=False)
+    module = Complex()
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.1}
+    Trainer(**{**QUIET, **flags}).fit(module)
+    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def test_complex_gradients_have_the_norm_of_their_absolute_values():
+    ((wanted, weights),) = run(_fit_complex, None, 1, world=1)
+    for norms, got in run(_fit_complex, {"zero_stage": 0}, 2, world=2):
+        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [0.0, -1.0, -math.inf, math.nan])
+def test_norms_that_cannot_be_put_together_are_refused(kind):
+    with pytest.raises(ConfigurationError, match=r"above 0 only. Use 1.0, 2.0 or float"):
+        grad_norm([], lambda _: True, kind, torch.device("cpu"))
+
+
 class ClipsByTorch(GPT):
     """Calls torch's own functions on parts of the module, one of which a pipeline has on its last stage only."""
 
-class Complex(MLP):
     optimizer = "plain_sgd"
 
     def __init__(self):
@@ -132,36 +171,3 @@ def test_clipping_by_torchs_own_functions(layout):
     for norms, got in run(_clip_by_torch, strategy, world, world=world):
         torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
-        self.phases = torch.nn.Parameter(torch.randn(8, dtype=torch.cfloat))
-        self.norms = []
-
-    def loss(self, batch):
-        return super().loss(batch) + (batch[0].to(torch.cfloat) @ self.phases).abs().mean()
-
-    def on_before_optimizer_step(self, optimizer):
-        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        ours = isinstance(self.trainer.strategy, Strategy3D)
-        norm = self.trainer.strategy.grad_norm if ours else lambda kind: torch.nn.utils.get_total_norm(grads, kind)
-        self.norms.append([float(norm(kind)) for kind in NORMS])
-
-
-def _fit_complex(strategy, world):
-    seed_everything(7, verbose=False)
-    module = Complex()
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.1}
-    Trainer(**{**QUIET, **flags}).fit(module)
-    return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def test_complex_gradients_have_the_norm_of_their_absolute_values():
-    ((wanted, weights),) = run(_fit_complex, None, 1, world=1)
-    for norms, got in run(_fit_complex, {"zero_stage": 0}, 2, world=2):
-        torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [0.0, -1.0, -math.inf, math.nan])
-def test_norms_that_cannot_be_put_together_are_refused(kind):
-    with pytest.raises(ConfigurationError, match=r"above 0 only. Use 1.0, 2.0 or float"):
-        grad_norm([], lambda _: True, kind, torch.device("cpu"))

@@ -31,7 +31,8 @@ class Measured(Encoder):
     def __init__(self):
         super().__init__()
         self.kinds = nn.ModuleDict({stage: _kinds() for stage in ("in_train", "in_val")})
-        self.plain = {"mean": [MeanMetric()]}  # no submodule: Lightning does not see it
+        self.count = SumMetric()
+        self.plain = {"mean": [MeanMetric()], "seen": SumMetric()}  # no submodules: Lightning does not see them
         self.evaluations = []
 
     def measure(self, batch, stage):
@@ -56,12 +57,18 @@ class Measured(Encoder):
 
     def training_step(self, batch, batch_idx):
         loss = self.measure(batch, "train")
+        self.count.update(len(batch[0]))
+        self.log("count", self.count.compute(), on_epoch=False)
+        self.plain["seen"].update(batch[1])
         self.log("loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
         loss = self.measure(batch, "val")
         self.plain["mean"][0].update(loss.detach(), len(batch[0]))
+
+    def on_train_epoch_end(self):
+        self.evaluations.append(float(self.plain["seen"].compute()))
 
     def on_validation_epoch_end(self):
         self.evaluations.append(float(self.plain["mean"][0].compute()))
@@ -83,7 +90,7 @@ def _fit(strategy, world):
 def test_every_kind_of_metric(layout):
     world, strategy = LAYOUTS[layout]
     ((wanted, evaluations),) = run(_fit, None, 1, world=1)
-    assert len(wanted) == 17
+    assert len(wanted) == 18
     for got, plain in run(_fit, strategy, world, world=world):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(plain, evaluations, rtol=1e-5, atol=1e-5)

@@ -28,9 +28,7 @@ class Job:
         if self.batch < 1:
             raise PlannerError(f"a batch of {self.batch} samples cannot be trained on: give at least 1.")
         if self.batch > MOST_SAMPLES:
-            raise PlannerError(
-                f"a batch of more than {MOST_SAMPLES:,} samples is larger than any: give a smaller one."
-            )
+            raise PlannerError(f"a batch of more than {MOST_SAMPLES:,} samples is larger than any: give a smaller one.")
 
     @property
     def steps(self) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -38,11 +37,10 @@ def accelerator_of_entry(name: str, entry: Mapping[str, Any], where: str = "the 
 def number(field: str, value: Any, what: str) -> float:
     """`value`, if `field` can have it; `what` says in the error where it was given."""
     least, text = _bounds(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
-    if field in _WHOLE and value != int(value):
-        raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
-    if not (least <= value <= (1 if field in _SHARES else MOST)) and not (value == 0 and _may_be_0(field)):
+    sane = least <= value <= (1 if field in _SHARES else MOST) or (value == 0 and _may_be_0(field))
+    if not sane or (field in _WHOLE and value != int(value)):
         raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
     return int(value) if field in _WHOLE else value
 
@@ -110,10 +108,11 @@ def _bounds(field: str) -> tuple[float, str]:
     """The least that `field` can be (beside 0), and all that it can be in words."""
     if field in _SHARES:
         return LEAST, "a share above 0 and at most 1"
-    kind = "whole number" if field in _WHOLE else "finite number"
+    if field in _WHOLE:
+        return 1, f"a whole number from {0 if _may_be_0(field) else 1} to {MOST:g}"
     if _may_be_0(field):
-        return LEAST, f"a {kind} from 0 to {MOST:g}"
-    return (1 if field in _WHOLE else LEAST), f"a {kind} above 0 ({LEAST:g} to {MOST:g})"
+        return LEAST, f"0 or a finite number from {LEAST:g} to {MOST:g}"
+    return LEAST, f"a finite number above 0, from {LEAST:g} to {MOST:g}"
 
 
 def _shown(value: Any) -> str:

@@ -66,7 +66,7 @@ def _data(result: Answer) -> dict[str, object]:
 
 def _dollars(text: str) -> float:
     try:
-        return parse_dollars(text, "an amount of")
+        return parse_dollars(text, "budget")
     except PlannerError as error:
         raise ArgumentTypeError(str(error)) from None  # argparse names the flag, and ends with the one line
 

@@ -162,7 +162,7 @@ def test_a_wrong_entry_of_the_users_folder_is_in_nobodys_way(capsys, tmp_path):
         ("gpt2 --cluster h100 --tokens 3e9B", "is not an amount"),
         ("gpt2 --cluster h100 --tokens 15,00", "is not an amount"),
         ("gpt2 --cluster h100 --sustained 5000", "above the peak of h100, 989"),
-        ("gpt2 --accelerator h100 --max-cost inf", "--max-cost: an amount of 'inf' is not an amount"),
+        ("gpt2 --accelerator h100 --max-cost inf", "--max-cost: budget 'inf' is not an amount"),
         ("gpt2 --accelerator h100 --gpus-for 1e400days", "must be a finite number"),
         ("gpt2 --accelerator h100 --gpus-for 1e-300s", "no amount of this world"),
         ("gpt2 --cluster h100 --epochs 3", "give --tokens or --samples"),

@@ -30,12 +30,21 @@ def dry_run_script(
     """
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}.")
-    with in_world(cluster) as world, _command_line(script, shlex.split(arguments)), _fit_is_the_end():
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise ConfigurationError(f"--args {arguments!r} cannot be split into words: {error}.") from error
+    with in_world(cluster) as world, _command_line(script, words), _fit_is_the_end():
         world.ranks = ranks
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _FitIsOver:
             return world.reports[0]
+        except SystemExit as stop:
+            raise ConfigurationError(
+                f"{script} called sys.exit({stop.code!r}) before its trainer.fit was over, so there is nothing to show."
+                " Its own arguments go in --args."
+            ) from stop
     raise ConfigurationError(f"{script} ended without a call of trainer.fit, so there is nothing to show.")
 
 

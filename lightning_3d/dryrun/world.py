@@ -29,6 +29,10 @@ _COUNTED = "h100"
 def parse_cluster(text: str) -> Cluster:
     """`128x8xh100`, `8xcpu`, or a number of ranks (of H100s)."""
     cluster = Catalogue.load().cluster(f"{text}x{_COUNTED}" if text.strip().isdecimal() else text)
+    if not cluster.accelerator.runs_here:
+        raise ConfigurationError(
+            f"{cluster.accelerator.name} is priced and counted only: lightning_3d does not run on it."
+        )
     if cluster.devices > MOST_RANKS:
         raise ConfigurationError(
             f"a dry run knows clusters of up to {MOST_RANKS} ranks, and {text} has {cluster.devices}. More ranks on the"

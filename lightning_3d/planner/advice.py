@@ -83,7 +83,7 @@ def _more_devices(job: Job, cluster: Cluster, pins: Pins) -> int | None:
 
 def _larger_device(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> Accelerator | None:
     """The smallest accelerator that fits the job on as many devices."""
-    devices = sorted((catalogue.find(name) for name in catalogue.names), key=lambda device: device.memory_gb)
+    devices = sorted(catalogue.complete, key=lambda device: device.memory_gb)
     for device in devices:
         larger = device.runs_here and device.memory_gb > cluster.accelerator.memory_gb
         if larger and search(job, Cluster.of(device, cluster.devices), pins):

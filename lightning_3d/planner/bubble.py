@@ -6,7 +6,9 @@ From the papers on GPipe, PipeDream-Flush (1F1B), interleaving (Narayanan et al.
 """
 
 from dataclasses import dataclass
+from typing import get_args
 
+from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Schedule
 
 
@@ -42,6 +44,10 @@ def bubble_time(
         joined: whether ranks wait for the last one before the next step (for the norm of all gradients, say). In
             `zbv_zero_bubble` ranks that begin late end late, so that else they would lose nothing by it.
     """
+    if schedule not in get_args(Schedule):
+        raise PlannerError(f"schedule {schedule!r} is not one of {', '.join(get_args(Schedule))}.")
+    if stages < 1 or chunks < 1:
+        raise PlannerError(f"{stages} stages of {chunks} chunks are no pipeline: give at least 1 of each.")
     if stages == 1:
         return 0.0
     ramp = stages - 1

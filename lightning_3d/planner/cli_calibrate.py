@@ -27,6 +27,8 @@ def run(args: Namespace) -> int:
     if not name.replace("-", "").replace("_", "").isalnum() or name[0].isdigit():
         raise PlannerError(f"--name {args.name!r} must be letters, digits and dashes, and start with a letter.")
     path = Path(args.output) if args.output else user_folder() / f"{name}.yaml"
+    if path.is_dir():
+        raise PlannerError(f"--output {path} is a folder: name a YAML file in it.")
     from lightning_3d.planner.calibrate import calibrate, write_entry
 
     entry = calibrate(name)

@@ -1,15 +1,19 @@
 """How many devices a training needs, which layout, how long it takes and what it costs, before anything runs."""
 
 import json
-from argparse import ArgumentParser, Namespace
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import redirect_stdout
 from typing import get_args
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Offload, Recompute, Schedule
 from lightning_3d.planner.answers import Answer, answer
+from lightning_3d.planner.question import refuse_ignored
 from lightning_3d.planner.report import job_data, plan_data
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
+from lightning_3d.planner.units import parse_dollars
 
 EXAMPLE = """\
 examples:
@@ -39,9 +43,11 @@ def run(args: Namespace) -> int:
     """Answer the question and print the answer."""
     if args.top < 1:
         raise PlannerError(f"--top {args.top} shows nothing: give at least 1.")
-    result = answer(args)
-    print(json.dumps(_data(result), indent=2) if args.json else result.text)
-    if args.plot:
+    refuse_ignored(args)
+    with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
+        result = answer(args)
+    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else result.text)
+    if args.plot is not None:
         from lightning_3d.planner.plots import draw
 
         for path in draw(result.plans, args.plot):
@@ -58,6 +64,13 @@ def _data(result: Answer) -> dict[str, object]:
     }
 
 
+def _dollars(text: str) -> float:
+    try:
+        return parse_dollars(text, "budget")
+    except PlannerError as error:
+        raise ArgumentTypeError(str(error)) from None  # argparse names the flag, and ends with the one line
+
+
 def _model_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the model")
     group.add_argument("model", nargs="?", help="a name, a size (7b), a Hugging Face config.json, or module.Class")
@@ -66,7 +79,7 @@ def _model_flags(parser: ArgumentParser) -> None:
     for flags, what in _SIZES.items():
         group.add_argument(*flags.split(), type=int, metavar="N", help=what)
     group.add_argument(
-        "--attention", choices=get_args(Attention), default="flash", help="what keeps the scores (eager)"
+        "--attention", choices=get_args(Attention), help="what keeps the scores: eager (default flash: nothing)"
     )
 
 
@@ -83,7 +96,7 @@ def _data_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the training")
     group.add_argument("--tokens", help="tokens seen, as in 300B (default: 20 a parameter)")
     group.add_argument("--samples", help="samples seen, in place of --tokens")
-    group.add_argument("--epochs", type=float, default=1.0, help="times that they are seen (default 1)")
+    group.add_argument("--epochs", type=float, help="times that they are seen (default 1)")
     group.add_argument("--batch", type=int, metavar="N", help="samples per optimizer step, all devices together")
     group.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
     group.add_argument("--optimizer", choices=get_args(Optimizer), default="adam")
@@ -94,7 +107,7 @@ def _hardware_flags(parser: ArgumentParser) -> None:
     group.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="128x8xh100, 8xa100-80g, h100")
     group.add_argument("--accelerator", metavar="NAME", help="what to count for --gpus-for and --max-cost")
     group.add_argument("--gpus-for", metavar="TIME", help='fewest devices that finish in "30 days"')
-    group.add_argument("--max-cost", type=float, metavar="DOLLARS", help="fastest plan within a budget")
+    group.add_argument("--max-cost", type=_dollars, metavar="DOLLARS", help="fastest plan within a budget: 50000, 50k")
     group.add_argument("--compare", metavar="NAME,NAME", help="the same question for several accelerators")
     group.add_argument("--price", type=float, metavar="DOLLARS", help="per device and hour, in place of the list price")
     group.add_argument(

@@ -1,6 +1,7 @@
 """`Accelerator` and `Cluster`: what a device can do, what it costs, and how many there are."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import ceil, gcd
 from types import MappingProxyType
@@ -11,6 +12,9 @@ from lightning_3d.planner.states import Precision
 _DTYPES = {"32": ("fp32",), "16-mixed": ("fp16", "bf16", "fp32"), "16-true": ("fp16", "bf16", "fp32")}
 _BF16 = ("bf16", "fp16", "fp32")
 _SHAPE = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*|\d{4}[a-z]*)", re.IGNORECASE)
+_SIZES = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?", re.IGNORECASE)
+MOST_DEVICES = 10_000_000
+"""In a cluster: ten times what has ever been built, and few enough to go through the ways to divide them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +119,45 @@ class Cluster:
         per_node = devices // nodes if devices % nodes == 0 else gcd(devices, accelerator.devices_per_node)
         return cls(accelerator=accelerator, nodes=devices // per_node, devices_per_node=per_node)
 
+    @classmethod
+    def shaped(cls, accelerator: Accelerator, nodes: int | None, devices: int | None) -> "Cluster":
+        """What `split_cluster` found: `nodes` of `devices`, or without nodes `devices` (else 1) altogether."""
+        if nodes is None:
+            return cls.of(accelerator, 1 if devices is None else devices)
+        return cls(accelerator=accelerator, nodes=nodes, devices_per_node=devices or 1)
 
-def split_cluster(text: str) -> tuple[int | None, int | None, str]:
-    """`"128x8xh100"` as `(128, 8, "h100")`, `"8xh100"` as `(None, 8, "h100")`, `"h100"` as `(None, None, "h100")`."""
-    match = _SHAPE.fullmatch(text.strip())
-    if match is None:
-        raise PlannerError(f"cluster {text!r} is not NODESxDEVICESxNAME, as in 128x8xh100, 8xa100-80g or h100.")
-    first, second, name = match.groups()
-    if second is None:
-        return None, int(first) if first else None, name
-    return int(first), int(second), name
+
+def split_cluster(text: str, known: Collection[str] = ()) -> tuple[int | None, int | None, str]:
+    """`"128x8xh100"` as `(128, 8, "h100")`, `"8xh100"` as `(None, 8, "h100")`, `"h100"` as `(None, None, "h100")`.
+
+    Names in `known` may be any text (`7900xtx`); other names must look like one.
+    """
+    groups = _known_name(text.strip(), known)
+    if groups is None:
+        match = _SHAPE.fullmatch(text.strip())
+        if match is None:
+            raise PlannerError(f"cluster {text!r} is not NODESxDEVICESxNAME, as in 128x8xh100, 8xa100-80g or h100.")
+        groups = match[1], match[2], match[3]
+    first, second, name = groups
+    if any(len(size) > 12 for size in (first, second) if size is not None):
+        raise PlannerError(f"cluster {text[:60]!r} is larger than any: give at most {MOST_DEVICES:,} devices.")
+    nodes, devices = (None, first) if second is None else (int(first or 1), second)
+    count = None if devices is None else int(devices)
+    if nodes == 0 or count == 0:
+        raise PlannerError(f"cluster {text!r} has no devices: give at least 1x1.")
+    if (nodes or 1) * (count or 1) > MOST_DEVICES:
+        raise PlannerError(f"cluster {text!r} is larger than any: give at most {MOST_DEVICES:,} devices.")
+    return nodes, count, name
+
+
+def _known_name(text: str, known: Collection[str]) -> tuple[str | None, str | None, str] | None:
+    """`text` as sizes and one of the `known` names, with as many sizes as can be: names may begin with digits."""
+    sizes = _SIZES.match(text)
+    assert sizes is not None, "every part of the pattern is optional"
+    first, second = sizes.groups()
+    readings = [(first, second), (first, None), (None, None)]
+    for one, two in readings:
+        name = text[sum(len(size) + 1 for size in (one, two) if size is not None) :]
+        if name.lower() in known:
+            return one, two, name
+    return None

@@ -1,21 +1,24 @@
 """The `Profile` of a user's own module: counted from its parts, and measured by running it on fake tensors."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.anatomy import Anatomy, Chain
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.kernels import KernelCount
-from lightning_3d.planner.module_source import build_inputs, build_module
+from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, said
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
 
@@ -49,6 +52,8 @@ def profile_module(
     """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
     with FakeTensorMode(), _quiet():
         module = build_module(dotted, arguments)
+        if not any(True for _ in module.parameters()):
+            raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
         counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
         trace = Trace()
         _run(module, trace, dotted, tokens=tokens, inputs=inputs)
@@ -174,27 +179,41 @@ def _count_kept(tensor: Tensor, trace: Trace, inside: bool) -> None:
 
 def _run(module: nn.Module, trace: Trace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
     step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
-    first = batch[0] if isinstance(batch, tuple) else batch
+    first = next((tensor for tensor in _tensors(batch) if tensor.ndim), None)
+    if first is None or first.numel() == 0:
+        raise PlannerError(f"the example_input_array of {dotted} holds no samples: describe a batch with --inputs.")
     trace.samples = first.shape[0]
     trace.tokens = first.shape[1] if first.ndim == 2 and not first.is_floating_point() else 1
     try:
         with traced(module, trace):
-            step()
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise PlannerError(f"{dotted} cannot be run on its inputs ({said}): describe a batch with --inputs.") from error
+            result = step()
+    except FAILURES as error:
+        raise PlannerError(f"{dotted} cannot be run{_why(error, inputs)} ({said(error)}).") from error
+    if result is None and getattr(module, "automatic_optimization", True):
+        raise PlannerError(f"{dotted} returns no loss from its step, so there is nothing to train.")
+
+
+def _why(error: BaseException, inputs: str | None) -> str:
+    """What helps against `error`, where that can be told."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return ": what it does depends on the values of tensors, and a plan knows only their shapes"
+    if "attached to a `Trainer`" in str(error):
+        return ": a plan runs the step without a Trainer"
+    return " on its inputs: describe a batch with --inputs" if inputs is None else f" on --inputs {inputs}"
 
 
 def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
+    """What runs one step of the module, and the batch that it is given."""
     if inputs is not None:
+        if tokens is not None:
+            raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")
         batch = build_inputs(inputs)
-        train = getattr(module, "training_step", None)
-        if train is not None:
-            return lambda: train(batch, 0), batch
-        return lambda: module(*batch) if isinstance(batch, tuple) else module(batch), batch
+        return _step(module, dotted, batch), batch
     example = getattr(module, "example_input_array", None)
-    if isinstance(example, Tensor):
-        return lambda: module(example), example
+    if example is not None:
+        if tokens is not None:
+            raise PlannerError(f"{dotted} has an example_input_array: give --inputs in place of --sequence.")
+        return lambda: _forward(module, example), example
     if tokens is not None:
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         return lambda: module(ids), ids
@@ -202,6 +221,31 @@ def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: s
         f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
         " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
     )
+
+
+def _step(module: nn.Module, dotted: str, batch: Any) -> Callable[[], Any]:
+    """The `training_step` on `batch`, or the forward of what is no LightningModule."""
+    if not isinstance(module, LightningModule):
+        return lambda: _forward(module, batch)
+    if not is_overridden("training_step", module):
+        raise PlannerError(f"{dotted} has no training_step, which --inputs is a batch of.")
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+    return lambda: module.training_step(batch, *index)
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    """As Lightning gives an `example_input_array` to a module."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
 
 
 def _outside(module: nn.Module, chain: Chain) -> tuple[int, int]:

@@ -6,6 +6,9 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Optimizer, Precision, StateBytes, state_bytes
 
+MOST_SAMPLES = 10**9
+"""In a batch: its divisors are gone through."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -24,6 +27,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise PlannerError(f"a batch of {self.batch} samples cannot be trained on: give at least 1.")
+        if self.batch > MOST_SAMPLES:
+            raise PlannerError(f"a batch of more than {MOST_SAMPLES:,} samples is larger than any: give a smaller one.")
 
     @property
     def steps(self) -> float:

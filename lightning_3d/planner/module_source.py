@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from lightning_3d import register
 from lightning_3d.errors import PlannerError
 
-_INPUT = re.compile(r"(\d+(?:x\d+)*):(\w+)")
+_INPUT = re.compile(r"(\d{1,15}(?:x\d{1,15})*):(\w+)")
+_INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_DTYPES = (*_INTEGERS, "float32", "float64", "float16", "bfloat16", "complex64", "complex128")
+"""Others (quantized ones) have no plain tensors."""
+MOST_ELEMENTS = 10**13
+"""Of a batch: fake tensors take no memory, but their sizes must stay numbers that torch can multiply."""
+FAILURES = (Exception, SystemExit)
+"""What a user's code may end with. Only the keyboard ends the planner."""
 
 
 def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
@@ -23,14 +31,18 @@ def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
     given = dict(_argument(text) for text in arguments)
     try:
         module = made(**given)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        raise PlannerError(f"{dotted}({_call(given)}) cannot be built: {said}. Arguments go in --arg.") from error
+    except FAILURES as error:
+        raise PlannerError(
+            f"{dotted}({_call(given)}) cannot be built: {said(error)}. Arguments go in --arg."
+        ) from error
     if not isinstance(module, nn.Module):
         raise PlannerError(f"{dotted} makes a {type(module).__name__}, not a LightningModule or nn.Module.")
     configure = getattr(module, "configure_model", None)
     if callable(configure):
-        configure()
+        try:
+            configure()
+        except FAILURES as error:
+            raise PlannerError(f"configure_model of {dotted} fails: {said(error)}.") from error
     return module
 
 
@@ -40,12 +52,26 @@ def build_inputs(text: str) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
+def said(error: BaseException) -> str:
+    """What a user's code ended with, in one line."""
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({error.code!r})"
+    message = " ".join(str(error).split())[:300].rstrip(".")
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def _tensor(text: str) -> Tensor:
     match = _INPUT.fullmatch(text)
-    dtype = getattr(torch, match[2], None) if match else None
-    if match is None or not isinstance(dtype, torch.dtype):
+    if match is None:
         raise PlannerError(f"--inputs {text!r} is not SHAPE:DTYPE, as in 8x128:int64 or 8x3x32x32:float32.")
-    return torch.zeros([int(size) for size in match[1].split("x")], dtype=dtype)
+    sizes, dtype = [int(size) for size in match[1].split("x")], match[2]
+    if dtype not in _DTYPES:
+        raise PlannerError(f"--inputs {text!r}: {dtype!r} is not one of {', '.join(_DTYPES)}.")
+    if 0 in sizes:
+        raise PlannerError(f"--inputs {text!r} is an empty batch: every size must be at least 1.")
+    if prod(sizes) > MOST_ELEMENTS:
+        raise PlannerError(f"--inputs {text!r} has {prod(sizes):.1e} elements: give at most {MOST_ELEMENTS:.0e}.")
+    return torch.zeros(sizes, dtype=getattr(torch, dtype))
 
 
 def _class_of(dotted: str) -> Any:
@@ -55,11 +81,11 @@ def _class_of(dotted: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = import_module(module_name)
-    except ImportError as error:
-        raise PlannerError(f"{module_name!r} of {dotted!r} cannot be imported: {error}.") from error
-    if not hasattr(module, name):
-        raise PlannerError(f"{module_name!r} has no {name!r}.")
-    return getattr(module, name)
+        if hasattr(module, name):  # a package may import its parts here, and they may fail
+            return getattr(module, name)
+    except FAILURES as error:
+        raise PlannerError(f"{module_name!r} of {dotted!r} cannot be imported: {said(error)}.") from error
+    raise PlannerError(f"{module_name!r} has no {name!r}.")
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -68,7 +94,7 @@ def _argument(text: str) -> tuple[str, Any]:
         raise PlannerError(f"--arg {text!r} is not NAME=VALUE.")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return name, value
 
 

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.transformer import Transformer
-from lightning_3d.planner.units import parse_count
+from lightning_3d.planner.units import parse_count, show_count
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, vocabulary: int = 50257, sequence: int = 2048) -> Transformer:
@@ -126,4 +126,10 @@ def sized_model(size: str) -> Transformer:
     while shape.embedding_parameters > parameters / 2 and hidden > 128:
         hidden -= 128
         shape = _gpt(size, nearest.layers, hidden, hidden // 128, 51200)
+    if parameters < shape.embedding_parameters * 2:
+        # Its blocks would have next to no parameters, or fewer than none.
+        raise PlannerError(
+            f"a GPT of {size} parameters would be little more than its embeddings: give at least"
+            f" {show_count(2 * shape.embedding_parameters)}, or --layers --hidden --heads --vocabulary --sequence."
+        )
     return Transformer(**{**vars(shape), "nominal": parameters})

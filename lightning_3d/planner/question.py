@@ -1,19 +1,21 @@
 """What the user asked, as a job and clusters: from names, files, flags."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.catalogue import Catalogue, apply_overrides
-from lightning_3d.planner.hardware import Accelerator, Cluster, split_cluster
+from lightning_3d.planner.entries import number
+from lightning_3d.planner.hardware import Accelerator, Cluster, Price
 from lightning_3d.planner.huggingface import read_config
 from lightning_3d.planner.job import Job, usual_batch
 from lightning_3d.planner.names import named_model
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import Pins
-from lightning_3d.planner.transformer import Transformer
-from lightning_3d.planner.units import parse_count, positive
+from lightning_3d.planner.transformer import MOST_SIZE, Transformer
+from lightning_3d.planner.units import parse_count, positive, show_count
 
 TOKENS_PER_PARAMETER = 20
 """Assumed where no amount of data is given: compute-optimal for a decoder (Hoffmann et al. 2022)."""
@@ -21,30 +23,40 @@ TOKENS_PER_PARAMETER = 20
 
 def profile_of(args: Namespace) -> Profile:
     """The model that `args` name."""
+    if args.sequence is not None and not 1 <= args.sequence <= MOST_SIZE:
+        raise PlannerError(f"--sequence {args.sequence} must be at least 1 and at most {MOST_SIZE:g} tokens.")
     shape = _shape_of(args)
     if shape is None:
         from lightning_3d.planner.inspection import profile_module
 
+        if args.attention is not None:
+            raise PlannerError(f"--attention is for models that the planner knows by their sizes, not {args.model}.")
         return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
-    if args.arg or args.inputs:
+    if args.arg or args.inputs is not None:
         raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is none.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
-    return shape.profile(precision=args.precision, attention=args.attention)
+    return shape.profile(precision=args.precision, attention=args.attention or "flash")
 
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
     batch = usual_batch(profile, devices) if args.batch is None else args.batch
-    sustained = None if args.sustained is None else positive(args.sustained, "--sustained") * 1e12
-    return Job(
+    job = Job(
         profile=profile,
         samples=_samples(args, profile),
         batch=batch,
         precision=args.precision,
         optimizer=args.optimizer,
-        sustained=sustained,
+        sustained=None if args.sustained is None else positive(args.sustained, "--sustained") * 1e12,
     )
+    if job.steps < 1:
+        of = f" of {profile.tokens:,} tokens" if profile.tokens > 1 else ""
+        raise PlannerError(
+            f"{show_count(job.samples)} samples{of} are less than one step of {batch:,} samples: give more --tokens or"
+            " --samples, or a smaller --batch."
+        )
+    return job
 
 
 def pins_of(args: Namespace) -> Pins:
@@ -72,25 +84,44 @@ def catalogue_of(args: Namespace) -> Catalogue:
 
 def accelerator_of(args: Namespace, catalogue: Catalogue, name: str) -> Accelerator:
     """The accelerator called `name` with the overrides of `args`."""
-    overrides = [*args.set, *([] if args.price is None else [f"price={args.price}"])]
-    return apply_overrides(catalogue.find(name), overrides)
+    accelerator = apply_overrides(catalogue.find(name), args.set)
+    if args.price is not None:
+        price = Price(dollars_per_hour=number("price", args.price, "--price"))
+        accelerator = replace(accelerator, price=price)
+    peak = accelerator.peak(args.precision) / 1e12
+    if args.sustained is not None and args.sustained > peak:
+        raise PlannerError(
+            f"--sustained {args.sustained:g} is above the peak of {accelerator.name}, {peak:g} TFLOP/s at"
+            f" {args.precision}: give what a device sustains, or its true peak with --set peak_tflops=."
+        )
+    return accelerator
 
 
 def cluster_of(args: Namespace, catalogue: Catalogue, text: str) -> Cluster:
     """The cluster that `text` describes, with the overrides of `args`."""
-    nodes, devices, name = split_cluster(text)
-    accelerator = accelerator_of(args, catalogue, name)
-    if devices is not None and (devices < 1 or nodes == 0):
-        raise PlannerError(f"cluster {text!r} has no devices: give at least 1x1.")
-    if nodes is None:
-        return Cluster.of(accelerator, devices or 1)
-    return Cluster(accelerator=accelerator, nodes=nodes, devices_per_node=devices or 1)
+    nodes, devices, name = catalogue.split(text)
+    return Cluster.shaped(accelerator_of(args, catalogue, name), nodes, devices)
+
+
+def refuse_ignored(args: Namespace) -> None:
+    """Flags that would say nothing beside others, or nothing at all, are slips of the hand."""
+    pipeless = [name for name in ("schedule", "stages_per_rank") if getattr(args, name) is not None]
+    if args.pipeline == 1 and pipeless:
+        raise PlannerError(f"--{pipeless[0].replace('_', '-')} is for a pipeline, and --pipeline 1 is none.")
+    if args.epochs is not None and args.tokens is None and args.samples is None:
+        raise PlannerError("--epochs says how often data is seen: give --tokens or --samples too.")
+    if args.accelerator is not None and args.compare is not None:
+        raise PlannerError("--accelerator and --compare both name the hardware: give one.")
+    if args.price is not None and any(text.partition("=")[0].startswith("price") for text in args.set):
+        raise PlannerError("--price and --set price= both say what a device costs: give one.")
+    if args.plot == "":
+        raise PlannerError("--plot '' names no folder: write --plot pictures.")
 
 
 def _shape_of(args: Namespace) -> Transformer | None:
     """The transformer that `args` name, or None where they name a `module.Class`."""
     sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "vocabulary")}
-    if args.model is None or args.model == "custom":
+    if args.model is None or args.model.strip() in ("", "custom"):
         return _custom(sizes, args.sequence)
     given = [name for name, size in sizes.items() if size is not None]
     if given:
@@ -118,9 +149,9 @@ def _custom(sizes: dict[str, int | None], sequence: int | None) -> Transformer:
 def _samples(args: Namespace, profile: Profile) -> float:
     if args.tokens is not None and args.samples is not None:
         raise PlannerError("--tokens and --samples both say how much data there is: give one.")
-    epochs = positive(args.epochs, "--epochs")
+    epochs = 1.0 if args.epochs is None else positive(args.epochs, "--epochs")
     if args.samples is not None:
-        return parse_count(args.samples, "--samples") * epochs
+        return positive(parse_count(args.samples, "--samples") * epochs, "--samples x --epochs,")
     if args.tokens is not None:
-        return parse_count(args.tokens, "--tokens") / profile.tokens * epochs
+        return positive(parse_count(args.tokens, "--tokens") * epochs, "--tokens x --epochs,") / profile.tokens
     return TOKENS_PER_PARAMETER * profile.parameters / profile.tokens

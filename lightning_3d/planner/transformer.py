@@ -8,6 +8,9 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
 
 Attention = Literal["flash", "eager"]
+MOST_SIZE = 10**9
+"""Of any one size of a model; of the product of all no sum overflows."""
+MOST_LAYERS = 10**5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,9 @@ class Transformer:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlannerError(f"{self.name}: {name}={size!r} must be a whole number of at least 1.")
+            most = MOST_LAYERS if name == "layers" else MOST_SIZE
+            if size > most:
+                raise PlannerError(f"{self.name}: {name} must be at most {most:,}; no model is larger.")
         if self.head_size is None and self.hidden % self.heads:
             raise PlannerError(f"{self.name}: hidden={self.hidden} does not divide into heads={self.heads}.")
         if self.kv_heads is not None and self.heads % self.kv_heads:

@@ -6,39 +6,57 @@ from math import isfinite
 from lightning_3d.errors import PlannerError
 
 _COUNT = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 365.25 * 86400}
-_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
-_AMOUNT = re.compile(_NUMBER + r"\s*([kmbgt]?)", re.IGNORECASE)
-_DURATION = re.compile(_NUMBER + r"\s*(s|m|h|d|w|y|seconds?|minutes?|hours?|days?|weeks?|years?)", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "mo": 30 * 86400.0, "y": 365.25 * 86400}
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:_\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+"""Commas stand between thousands only: 1,5 is neither 15 nor 1.5."""
+_AMOUNT = re.compile(rf"([+-]?(?:{_DIGITS}))(?:(e[+-]?\d+)|\s*([kmbgt]?))", re.IGNORECASE)
+_UNITS = r"s|mo|m|h|d|w|y|seconds?|minutes?|months?|hours?|days?|weeks?|years?"
+_DURATION = re.compile(rf"([+-]?(?:{_DIGITS})(?:e[+-]?\d+)?)\s*({_UNITS})", re.IGNORECASE)
+MOST = 1e24
+"""Amounts above it are slips of the hand, and what is computed from them would overflow."""
+LEAST = 1e-9
 
 
 def parse_count(text: str, what: str) -> float:
-    """`"300B"`, `"1.4T"`, `"2e9"` or `"20000"` as a number above 0; `what` names it in the error."""
-    match = _AMOUNT.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    """`"300B"`, `"1.4T"`, `"2e9"`, `"20000"` or `"20,000"` as a number above 0; `what` names it in the error."""
+    match = _AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise PlannerError(f"{what} {text!r} is not an amount: write 300B, 1.4T, 2e9 or 20000.")
-    amount = float(match[1]) * _COUNT[match[2].lower()]
-    if not (isfinite(amount) and amount > 0):
-        raise PlannerError(f"{what} {text!r} must be above 0.")
-    return amount
+        raise PlannerError(f"{what} {text!r} is not an amount: write 300B, 1.4T, 2e9, 20000 or 20,000.")
+    number, power, suffix = match.groups()
+    return _sane(float(_plain(number) + (power or "")) * _COUNT[(suffix or "").lower()], f"{what} {text!r}")
+
+
+def parse_dollars(text: str, what: str) -> float:
+    """An amount of money as `parse_count` reads it, with or without a `$` before it."""
+    return parse_count(text.strip().removeprefix("$"), what)
 
 
 def positive(number: float, what: str) -> float:
     """`number`, if it is one above 0; `what` names it in the error."""
-    if not (isfinite(number) and number > 0):
-        raise PlannerError(f"{what} {number:g} must be above 0.")
-    return number
+    return _sane(number, f"{what} {number:g}")
 
 
 def parse_duration(text: str) -> float:
-    """`"30 days"`, `"12h"`, `"2 weeks"` as seconds above 0."""
+    """`"30 days"`, `"12h"`, `"2 weeks"`, `"1 month"` (30 days) as seconds above 0."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise PlannerError(f'time {text!r} is not a duration: write "30 days", "12 hours" or "2 weeks".')
-    seconds = float(match[1]) * _SECONDS[match[2][0].lower()]
-    if seconds <= 0 or not isfinite(seconds):
-        raise PlannerError(f"time {text!r} must be above 0.")
-    return seconds
+        raise PlannerError(f'time {text!r} is not a duration: write "30 days", "12 hours", "2 weeks" or "1 month".')
+    unit = match[2].lower()
+    return _sane(float(_plain(match[1])) * _SECONDS["mo" if unit.startswith("mo") else unit[0]], f"time {text!r}")
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("_", "")
+
+
+def _sane(amount: float, shown: str) -> float:
+    if not isfinite(amount):
+        raise PlannerError(f"{shown} must be a finite number.")
+    if amount <= 0:
+        raise PlannerError(f"{shown} must be above 0.")
+    if not LEAST <= amount <= MOST:
+        raise PlannerError(f"{shown} is no amount of this world: give {LEAST:g} to {MOST:g}.")
+    return amount
 
 
 def show_bytes(amount: float) -> str:

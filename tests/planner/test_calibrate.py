@@ -35,6 +35,14 @@ def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, c
     assert "this machine, measured" in capsys.readouterr().out
 
 
+def test_products_above_the_measured_peak_are_the_peak(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: [{**MEASURED, "product": 6e10}])
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main(["calibrate"]) == 0
+    entry = Catalogue.load().find("this-machine")
+    assert (entry.peak("32"), entry.matrix_share) == (6e10, 1.0)
+
+
 def test_wrong_names_and_places(monkeypatch, tmp_path, capsys):
     assert main(["calibrate", "--name", "8 x"]) == 2
     assert "letters" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def profile_of(args: Namespace) -> Profile:
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
-    batch = usual_batch(profile, devices) if args.batch is None else args.batch
+    batch = usual_batch(profile, devices, args.micro or 1) if args.batch is None else args.batch
     sustained = None if args.sustained is None else positive(args.sustained, "--sustained") * 1e12
     return Job(
         profile=profile,

@@ -22,7 +22,7 @@ def machine(**changes):
 
 
 def traffic(job, **changes):
-    return traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1)
+    return sum(traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1))
 
 
 def test_a_device_hides_what_the_host_starts_and_a_core_does_not():

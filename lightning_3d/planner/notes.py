@@ -41,8 +41,8 @@ def how_to_recompute(plan: Plan) -> list[str]:
         return []
     where = "each block" if plan.layout.recompute == "full" else "the attention of each block"
     return [
-        f"recompute {plan.layout.recompute}: the strategy has no switch for it. Checkpoint {where} in your module with"
-        " torch.utils.checkpoint.checkpoint(..., use_reentrant=False); Hugging Face models checkpoint whole blocks after"
+        f"recompute {plan.layout.recompute}: the strategy has no switch for it. Checkpoint {where} in your module"
+        " (torch.utils.checkpoint with use_reentrant=False), or whole blocks of a Hugging Face model with"
         " model.gradient_checkpointing_enable()"
     ]
 
@@ -64,7 +64,8 @@ def other_rates(plans: Sequence[Plan]) -> list[str]:
         if missing and plan.job.sustained is None:
             used = device.rated_dtype(precision)
             notes[device.name, "rate"] = (
-                f"{device.name} has no {missing} rate in the catalogue: precision {precision} is timed with that of {used}"
+                f"{device.name} has no {missing} rate in the catalogue: precision {precision} is timed by that of"
+                f" {used}"
             )
         if count > device.devices_per_node:
             notes[device.name, "machine"] = (
@@ -111,9 +112,9 @@ def by_hand(plan: Plan) -> list[str]:
     reached = job.profile.model_flops(job.batch) / (plan.time.total * plan.cluster.devices)
     notes.append(
         f"rule of thumb, 13.3 hours per billion tokens and billion parameters: {show_hours(hours)} A100 80 GB hours;"
-        f" planned: {show_hours(plan.device_hours)}, as a {plan.cluster.accelerator.name} is to do"
-        f" {reached / 1e12:.3g} TFLOP/s ({_per_parameter(plan)} FLOPs per parameter and token) where the rule has"
-        f" {RULE_SHARE * A100_PEAK / 1e12:.3g} (6)"
+        f" planned: {show_hours(plan.device_hours)} of {plan.cluster.accelerator.name}, at {reached / 1e12:.3g} TFLOP/s"
+        f" a device and {_per_parameter(plan)} FLOPs per parameter and token, where the rule has"
+        f" {RULE_SHARE * A100_PEAK / 1e12:.3g} and 6"
     )
     return notes
 

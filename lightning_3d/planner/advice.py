@@ -5,8 +5,9 @@ from dataclasses import replace
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
+from lightning_3d.planner.order import V_SCHEDULES
 from lightning_3d.planner.plan import Plan
-from lightning_3d.planner.search import ANYTHING, Pins, leanest, search
+from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
 from lightning_3d.planner.units import show_bytes
 
 
@@ -18,6 +19,9 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
         wrong = impossible(job, cluster, pins)
         if wrong:
             return f"{name} on {cluster}: {wrong}."
+        blame = to_blame(job, cluster, pins)
+        if blame:
+            return f"{name} on {cluster}: {blame}"
         return (
             f"{name}: no layout of {cluster.devices} devices divides a batch of {job.batch} samples and"
             f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
@@ -48,6 +52,41 @@ def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
         return f"--pipeline {pins.pipeline} is more than its {job.profile.layers} blocks"
     if pins.schedule in ("1f1b", "gpipe") and pins.chunks not in (None, 1):
         return f"--schedule {pins.schedule} has one stage on a rank, not --stages-per-rank {pins.chunks}"
+    if pins.schedule in V_SCHEDULES and pins.chunks not in (None, 2):
+        return f"--schedule {pins.schedule} has two stages on a rank, not --stages-per-rank {pins.chunks}"
+    stages = (pins.pipeline or 1) * (pins.chunks or 1)
+    if stages > job.profile.layers:
+        blocks = job.profile.layers
+        return f"--pipeline {pins.pipeline} x --stages-per-rank {pins.chunks} is more than its {blocks} blocks"
+    return None
+
+
+_FLAGS = ("micro", "schedule", "chunks", "pipeline", "tensor")
+_NEEDS = {
+    "interleaved_1f1b": "microbatches that are a multiple of the pipeline's ranks, and 2 blocks on each",
+    "interleaved_zero_bubble": "microbatches that are a multiple of the pipeline's ranks",
+    "loopedbfs": "a microbatch for each of the pipeline's ranks, and 2 blocks on each",
+    "zbv_zero_bubble": "2 microbatches and 2 blocks for each of the pipeline's ranks",
+    "dualpipev": "2 microbatches and 2 blocks for each of the pipeline's ranks",
+}
+
+
+def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
+    """Which one of the things that are fixed leaves no layout, although the others leave some."""
+    for field in _FLAGS:
+        value = getattr(pins, field)
+        if value is None or not any(families(job, cluster, replace(pins, **{field: None}))):
+            continue
+        flag = "--stages-per-rank" if field == "chunks" else f"--{field}"
+        batch = f"a batch of {job.batch} samples"
+        if field == "micro":
+            return f"{flag} {value} divides what a data rank has of {batch} in no layout: give another --batch."
+        needs = _NEEDS.get(pins.schedule or "", "") if field in ("schedule", "chunks") else ""
+        why = f": {pins.schedule} needs {needs}" if needs else ""
+        return (
+            f"with {flag} {value} no layout divides {batch} and {job.profile.layers} blocks{why}. Leave it out, or give"
+            " another --batch."
+        )
     return None
 
 

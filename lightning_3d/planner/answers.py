@@ -1,13 +1,13 @@
 """The questions people ask of a plan, answered: this cluster, this deadline, this budget, which accelerator."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.advice import explain_misfit
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.notes import counted_only, notes_on
+from lightning_3d.planner.notes import counted_only, notes_on, other_rates
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.question import (
@@ -73,15 +73,16 @@ def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluste
 def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
     if args.gpus_for is None and args.max_cost is None:
         return plan_cluster(args, profile, catalogue, cluster)
-    counted = args.cluster is not None and cluster.devices > 1
-    most = cluster.devices if counted else MOST_DEVICES
-    wish = Wish(
-        deadline=None if args.gpus_for is None else parse_duration(args.gpus_for), budget=args.max_cost, most=most
-    )
-    fit = smallest(wish, cluster.accelerator, lambda devices: job_of(args, profile, devices), pins_of(args))
-    if fit is None:
-        return plan_cluster(args, profile, catalogue, Cluster.of(cluster.accelerator, most))
-    return plan_cluster(args, profile, catalogue, fit.cluster)
+    deadline = None if args.gpus_for is None else parse_duration(args.gpus_for)
+    if args.cluster is None:
+        most, node = MOST_DEVICES, cluster.accelerator.devices_per_node
+        cluster = Cluster.of(cluster.accelerator, most)
+    else:
+        most, node = cluster.devices, cluster.devices_per_node
+    wish = Wish(deadline=deadline, budget=args.max_cost, most=most)
+    machine = replace(cluster, nodes=1, devices_per_node=node)
+    fit = smallest(wish, machine, lambda devices: job_of(args, profile, devices), pins_of(args))
+    return plan_cluster(args, profile, catalogue, cluster if fit is None else fit.cluster)
 
 
 def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> Answer:
@@ -96,7 +97,7 @@ def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> 
     if not plans:
         raise PlannerError("; ".join(missing) or "--compare names nothing: write a100-80g,h100,tpu-v4.")
     plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
-    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *counted_only(plans)]))
+    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *other_rates(plans), *counted_only(plans)]))
     shown = _named_rows(plans)
     return Answer(plans=tuple(plans), notes=notes, text="\n".join([*job_lines(plans[0].job), "", shown, "", *notes]))
 

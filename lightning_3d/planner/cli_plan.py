@@ -106,7 +106,7 @@ def _hardware_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the hardware: a cluster, or an accelerator with a deadline or a budget")
     group.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="128x8xh100, 8xa100-80g, h100")
     group.add_argument("--accelerator", metavar="NAME", help="what to count for --gpus-for and --max-cost")
-    group.add_argument("--gpus-for", metavar="TIME", help='fewest devices that finish in "30 days"')
+    group.add_argument("--gpus-for", metavar="TIME", help='fewest devices (above one node: nodes) for "30 days"')
     group.add_argument("--max-cost", type=_dollars, metavar="DOLLARS", help="fastest plan within a budget: 50000, 50k")
     group.add_argument("--compare", metavar="NAME,NAME", help="the same question for several accelerators")
     group.add_argument("--price", type=float, metavar="DOLLARS", help="per device and hour, in place of the list price")

@@ -6,6 +6,8 @@ from lightning_3d.errors import PlannerError
 
 DAY = 86400.0
 YEAR = 365.25 * DAY
+A100_PEAK, RULE_SHARE = 312e12, 0.40
+"""FLOP/s of an A100 with 16-bit numbers, and the share of it that the rule of thumb takes to be reached."""
 
 
 def training_seconds(
@@ -13,6 +15,10 @@ def training_seconds(
 ) -> float:
     """`8TP/(nX)` with full recompute, `6TP/(nX)` without: a few percent below the exact FLOPs, which also count
     attention and the head."""
+    if devices < 1:
+        raise PlannerError(f"{devices} devices train nothing: give at least 1.")
+    if sustained <= 0:
+        raise PlannerError(f"a rate of {sustained:g} FLOP/s must be above 0.")
     return (8 if recompute else 6) * tokens * parameters / (devices * sustained)
 
 
@@ -28,7 +34,7 @@ def rule_of_thumb_hours(*, billion_tokens: float, billion_parameters: float, epo
     return 13.3 * billion_tokens * epochs * billion_parameters
 
 
-def rule_of_thumb_constant(*, peak: float = 312e12, share: float = 0.40) -> float:
+def rule_of_thumb_constant(*, peak: float = A100_PEAK, share: float = RULE_SHARE) -> float:
     """Where 13.3 comes from: 6 FLOPs per parameter and token, at 40% of an A100's 312 TFLOP/s, in hours per 1e18."""
     return 6e18 / (share * peak) / 3600
 

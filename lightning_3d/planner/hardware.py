@@ -83,10 +83,17 @@ class Accelerator:
 
     def peak(self, precision: Precision) -> float:
         """FLOP/s of matrix products under `precision` (the nearest dtype that the device has)."""
-        for dtype in _DTYPES.get(precision, _BF16):
-            if dtype in self.peak_tflops:
-                return self.peak_tflops[dtype] * 1e12
-        return max(self.peak_tflops.values()) * 1e12
+        return self.peak_tflops[self.rated_dtype(precision)] * 1e12
+
+    def rated_dtype(self, precision: Precision) -> str:
+        """The dtype whose peak stands for `precision`: its own where the device has one for it."""
+        own = (dtype for dtype in _DTYPES.get(precision, _BF16) if dtype in self.peak_tflops)
+        return next(own, max(self.peak_tflops, key=lambda dtype: self.peak_tflops[dtype]))
+
+    def lacks(self, precision: Precision) -> str | None:
+        """The dtype of `precision` where the device has no peak for it."""
+        wanted = _DTYPES.get(precision, _BF16)[0]
+        return None if wanted in self.peak_tflops else wanted
 
 
 @dataclass(frozen=True, kw_only=True)

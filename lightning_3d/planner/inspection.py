@@ -65,8 +65,11 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
     anatomy = Anatomy.of(module)
     chain = main_chain(anatomy)
     if chain is None:
-        return Profile(name=name, layers=1, block_parameters=anatomy.parameters, tensor_splits=False)
+        return Profile(
+            name=name, layers=1, block_parameters=anatomy.parameters, tensor_splits=False, block_frozen=_frozen(module)
+        )
     first, last = _outside(module, chain)
+    first_frozen, last_frozen = _outside(module, chain, frozen=True)
     inside = anatomy.parameters - first - last
     heads = _heads(module.get_submodule(chain.blocks[0]))
     return Profile(
@@ -77,6 +80,10 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         first_parameters=first,
         last_parameters=last,
         tied_parameters=_tied(module, anatomy),
+        block_frozen=(_frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
+        first_frozen=first_frozen,
+        last_frozen=last_frozen,
+        backward_share=_backward_share(module, chain, before=first > first_frozen),
         element_bytes=4 if precision == "32" else 2,
         tensor_divides=heads,
         tensor_splits=any(_matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
@@ -99,6 +106,7 @@ def measured_profile(counted: Profile, trace: Trace) -> Profile:
             "last_bytes": trace.outside_elements * size / trace.samples,
             "boundary_elements": trace.boundary_elements / trace.samples,
             "tokens": trace.tokens,
+            "example_samples": trace.samples,
         }
     )
 
@@ -248,12 +256,25 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _outside(module: nn.Module, chain: Chain) -> tuple[int, int]:
-    """Elements of the parameters before and after the chain, in the order they were registered."""
+def _frozen(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
+
+
+def _backward_share(module: nn.Module, chain: Chain, *, before: bool) -> float:
+    """Share of the blocks that gradients go back through: all where something `before` them is trained."""
+    trained = [any(p.requires_grad for p in module.get_submodule(name).parameters()) for name in chain.blocks]
+    ahead = trained.index(True) if True in trained else len(trained)
+    return 1.0 if before else 1 - ahead / len(trained)
+
+
+def _outside(module: nn.Module, chain: Chain, frozen: bool = False) -> tuple[int, int]:
+    """Elements of the parameters (or of the `frozen` ones) before and after the chain, in the order of registration."""
     before, after, passed = 0, 0, False
     for name, parameter in module.named_parameters():
         if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
             passed = True
+        elif frozen and parameter.requires_grad:
+            continue
         elif passed:
             after += parameter.numel()
         else:

@@ -1,10 +1,11 @@
 """`Job`: what is to be trained, with the choices that hold for every layout of it."""
 
 from dataclasses import dataclass
+from math import lcm, log2
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Optimizer, Precision, StateBytes, state_bytes
+from lightning_3d.planner.states import Optimizer, Precision, StateBytes, master_bytes, state_bytes
 
 MOST_SAMPLES = 10**9
 """In a batch: its divisors are gone through."""
@@ -38,14 +39,34 @@ class Job:
     def per_parameter(self) -> StateBytes:
         return state_bytes(self.precision, self.optimizer)
 
+    def states(self, parameters: float, trained: float) -> StateBytes:
+        """Bytes of `parameters`, of which `trained` have gradients and moments."""
+        per = self.per_parameter
+        return StateBytes(
+            weights=per.weights * parameters,
+            gradients=per.gradients * trained,
+            optimizer=per.optimizer * trained + master_bytes(self.precision) * (parameters - trained),
+        )
 
-def usual_batch(profile: Profile, devices: int) -> int:
-    """Samples per step that models of this size are trained with (0.5M to 4M tokens), divisible by `devices` or, where
-    there are more devices than samples, by as many of them as can see different samples."""
+
+def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:
+    """Samples per step that models of this size are trained with (0.5M to 4M tokens), more where many devices are to
+    work on them; where samples are no tokens, those of the example on every device.
+
+    It is a power of two times the odd part of the devices and of `micro`, so that it divides in many ways.
+    """
+    if profile.tokens == 1 and profile.example_samples:
+        return lcm(profile.example_samples, micro) * devices
     usual = next(tokens for size, tokens in _USUAL_TOKENS if profile.parameters < size)
-    samples = max(1, round(usual / profile.tokens))
-    data = max(size for size in range(1, min(devices, samples) + 1) if devices % size == 0)
-    return max(1, round(samples / data)) * data
+    most = _MOST_TIMES * max(1, round(usual / profile.tokens))
+    samples = min(most, max(usual / profile.tokens, devices / DEVICES_PER_SAMPLE))
+    shared = max(size for size in range(1, min(devices, most) + 1) if devices % size == 0 and size % 2)
+    step = lcm(shared, micro)
+    return step * 2 ** max(0, round(log2(samples / step)))
 
 
+DEVICES_PER_SAMPLE = 2
+"""Most devices that a sample is assumed for: with fewer samples, even the largest models leave a pipeline idle."""
+_MOST_TIMES = 4
+"""As many times the usual batch is assumed for many devices at most."""
 _USUAL_TOKENS = ((1e9, 0.5e6), (10e9, 1e6), (100e9, 2e6), (float("inf"), 4e6))

@@ -50,6 +50,24 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     return parameters
 
 
+def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
+    """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
+    pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
+    split = (profile.block_parameters - profile.whole_parameters) / tensor
+    frozen = layers_on_rank(profile.layers, layout) * (split + profile.whole_parameters) * frozen_share(profile)
+    if stage == 0:
+        frozen += profile.first_frozen / tensor
+    if stage == pipeline - 1:
+        tied = min(profile.tied_parameters, profile.first_frozen) if pipeline > 1 else 0
+        frozen += (profile.last_frozen + tied) / tensor
+    return rank_parameters(profile, layout, stage) - frozen
+
+
+def frozen_share(profile: Profile) -> float:
+    """Share of the blocks' parameters that is not trained."""
+    return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
+
+
 def layers_on_rank(layers: int, layout: Layout) -> int:
     """Most blocks that a pipeline rank holds."""
     return ceil(layers / layout.num_stages) * layout.stages_per_rank
@@ -115,7 +133,12 @@ def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) ->
 
 
 def _block_gradients(job: Job, layout: Layout) -> float:
-    return job.profile.block_parameters / layout.tensor_parallel_size * job.per_parameter.gradients
+    trained = job.profile.block_parameters - job.profile.block_frozen
+    return trained / layout.tensor_parallel_size * job.per_parameter.gradients
+
+
+def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
+    return job.states(rank_parameters(job.profile, layout, stage), rank_trained(job.profile, layout, stage))
 
 
 def shards(layout: Layout) -> int:
@@ -132,7 +155,7 @@ def streams_weights(layout: Layout) -> bool:
 def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
     """Weights are gathered beside their shards (stages 1 and 2). Gradients are those of the step before, which are
     dropped before backward, or what earlier microbatches have left."""
-    whole, ranks = job.per_parameter.of(rank_parameters(job.profile, layout, stage)), shards(layout)
+    whole, ranks = _whole_states(job, layout, stage), shards(layout)
     gradients = whole.gradients / ranks
     if layout.pipeline_parallel_size > 1 or (ranks > 1 and layout.zero_stage == 1 and microbatches > 1):
         gradients = whole.gradients
@@ -141,7 +164,7 @@ def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int
 
 def states_after_backward(job: Job, layout: Layout, stage: int) -> StateBytes:
     """Gradients are whole, and without a pipeline their reduced shards are beside them."""
-    whole, ranks = job.per_parameter.of(rank_parameters(job.profile, layout, stage)), shards(layout)
+    whole, ranks = _whole_states(job, layout, stage), shards(layout)
     gradients = whole.gradients
     if streams_weights(layout):
         gradients = whole.gradients / ranks

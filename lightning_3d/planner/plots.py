@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.bubble import PassTimes
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.memory import RankMemory
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.report import schedule_name
 from lightning_3d.planner.search import search
+from lightning_3d.planner.step import pass_times
 from lightning_3d.planner.timetable import timetable
 
 MOST_RANKS, MOST_MICROBATCHES = 16, 24
@@ -84,10 +84,9 @@ def draw_timetable(plans: Sequence[Plan], axes: Any) -> None:
     layout, time = plans[0].layout, plans[0].time
     stages = min(layout.pipeline_parallel_size, MOST_RANKS)
     microbatches = max(stages, min(plans[0].microbatches, MOST_MICROBATCHES) // stages * stages)
-    third = (time.compute + time.traffic) / 3 / plans[0].microbatches
-    times = PassTimes(
-        forward=third, backward_input=third + time.recompute / plans[0].microbatches, backward_weight=third
-    )
+    useful = (time.compute + time.traffic + time.launching) / plans[0].microbatches
+    again = time.recompute / plans[0].microbatches
+    times = pass_times(plans[0].job.profile, layout, useful=useful, again=again)
     shown = timetable(
         layout.schedule, stages=stages, microbatches=microbatches, chunks=layout.stages_per_rank, times=times
     )

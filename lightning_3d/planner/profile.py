@@ -22,6 +22,12 @@ class Profile:
     """After the blocks: last norm and head."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
+    block_frozen: float = 0
+    """Of `block_parameters`, those that are not trained."""
+    first_frozen: float = 0
+    last_frozen: float = 0
+    backward_share: float = 1
+    """Of the blocks, the share through which gradients go back: none that stands before all that is trained."""
     block_flops: float = 0
     """Forward FLOPs of one block."""
     attention_flops: float = 0
@@ -46,6 +52,8 @@ class Profile:
     """Of a boundary element."""
     tokens: int = 1
     """Tokens in a sample."""
+    example_samples: int = 0
+    """Samples in the batch that the module was run on; 0 where there was none."""
     block_sums: float = 4
     """Sums over tensor ranks in one block, forward and backward, each of as much as crosses to the next block."""
     outside_sums: float = 0
@@ -60,17 +68,32 @@ class Profile:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     @property
+    def trained(self) -> float:
+        """Parameters that have gradients."""
+        return self.parameters - self.layers * self.block_frozen - self.first_frozen - self.last_frozen
+
+    @property
     def forward_flops(self) -> float:
         return self.layers * self.block_flops + self.last_flops
 
+    @property
+    def weight_share(self) -> float:
+        """Products for gradients of weights, over those of the forward: only what is trained has one."""
+        return self.trained / self.parameters if self.parameters else 1.0
+
+    @property
+    def passes(self) -> float:
+        """Products of forward and backward over those of the forward: three where everything is trained."""
+        return 1 + self.backward_share + self.weight_share
+
     def model_flops(self, samples: float) -> float:
         """Forward and backward, nothing recomputed: what MFU counts."""
-        return 3 * self.forward_flops * samples
+        return self.passes * self.forward_flops * samples
 
     def hardware_flops(self, samples: float, recompute: Recompute) -> float:
         """What the devices do. Selective recompute counts as in Korthikanti et al. (2022), equation 9."""
         again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": self.block_flops}[recompute]
-        return (3 * self.forward_flops + self.layers * again) * samples
+        return (self.passes * self.forward_flops + self.layers * again) * samples
 
     def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: Recompute) -> float:
         """Bytes that one block keeps for backward, per sample, on one tensor rank."""

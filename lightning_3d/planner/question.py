@@ -41,7 +41,7 @@ def profile_of(args: Namespace) -> Profile:
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
-    batch = usual_batch(profile, devices) if args.batch is None else args.batch
+    batch = usual_batch(profile, devices, args.micro or 1) if args.batch is None else args.batch
     job = Job(
         profile=profile,
         samples=_samples(args, profile),

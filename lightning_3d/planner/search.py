@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from lightning_3d.layout import Layout, Offload, Recompute, Schedule, ZeroStage
@@ -98,9 +99,18 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
     if pipeline == 1:
         yield (pins.schedule or "1f1b"), 1
         return
-    for schedule, chunks in _all_schedules(pipeline, microbatches, layers):
+    sizes = even_chunks(pipeline, layers) if pins.chunks is None else [pins.chunks]
+    for schedule, chunks in _all_schedules(pipeline, microbatches, layers, sizes):
         if pins.schedule in (None, schedule) and pins.chunks in (None, chunks):
             yield schedule, chunks
+
+
+def even_chunks(pipeline: int, layers: int) -> list[int]:
+    """Stages per rank with which the fullest rank holds no more blocks than with one."""
+    least = ceil(layers / pipeline)
+    return [
+        size for size in range(2, 9) if pipeline * size <= layers and ceil(layers / (pipeline * size)) * size == least
+    ]
 
 
 def fitting(job: Job, cluster: Cluster, family: Family, pins: Pins, offload: Offload) -> Iterator[Plan]:
@@ -149,19 +159,31 @@ def _model_sizes(job: Job, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, 
 def _micro_sizes(per_rank: int, pins: Pins) -> list[int]:
     if pins.micro is not None:
         return [pins.micro] if per_rank % pins.micro == 0 else []
-    return [size for size in divisors(per_rank) if size & (size - 1) == 0 or size == per_rank][:9]
+    sizes: list[int] = []
+    for size in divisors(per_rank):  # of near ones the smallest: a batch may have very many divisors
+        if not sizes or size >= _APART * sizes[-1] or size == per_rank:
+            sizes.append(size)
+    return sizes[:_MOST_SIZES]
 
 
-def _all_schedules(pipeline: int, microbatches: int, layers: int) -> Iterator[tuple[Schedule, int]]:
+_APART = 1.5
+_MOST_SIZES = 12
+
+
+def _all_schedules(pipeline: int, microbatches: int, layers: int, sizes: list[int]) -> Iterator[tuple[Schedule, int]]:
+    """Those that torch has for so many microbatches (for others it would run all forwards first), `sizes` stages on a
+    rank where a schedule has several."""
     yield "1f1b", 1
     yield "gpipe", 1
-    if microbatches % max(1, microbatches // pipeline) == 0:  # others it does not take: gpipe would be run
+    if microbatches % max(1, microbatches // pipeline) == 0:
         yield "interleaved_zero_bubble", 1
-    per_rank = layers // pipeline
-    for chunks in divisors(per_rank) if layers % pipeline == 0 and microbatches % pipeline == 0 else []:
-        if 1 < chunks <= 8:
-            yield "interleaved_1f1b", chunks
-            yield "interleaved_zero_bubble", chunks
+    for chunks in sizes:
+        if chunks > 1 and pipeline * chunks <= layers:
+            if microbatches % pipeline == 0:
+                yield "interleaved_1f1b", chunks
+                yield "interleaved_zero_bubble", chunks
+            if microbatches >= pipeline:
+                yield "loopedbfs", chunks
     if layers >= 2 * pipeline and microbatches >= 2 * pipeline:
         yield "zbv_zero_bubble", 2
         yield "dualpipev", 2

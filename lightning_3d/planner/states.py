@@ -5,7 +5,7 @@ paper's GB is 1e9.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import ZeroStage
@@ -50,8 +50,17 @@ def state_bytes(precision: Precision = "16-mixed", optimizer: Optimizer = "adam"
     return StateBytes(weights=2, gradients=2, optimizer=2 * moments)
 
 
+def master_bytes(precision: Precision) -> int:
+    """Of a parameter's optimizer bytes, those of its fp32 copy in mixed precision, which a frozen one has too."""
+    return 4 if precision.endswith("-mixed") else 0
+
+
 def sharded_states(per_parameter: StateBytes, parameters: float, *, stage: ZeroStage, ranks: int) -> StateBytes:
     """Bytes on one of `ranks` data-parallel ranks: stage 1 shards the optimizer, 2 also gradients, 3 also weights."""
+    if stage not in get_args(ZeroStage):
+        raise PlannerError(f"ZeRO stage {stage!r} is not one of 0, 1, 2 and 3.")
+    if ranks < 1:
+        raise PlannerError(f"states cannot be shared by {ranks} ranks: give at least 1.")
     whole = per_parameter.of(parameters)
     return StateBytes(
         weights=whole.weights / (ranks if stage >= 3 else 1),

@@ -6,7 +6,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import layers_on_rank, rank_parameters
+from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
+from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.wire import ring_all_reduce, ring_reduce_scatter
 
 DATA_OVERLAP = 0.8
@@ -20,6 +21,8 @@ KEPT_PASSES = 6
 """Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
 WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
+GRADIENT_PASSES = 3
+"""Of those, the ones that a frozen weight does without."""
 USUAL_KERNELS = 10
 """Of a GPT's block whose attention is one kernel: how long those take to start is what is known of a device."""
 HOST_ADAM_BYTES = 20e9
@@ -32,6 +35,7 @@ class StepTime:
 
     compute: float
     traffic: float = 0
+    launching: float = 0
     recompute: float = 0
     bubble: float = 0
     tensor: float = 0
@@ -55,6 +59,7 @@ class StepTime:
 _WORDS = {
     "compute": "matrix products",
     "traffic": "memory bandwidth",
+    "launching": "launching kernels (host)",
     "recompute": "memory (recompute)",
     "bubble": "pipeline bubble",
     "tensor": "links (tensor)",
@@ -71,12 +76,11 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
     if job.sustained is not None:
         return sustained_step(job, layout, cluster.devices)
     useful, again = compute_seconds(job, layout, cluster, micro)
-    traffic = traffic_seconds(job, layout, cluster, micro)
+    traffic, launching = traffic_seconds(job, layout, cluster, micro)
     hidden_by = 0.0 if cluster.accelerator.cores else DATA_OVERLAP * useful
-    if layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1:
+    if splits_backward(layout):
         traffic += SPLIT_COST * useful
-    third = (useful + traffic) / 3
-    parts = PassTimes(forward=third, backward_input=third + again, backward_weight=third)
+    parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
     bubble = bubble_time(
         layout.schedule,
         stages=layout.pipeline_parallel_size,
@@ -87,6 +91,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
     alone = StepTime(
         compute=useful * microbatches,
         traffic=traffic * microbatches,
+        launching=launching * microbatches,
         recompute=again * microbatches,
         bubble=bubble,
         tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
@@ -97,6 +102,21 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         overhead=overhead_seconds(job, layout, cluster, microbatches),
     )
     return crowded(alone, cluster.crowd)
+
+
+def splits_backward(layout: Layout) -> bool:
+    """Whether gradients of weights are computed apart. Where blocks are recomputed backwards run in one piece
+    (`lightning_3d/pipeline/relay.py`), in the same order."""
+    return layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
+
+
+def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
+    """What a microbatch takes on a rank, by pass, of `useful` seconds and `again` seconds of recomputing."""
+    unit = useful / profile.passes
+    backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
+    if layout.schedule in SPLIT_BACKWARD and not splits_backward(layout):
+        return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
+    return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
 
 
 def crowded(alone: StepTime, crowd: float) -> StepTime:
@@ -125,22 +145,26 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     layers = layers_on_rank(profile.layers, layout)
     forward = max(layers * profile.block_flops, (profile.layers * profile.block_flops + profile.last_flops) / pipeline)
     again = {"none": 0.0, "selective": 3 * profile.attention_flops, "full": profile.block_flops}[layout.recompute]
-    return 3 * forward * micro / rate, layers * again * micro / rate
+    return profile.passes * forward * micro / rate, layers * again * micro / rate
 
 
-def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
     """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
-    products; at least the time that the host takes to launch it all. A core launches nothing while it computes."""
+    products, and those in which the device waits for the host to launch it all. Whichever takes longer hides the other,
+    save that a core launches nothing while it computes."""
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
-    weights = WEIGHT_PASSES * job.per_parameter.weights * profile.block_parameters / tensor
+    passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
+    weights = passes * job.per_parameter.weights * profile.block_parameters / tensor
     layers = layers_on_rank(profile.layers, layout)
     weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
     bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
-    return bus + launches if device.cores else max(bus, launches - useful)
+    if device.cores:
+        return bus, launches
+    return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
 
 
 def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
@@ -185,11 +209,12 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
     if ranks == 1:
         return 0.0
     per = job.per_parameter
-    parameters = rank_parameters(job.profile, layout, 0)
+    parameters, trained = rank_parameters(job.profile, layout, 0), rank_trained(job.profile, layout, 0)
     streamed = layout.pipeline_parallel_size == 1
     reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
     gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
-    sent = ring_reduce_scatter(parameters, ranks) * (gathers * per.weights + reduces * per.gradients)
+    gathered = parameters if layout.zero_stage else trained  # stage 0 sends summed gradients in place of weights
+    sent = ring_reduce_scatter(gathered * gathers * per.weights + trained * reduces * per.gradients, ranks)
     seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
     return max(0.0, seconds - hidden_by * max(1, reduces))
 
@@ -214,7 +239,8 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: in
     per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
     updated = updated_parameters(job, layout)
     passes = 2 * microbatches if layout.offload == "all" else 1
-    moved = updated * (per.gradients + passes * per.weights)
+    held = rank_parameters(job.profile, layout, 0) / shards(layout)
+    moved = updated * per.gradients + held * passes * per.weights
     return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
 
 
@@ -233,9 +259,8 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:
-    """Parameters whose optimizer states this rank owns."""
-    ranks = (layout.zero_shard_size or layout.data_parallel_size) if layout.zero_stage else 1
-    return rank_parameters(job.profile, layout, 0) / ranks
+    """Trained parameters whose optimizer states this rank owns."""
+    return rank_trained(job.profile, layout, 0) / shards(layout)
 
 
 def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:

@@ -29,3 +29,12 @@ class Classifier(LightningModule):
 
 class NotAModule:
     pass
+
+
+class LastBlockTrained(TinyGPT):
+    """All frozen save the last block."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith("blocks.3."))

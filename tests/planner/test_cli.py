@@ -71,6 +71,46 @@ def test_a_module_of_ones_own(capsys):
     assert data["job"]["tokens_per_sample"] == 17
 
 
+def best(capsys, line):
+    data = json.loads(ask(capsys, *line.split(), "--json"))
+    return data["plans"][0], data
+
+
+def test_the_fewest_devices_are_found(capsys):
+    line = "gpt2 --tokens 10B --batch 480 --accelerator h100 --gpus-for 2.5h"
+    assert best(capsys, line)[0]["cluster"]["devices"] == 3
+    line = "llama-70b --tokens 1T --accelerator h100 --gpus-for 30days"
+    plan, _ = best(capsys, line)
+    assert plan["days"] <= 30
+    fewer = best(capsys, f"llama-70b --tokens 1T --cluster {plan['cluster']['nodes'] - 1}x8xh100")[0]
+    assert fewer["days"] > 30
+
+
+def test_a_given_cluster_is_the_limit_and_keeps_its_nodes(capsys):
+    plan, _ = best(capsys, "llama-7b --cluster 1xh100 --tokens 10B --max-cost 100000")
+    assert plan["cluster"]["name"] == "1x1xh100"
+    plan, _ = best(capsys, "gpt2 --cluster 16x1xh100 --tokens 10B --max-cost 100000")
+    assert plan["cluster"]["name"].endswith("x1xh100")
+
+
+def test_what_a_plan_rests_on_is_said(capsys):
+    flags = "--samples 1000 --inputs 2x17:int64 --cluster h100"
+    plan, data = best(capsys, f"{HERE}.LastBlockTrained {flags}")
+    whole, _ = best(capsys, f"{HERE}.TinyGPT --arg layers=4 {flags}")
+    assert any("parameters are trained" in note for note in data["notes"])
+    for part in ("gradients", "optimizer"):
+        assert plan["memory_bytes"][0][part] < whole["memory_bytes"][0][part]
+    _, data = best(capsys, "llama-7b --cluster 8xtpu-v4 --precision 32")
+    assert "tpu-v4 has no fp32 rate in the catalogue: precision 32 is timed by that of bf16" in data["notes"]
+    _, data = best(capsys, "gpt2 --cluster 2x4xcpu --recompute full")
+    notes = " ".join(data["notes"])
+    assert "cpu comes 1 to a machine" in notes
+    assert "torch.utils.checkpoint" in notes
+    assert "TFLOP/s a device" in notes
+    _, data = best(capsys, f"{HERE}.Classifier --samples 1000 --cluster 2xh100")
+    assert data["job"]["batch"] == 8
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_3d.errors import PlannerError
 from lightning_3d.planner.activations import gpt_first_stage_activations, gpt_layer_activations, microbatches_held
 from lightning_3d.planner.bubble import PassTimes, bubble_over_ideal, bubble_share, bubble_time, zero_bubble_time
 from lightning_3d.planner.cost import energy_kwh, rent
@@ -268,3 +269,17 @@ def test_the_library_is_usable_by_itself():
     cluster = planner.Catalogue.load().cluster("8xa100")
     job = planner.Job(profile=planner.named_model("gpt2").profile(), samples=1e6, batch=512)
     assert planner.search(job, cluster)[0].fits
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: sharded_states(StateBytes(), 1, stage=4, ranks=2),
+        lambda: sharded_states(StateBytes(), 1, stage=1, ranks=0),
+        lambda: largest_model(1e9, stage=3, ranks=-1),
+        lambda: training_seconds(tokens=1, parameters=1, devices=0, sustained=1e12),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked):
+    with pytest.raises(PlannerError):
+        asked()

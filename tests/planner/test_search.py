@@ -10,10 +10,16 @@ from lightning_3d.planner.advice import explain_misfit
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job, usual_batch
-from lightning_3d.planner.memory import rank_memory, rank_parameters, states_after_backward, states_after_forward
+from lightning_3d.planner.memory import (
+    rank_memory,
+    rank_parameters,
+    rank_trained,
+    states_after_backward,
+    states_after_forward,
+)
 from lightning_3d.planner.names import named_model
 from lightning_3d.planner.plan import price_layout
-from lightning_3d.planner.search import ANYTHING, Pins, distinct, families, search
+from lightning_3d.planner.search import ANYTHING, Pins, distinct, even_chunks, families, search
 from lightning_3d.planner.step import link_rate
 
 CATALOGUE = Catalogue.load()
@@ -178,7 +184,15 @@ def test_a_misfit_is_explained_in_one_line():
     assert "at least" in text
     pins = Pins(tensor=3)
     assert "--tensor 3 does not divide 4 devices" in explain_misfit(job("gpt2", 4), where, pins, CATALOGUE)
-    assert "no layout of 4 devices divides" in explain_misfit(job("gpt2", 3), where, Pins(micro=2), CATALOGUE)
+    prime = CATALOGUE.cluster("13xa100-40g")
+    assert "no layout of 13 devices divides" in explain_misfit(job("gpt2", 13, batch=7), prime, ANYTHING, CATALOGUE)
+    odd = explain_misfit(job("gpt2", 4, batch=8), where, Pins(micro=3), CATALOGUE)
+    assert "--micro 3 divides what a data rank has of a batch of 8 samples in no layout" in odd
+    pins = Pins(pipeline=4, schedule="interleaved_1f1b", micro=2)
+    few = explain_misfit(job("gpt2", 4, batch=6), where, pins, CATALOGUE)
+    assert "interleaved_1f1b needs microbatches that are a multiple" in few
+    pins = Pins(pipeline=4, schedule="dualpipev", chunks=3)
+    assert "dualpipev has two stages on a rank" in explain_misfit(job("gpt2", 4), where, pins, CATALOGUE)
     pins = Pins(zero=0, tensor=1, pipeline=1, offload="none")
     assert "leave out the flags" in explain_misfit(job("llama-7b", 4), where, pins, CATALOGUE)
 
@@ -189,3 +203,57 @@ def test_a_known_rate_replaces_the_estimate():
     asked = Job(profile=profile, samples=512, batch=512, precision="16-mixed", sustained=142e12)
     plan = search(asked, where, Pins(tensor=4, pipeline=1, recompute="full"))[0]
     assert f"{plan.time.total:.2f}" == "3.70"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama-7b", "llama-70b", "gpt3-175b"])
+@pytest.mark.parametrize("devices", [1, 3, 8, 44, 976, 1953, 10000])
+def test_the_assumed_batch_divides_in_many_ways(model, devices):
+    profile = named_model(model).profile()
+    batch = usual_batch(profile, devices)
+    odd = batch // (batch & -batch)
+    assert devices % odd == 0
+    assert 0.35e6 <= batch * profile.tokens <= 25e6
+    assert usual_batch(profile, devices, micro=3) % 3 == 0
+
+
+def test_samples_that_are_no_tokens_come_in_batches_like_the_example():
+    profile = replace(named_model("gpt2").profile(), tokens=1, example_samples=6)
+    assert usual_batch(profile, 8) == 48
+    assert usual_batch(profile, 8, micro=4) == 96
+
+
+def test_microbatches_need_not_be_powers_of_two():
+    where = CATALOGUE.cluster("h100")
+    asked = job("gpt2", 1, batch=3**6)
+    assert search(asked, where)[0].micro in (9, 27, 81)
+
+
+@pytest.mark.parametrize("pins", [Pins(pipeline=4, schedule="loopedbfs"), Pins(pipeline=4, chunks=3)])
+def test_what_is_offered_is_searched(pins):
+    for plan in search(job("llama-7b", 8), CATALOGUE.cluster("8xh100"), pins):
+        assert plan.layout.pipeline_parallel_size == 4
+        assert pins.schedule in (None, plan.layout.schedule)
+        assert pins.chunks in (None, plan.layout.stages_per_rank)
+    assert plan.fits
+
+
+def test_interleaved_stages_may_be_uneven():
+    assert even_chunks(16, 126) == [2, 4]
+    assert even_chunks(4, 32) == [2, 4, 8]
+    assert even_chunks(4, 4) == []
+
+
+def test_frozen_parameters_cost_weights_only():
+    whole = named_model("llama-7b").profile()
+    frozen = replace(
+        whole,
+        block_frozen=whole.block_parameters,
+        first_frozen=whole.first_parameters,
+        last_frozen=whole.last_parameters,
+        backward_share=0,
+    )
+    layout = Layout(data_parallel_size=2)
+    assert frozen.trained == rank_trained(frozen, layout, 0) == 0
+    assert frozen.model_flops(1) == pytest.approx(whole.model_flops(1) / 3)
+    held = states_after_backward(replace(job("llama-7b", 2), profile=frozen), layout, 0)
+    assert (held.gradients, held.optimizer) == (0, 4 * whole.parameters / 2)  # the fp32 copy of mixed precision

@@ -7,7 +7,14 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.step import optimizer_seconds, tensor_sums, traffic_seconds
+from lightning_3d.planner.step import (
+    StepTime,
+    optimizer_seconds,
+    pass_times,
+    step_time,
+    tensor_sums,
+    traffic_seconds,
+)
 
 PROFILE = Profile(name="x", layers=4, block_parameters=1000, block_flops=1e9, boundary_elements=100)
 ALONE = Layout(data_parallel_size=1)
@@ -22,7 +29,7 @@ def machine(**changes):
 
 
 def traffic(job, **changes):
-    return traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1)
+    return sum(traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1))
 
 
 def test_a_device_hides_what_the_host_starts_and_a_core_does_not():
@@ -57,3 +64,23 @@ def test_sums_over_tensor_ranks():
     assert tensor_sums(job(), two) == 16
     assert tensor_sums(job(block_sums=2, outside_sums=3), two) == 11
     assert tensor_sums(job(), Layout(tensor_parallel_size=2, recompute="full")) == 24
+
+
+def test_waiting_for_the_host_is_not_called_memory_bandwidth():
+    waiting = machine(block_launch_us=1e6)
+    bus, launching = traffic_seconds(job(), ALONE, waiting, micro=1)
+    assert (bus, launching > 3) == (0, True)
+    assert step_time(job(), ALONE, waiting, micro=1, microbatches=1).limit == "launching kernels (host)"
+    assert StepTime(compute=1, traffic=2).limit == "memory bandwidth"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_backward_that_recomputes_runs_in_one_piece(recompute):
+    times = {
+        kind: pass_times(
+            PROFILE, Layout(pipeline_parallel_size=2, schedule="zbv_zero_bubble", recompute=kind), useful=3, again=1
+        )
+        for kind in ("none", recompute)
+    }
+    assert times["none"].backward_weight == 1
+    assert (times[recompute].backward_input, times[recompute].backward_weight) == (3, 0)

@@ -94,7 +94,7 @@ def test_a_given_cluster_is_the_limit_and_keeps_its_nodes(capsys):
 
 
 def test_what_a_plan_rests_on_is_said(capsys):
-    flags = "--samples 1000 --inputs 2x17:int64 --cluster h100"
+    flags = "--samples 100000 --inputs 2x17:int64 --cluster h100"
     plan, data = best(capsys, f"{HERE}.LastBlockTrained {flags}")
     whole, _ = best(capsys, f"{HERE}.TinyGPT --arg layers=4 {flags}")
     assert any("parameters are trained" in note for note in data["notes"])

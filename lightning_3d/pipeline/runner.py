@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
@@ -110,7 +111,7 @@ class Pipeline:
         self.proven: dict[Any, frozenset[str]] = {}
         """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
         self.stash: dict[nn.Parameter, Tensor] = {}
-        self.keeps = is_overridden("optimizer_zero_grad", module)
+        self.keeps = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
         """Whether the gradients of an earlier window may have to stay: whoever overrides it may not zero them."""
 
     @property

@@ -11,7 +11,7 @@ demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and 
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint types  ## lint, types and tests
-	$(BIN)/python -m pytest -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu"
 
 test-all: $(STAMP) lint types  ## the same with everything that takes long
 	$(BIN)/python -m pytest

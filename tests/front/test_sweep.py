@@ -126,7 +126,8 @@ def test_launchers_that_run_jobs_side_by_side_are_refused(job):
     ScriptLauncher(LightningEnvironment(), 1, 1, _unguarded)
 
 
-def test_strategy3d_starts_its_processes_so():
+def test_strategy3d_starts_its_processes_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [__file__])  # as a script is; tests may be run by something without a file
     strategy = Strategy3D(cluster_environment=LightningEnvironment())
     strategy._configure_launcher()
     assert isinstance(strategy.launcher, ScriptLauncher)

@@ -54,6 +54,7 @@ def calibrate(name: str) -> dict[str, Any]:
             "cluster_link_gb_per_s": _round(slowest["link"] / 1e9),
             "link_share": 1.0,
             **{field: _round(slowest[key] / 1e9) for key, field in CORES.items() if key in slowest},
+            "alone": _round(slowest.get("alone", 1.0)),
             "host_link_gb_per_s": _round(slowest["host"] / 1e9),
             "host_memory_gb": _round(host / 1e9),
             "disk_gb_per_s": _round(measure.disk_rate(Path.cwd()) / 1e9),
@@ -107,6 +108,7 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     if not cuda:
         measured["product"], measured["weight"] = measure.product_rates(WIDTH)
         measured["added"] = measure.sum_rate(device) if world > 1 else measured["memory"]
+        measured["alone"] = measure.gain_alone(rank, world, WIDTH)
         measured["fused"] = measure.update_rate(device, fused=True)
     measured["host"] = _host_rate(device) if cuda else measured["memory"]
     answers.put({**measured, **engine_seconds(rank, world)})

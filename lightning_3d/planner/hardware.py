@@ -76,6 +76,8 @@ class Accelerator:
     cores: int = 0
     """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
     of their own."""
+    alone: float = 1.0
+    """How many times as fast a core works while the others rest: they share caches, the memory bus and a clock."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""
@@ -110,9 +112,14 @@ class Cluster:
 
     @property
     def crowd(self) -> float:
-        """Processes that a core has to serve; 1 for devices of their own."""
-        cores = self.accelerator.cores
-        return max(1.0, self.devices_per_node / cores) if cores else 1.0
+        """Processes that a core has to serve; 1 for devices of their own, and less while some cores rest."""
+        cores, processes = self.accelerator.cores, self.devices_per_node
+        if not cores or processes == cores:
+            return 1.0
+        if processes > cores:
+            return processes / cores
+        resting = (cores - processes) / (cores - 1)
+        return 1 / (1 + resting * (self.accelerator.alone - 1))
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"

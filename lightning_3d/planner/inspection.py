@@ -34,8 +34,8 @@ class Trace:
     block_flops: float = 0
     last_flops: float = 0
     attention_flops: float = 0
-    block_kernels: int = 0
-    outside_kernels: int = 0
+    block_kernels: float = 0
+    outside_kernels: float = 0
     whole_elements: float = 0
     split_elements: float = 0
     outside_elements: float = 0

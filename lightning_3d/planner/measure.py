@@ -47,6 +47,26 @@ def product_rates(width: int) -> tuple[float, float]:
     return 6 * elements / per_row, WEIGHT_PASSES * elements * 4 / alone
 
 
+def gain_alone(rank: int, world: int, width: int) -> float:
+    """How many times as fast this core trains while the others rest as while all do."""
+    chain = nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+    optimizer, x, cpu = torch.optim.AdamW(chain.parameters()), torch.ones(MANY_ROWS, width), torch.device("cpu")
+
+    def step() -> None:
+        chain(x).sum().backward()
+        optimizer.step()
+
+    dist.barrier()
+    together = best_seconds(step, cpu)
+    mine = 0.0
+    for turn in range(world):
+        dist.barrier()
+        if turn == rank:
+            mine = best_seconds(step, cpu)
+    dist.barrier()
+    return max(1.0, together / mine)
+
+
 def memory_rate(device: torch.device) -> float:
     """Bytes per second of a copy, read and written bytes both counted."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)

@@ -23,8 +23,9 @@ WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
-USUAL_KERNELS = 10
-"""Of a GPT's block whose attention is one kernel: how long those take to start is what is known of a device."""
+USUAL_KERNELS = 8.5
+"""Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
+and three that go element by element. How long those take to start is what is known of a device."""
 HOST_ADAM_BYTES = 20e9
 """Bytes per second at which the host updates offloaded optimizer states, per device."""
 
@@ -125,7 +126,7 @@ def crowded(alone: StepTime, crowd: float) -> StepTime:
     if crowd == 1:
         return alone
     busy = alone.total - alone.bubble
-    idle = max(0.0, busy + alone.bubble - crowd * busy)
+    idle = max(0.0, busy + alone.bubble - crowd * busy) if crowd > 1 else crowd * alone.bubble
     parts = {field.name: crowd * getattr(alone, field.name) for field in fields(alone)}
     return StepTime(**{**parts, "bubble": idle})
 

@@ -73,3 +73,9 @@ def test_more_processes_than_cores_share_them():
     machine = Catalogue.load().find("cpu", cores=2)
     assert [Cluster(accelerator=machine, nodes=1, devices_per_node=n).crowd for n in (1, 2, 4)] == [1, 1, 2]
     assert Catalogue.load().cluster("1x16xh100").crowd == 1
+
+
+def test_a_core_is_quicker_while_the_others_rest():
+    machine = Catalogue.load().find("cpu", cores=4, alone=1.6)
+    crowds = [Cluster(accelerator=machine, nodes=1, devices_per_node=n).crowd for n in (1, 2, 4, 8)]
+    assert crowds == pytest.approx([1 / 1.6, 1 / 1.4, 1, 2])

@@ -8,6 +8,7 @@ from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.step import (
+    USUAL_KERNELS,
     StepTime,
     optimizer_seconds,
     pass_times,
@@ -40,9 +41,9 @@ def test_a_device_hides_what_the_host_starts_and_a_core_does_not():
 
 def test_blocks_of_more_kernels_take_longer_to_start():
     usual = traffic(job(), cores=1)
-    assert traffic(job(block_kernels=10), cores=1) == usual
-    assert traffic(job(block_kernels=30), cores=1) == pytest.approx(usual + 8e-3)
-    assert traffic(job(outside_kernels=20), cores=1) == pytest.approx(usual + 2e-3)
+    assert traffic(job(block_kernels=USUAL_KERNELS), cores=1) == usual
+    assert traffic(job(block_kernels=3 * USUAL_KERNELS), cores=1) == pytest.approx(usual + 8e-3)
+    assert traffic(job(outside_kernels=2 * USUAL_KERNELS), cores=1) == pytest.approx(usual + 2e-3)
 
 
 def test_weights_have_a_rate_of_their_own():

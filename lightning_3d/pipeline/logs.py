@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -26,14 +28,25 @@ class LogTap:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.metrics: dict[str, Any] = dict(named_metrics(module))
-        self.names = {id(metric): name for name, metric in self.metrics.items()}
+        self.modules: list[Any] | None = None
+        self.metrics: dict[str, Any] = {}
+        self.names: dict[int, str] = {}
         self.roots: dict[str, str] = {}
         """The outermost metric that each belongs to: a collection for its members."""
-        for name in self.metrics:
-            self.roots[name] = next((root for root in self.roots if name.startswith(f"{root}.")), name)
         self.scratch: dict[int, Any] = {}
         """A copy of each metric, by the metric's id, for values that must not change its state."""
+        self.look()
+
+    def look(self) -> None:
+        """Find the module's metrics, which may be others than in the step before: some make new ones in each epoch, as
+        `MetricTracker` does. In plain attributes only what there is at first: those may hold anything, and much."""
+        found = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
+        if self.modules is not None and list(map(id, found)) == list(map(id, self.modules)):
+            return
+        self.modules, self.metrics, self.roots, self.scratch = found, dict(named_metrics(self.module)), {}, {}
+        self.names = {id(metric): name for name, metric in self.metrics.items()}
+        for name in self.metrics:
+            self.roots[name] = next((root for root in self.roots if name.startswith(f"{root}.")), name)
 
     @contextmanager
     def recording(self, record: Record, noted: Callable[[Any], None] | None = None) -> Iterator[None]:
@@ -149,6 +162,11 @@ def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tup
 
 
 def _detached(leaf: Any) -> Any:
+    """What is averaged and sent to other ranks; numpy's numbers and arrays as torch's, which alone are."""
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    if isinstance(leaf, np.ndarray):
+        return torch.as_tensor(leaf)
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

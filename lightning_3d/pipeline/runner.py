@@ -133,6 +133,7 @@ class Pipeline:
         """
         older = self._set_gradients_aside() if first else {}
         self.trained = self._trained()
+        self.taps.look()
         self.hooks.begin()
         seed = seeds.draw()
         record, sizes = Record(), [1]

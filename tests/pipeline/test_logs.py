@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.nn import functional as F
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
@@ -255,3 +255,62 @@ def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
         ):
             close(mine, theirs)
         torch.testing.assert_close(result["seen"], reference["seen"], rtol=1e-5, atol=1e-5)
+
+
+class Renewed(MLP):
+    """Its metrics are others in each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = MetricTracker(MulticlassAccuracy(3, average="micro"))
+
+    def on_train_epoch_start(self):
+        self.tracker.increment()
+        self.fresh = MulticlassF1Score(3, average="macro")
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        self.tracker.update(logits, batch["y"])
+        self.fresh.update(logits, batch["y"])
+        return F.cross_entropy(logits, batch["y"])
+
+    def on_train_epoch_end(self):
+        self.log_dict({"tracked": self.tracker.compute(), "fresh": self.fresh.compute()})
+
+
+class WithNumpy(MLP):
+    """Its numbers come out of numpy."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.total = MeanMetric(), SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        right = (logits.argmax(1).numpy() == batch["y"].numpy()).astype("float32")
+        self.log("right", right.mean(), on_step=True, on_epoch=True)
+        self.log("count", right.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.mean(right.mean())
+        self.total.update(right)
+        return F.cross_entropy(logits, batch["y"])
+
+    def on_train_epoch_end(self):
+        self.log_dict({"mean": self.mean.compute(), "total": self.total.compute()})
+
+
+def fitted_with(kind, strategy):
+    def build():
+        torch.manual_seed(1)
+        return kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
+
+    return fit(build, strategy)
+
+
+@pytest.mark.parametrize("kind", [Renewed, WithNumpy])
+def test_metrics_made_in_each_epoch_and_numbers_of_numpy(kind):
+    (reference,) = run(fitted_with, kind, False, world=1)
+    for result in run(fitted_with, kind, True, world=2, group=True):
+        for mine, theirs in zip(
+            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
+        ):
+            close(mine, theirs)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,19 +146,21 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     """One step's output from those of its microbatches.
 
     Tensors with a row per sample, or as many rows for each (tokens), are joined, and so are those that differ in length
-    only; scalars and tensors of one shape are averaged by size, lists of one entry per sample joined. Of anything else
-    the first microbatch's value is kept.
+    only; scalars and tensors of one shape are averaged by size, lists of one entry per sample joined. Arrays of numpy
+    are treated like tensors. Of anything else the first microbatch's value is kept.
     """
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0]
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        return join_outputs([torch.as_tensor(out) for out in outputs], sizes).numpy()
     if isinstance(first, Tensor):
         if _in_rows(outputs, sizes):
             return torch.cat(outputs)
         weights = [size / sum(sizes) for size in sizes]
         same = all(out.shape == first.shape for out in outputs)
         return weighted_mean(outputs, weights) if first.is_floating_point() and same else first
-    if isinstance(first, float):
+    if isinstance(first, float | np.floating):
         return weighted_mean(outputs, [size / sum(sizes) for size in sizes])
     inner = children(first)
     if inner is None:

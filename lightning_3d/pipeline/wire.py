@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -209,7 +210,7 @@ def _header(leaf: Any) -> Any:
         return Number(type(leaf))
     if isinstance(leaf, _SIMPLE):
         return leaf
-    return leaf if callable(leaf) and _picklable(leaf) else None
+    return leaf if (callable(leaf) or isinstance(leaf, np.ndarray | np.generic)) and _picklable(leaf) else None
 
 
 def _picklable(leaf: Any) -> bool:

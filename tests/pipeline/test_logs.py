@@ -216,9 +216,6 @@ class Uneven(MLP):
         self.log("samples", float(len(y)), reduce_fx="sum", **rest)
         return {"loss": loss, "tokens": tokens.detach(), "kept": y[keep]}
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        """Replaced by the test's own."""
-
     def on_train_epoch_end(self):
         kept = [
             self.right,
@@ -292,7 +289,10 @@ class WithNumpy(MLP):
         self.log("count", right.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
         self.mean(right.mean())
         self.total.update(right)
-        return F.cross_entropy(logits, batch["y"])
+        return {"loss": F.cross_entropy(logits, batch["y"]), "right": right}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert len(outputs["right"]) == len(batch["x"])
 
     def on_train_epoch_end(self):
         self.log_dict({"mean": self.mean.compute(), "total": self.total.compute()})

@@ -3,6 +3,7 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -103,6 +104,7 @@ def test_no_row_of_an_output_is_lost():
     assert joined(torch.zeros(4), torch.full((4,), 3.0)) == [1, 1, 1, 1], "a mean for each class"
     assert joined(torch.arange(4), torch.arange(4)) == [0, 1, 2, 3], "the same for every microbatch"
     assert joined(torch.zeros(1).long(), torch.ones(1).long()) == [0, 1]
+    assert joined(np.array([0, 1]), np.array([2])) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("other", [{"x": torch.zeros(2, 4)}, {"y": torch.zeros(2, 3)}, [torch.zeros(2, 3)]])

@@ -77,9 +77,13 @@ def fit(build: Any, strategy: bool, options: dict[str, Any] | None = None, **pip
     torch.manual_seed(0)
     module, batches = build()
     history: list[dict[str, float]] = []
-    module.on_train_batch_end = lambda *_: history.append(  # type: ignore[method-assign]
-        {name: float(value) for name, value in module.trainer.callback_metrics.items()}
-    )
+    own = module.on_train_batch_end
+
+    def note(*args: Any) -> None:
+        own(*args)
+        history.append({name: float(value) for name, value in module.trainer.callback_metrics.items()})
+
+    module.on_train_batch_end = note
     made = trainer(Piped(**pipeline) if strategy else None, **(options or {}))
     made.fit(module, loader(batches), loader(batches))
     predictions = None

@@ -58,7 +58,7 @@ class CheckedSteps:
         self.batches += 1
         if self.first is not None:
             with self.random.step():
-                self.first.add(args, self.loss_scale() / self.window())
+                self.first.add(self.composed.module, args, self.loss_scale() / self.window())
         return self.steps.train(call, args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:

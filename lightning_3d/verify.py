@@ -122,13 +122,16 @@ class FirstStep:
         self.context = context
         self.overflows = 0
 
-    def add(self, args: tuple[Any, ...], scale: float) -> None:
+    def add(self, module: nn.Module, args: tuple[Any, ...], scale: float) -> None:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
         Args:
+            module: the one that trains, by now. Parameters may have been frozen or thawed since the copy was made.
             args: of the step.
             scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
+        for name, parameter in module.named_parameters():
+            self.twin.get_parameter(name).requires_grad_(parameter.requires_grad)
         with seeds.set_aside(), LogTap(self.twin).recording(Record()), torch.enable_grad():
             with self.context():
                 loss = loss_of(self.twin.training_step(*args))
@@ -205,7 +208,8 @@ def _judge(worst: Compared) -> None:
         text = f"of the first gradient of {worst.name} and that of the unsplit module only one is finite"
     raise DivergenceError(
         f"verify='first_step': {text}. The step computes something else once it is split, or it draws random numbers"
-        " (dropout) that differ: set its rate to 0 to tell the two apart."
+        " (dropout) that differ: set its rate to 0 to tell the two apart. Weights that a hook changes between setup and"
+        " the first batch (on_train_start) differ too: change them in setup."
     )
 
 

@@ -130,6 +130,18 @@ class UsesTrainer(Planted):
         return super().training_step(batch, batch_idx)
 
 
+class Thawed(Planted):
+    """A part is thawed, and another frozen, after the copy was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_start(self):
+        self.net[0].requires_grad_(True)
+        self.net[2].requires_grad_(False)
+
+
 class Small(Planted):
     """Its gradients are too small for fp16, unless its loss is scaled."""
 
@@ -157,8 +169,9 @@ def _first_step(kind, factor, scale, epochs=6):
 NAN = float("nan")
 
 
-def test_a_step_may_use_the_trainer():
-    for found in run(_first_step, UsesTrainer, 1.0, None, world=2):
+@pytest.mark.parametrize("kind", [UsesTrainer, Thawed])
+def test_a_step_may_use_the_trainer_and_hooks_may_thaw(kind):
+    for found in run(_first_step, kind, 1.0, None, world=2):
         assert found == (None, "")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor.axis import Axis
@@ -29,11 +30,23 @@ class _ShardDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(func, args, kwargs) and next(self.flags, False):
+        if is_random(func, args, kwargs) and next(self.flags, False) and _draws(func, args, kwargs):
             first = args[0] if args else next(iter(kwargs.values()))
             with own_stream(self.axis, first):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a random call takes anything from a generator, which one with a rate of 0 does not.
+
+    A seed for it would move the main stream, and the next order of the samples, away from one device's.
+    """
+    if func is F.scaled_dot_product_attention:
+        return True  # `is_random` looked
+    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and rate > 0
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_3d import Strategy3D
 from lightning_3d.data import fingerprint
 from lightning_3d.errors import DivergenceError
-from tests.modules import MLP
+from tests.modules import MLP, Encoder
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -207,3 +207,17 @@ def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
     assert fingerprint(x.conj()) == fingerprint(x.conj().resolve_conj())
     assert fingerprint(x.conj()) != fingerprint(x)
     assert fingerprint(x.conj().imag) == fingerprint(-x.imag)
+
+
+def _stream_after(strategy, world):
+    seed_everything(7, verbose=False)
+    chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}).fit(Encoder())  # whose rates of dropout are 0
+    return torch.rand(2).tolist()
+
+
+def test_tensor_ranks_leave_the_stream_where_one_device_does():
+    """The order of the next epoch is drawn from it."""
+    (wanted,) = run(_stream_after, None, 1, world=1)
+    assert run(_stream_after, {"tensor_parallel_size": 2}, 2, world=2) == [wanted] * 2

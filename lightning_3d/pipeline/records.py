@@ -102,9 +102,11 @@ def _order(records: list[Record]) -> list[str]:
 
 def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
     _, kwargs = pieces[0]
-    if all(each.get("batch_size") is not None for _, each in pieces):
-        sizes = [each["batch_size"] for _, each in pieces]
-        kwargs = kwargs | {"batch_size": sum(sizes)}
+    given = [each.get("batch_size") for _, each in pieces]
+    if None not in given:
+        kwargs = kwargs | {"batch_size": sum(given)}
+        if len(set(given)) > 1 or given[0] <= max(sizes):  # else it is the whole batch's, and says nothing of its parts
+            sizes = given
     return (_combine([args[0] for args, _ in pieces], sizes, kwargs.get("reduce_fx", "mean")),), kwargs
 
 

@@ -10,6 +10,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, Met
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
+from lightning_3d.pipeline.records import _logged_once
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
@@ -252,6 +253,13 @@ def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
         ):
             close(mine, theirs)
         torch.testing.assert_close(result["seen"], reference["seen"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("given", "mean"), [([8, 8], 1.4), ([2, 2], 1.5), ([1, 3], 1.75)])
+def test_the_batch_size_of_a_log_weighs_microbatches_unless_it_is_that_of_the_whole_batch(given, mean):
+    pieces = [((value,), {"batch_size": size}) for value, size in zip([1.0, 2.0], given, strict=True)]
+    (value,), kwargs = _logged_once(pieces, [3, 2])
+    assert (value, kwargs) == (pytest.approx(mean), {"batch_size": sum(given)})
 
 
 class Renewed(MLP):

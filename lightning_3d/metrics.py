@@ -32,15 +32,9 @@ def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
     return lambda: setattr(torchmetrics.metric, _DEFAULT, before)
 
 
-def find_metrics(module: nn.Module) -> Iterator[Metric]:
-    """Metrics in submodules and in plain attributes, lists, tuples, sets and dicts of them."""
-    for _, metric in named_metrics(module):
-        if isinstance(metric, Metric):
-            yield metric
-
-
 def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
-    """The same and collections, outer ones before what is in them, with names that are alike on every rank."""
+    """Metrics and collections in submodules and in plain attributes, lists, tuples, sets and dicts of them: outer ones
+    before what is in them, with names that are alike on every rank."""
     seen: set[int] = set()
     for prefix, submodule in module.named_modules():
         yield from _once(prefix, submodule, seen)

@@ -68,6 +68,12 @@ def close(one, other):
         assert value == pytest.approx(other[name], abs=1e-5), name
 
 
+def close_logs(result, reference):
+    """What was logged after each step and at the end."""
+    for mine, theirs in zip([*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True):
+        close(mine, theirs)
+
+
 def fitted(strategy, options, pipeline):
     return fit(build, strategy, options, **pipeline)
 
@@ -78,10 +84,7 @@ def test_logs_as_on_one_process(accumulate, microbatches):
     (reference,) = run(fitted, False, options, {}, world=1)
     results = run(fitted, True, options, {"num_microbatches": microbatches}, world=2, group=True)
     for result in results:
-        for mine, theirs in zip(
-            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
-        ):
-            close(mine, theirs)
+        close_logs(result, reference)
         for name, value in result["weights"].items():
             torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-5)
     assert results[0]["end"] == results[1]["end"]
@@ -235,23 +238,23 @@ class Uneven(MLP):
         """Nothing to see."""
 
 
-def build_uneven():
-    torch.manual_seed(1)
-    return Uneven(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
+def fitted_with(kind, strategy, **options):
+    def build():
+        torch.manual_seed(1)
+        return kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
+
+    return fit(build, strategy, **options)
 
 
 def fitted_uneven(strategy, microbatches):
-    return fit(build_uneven, strategy, **({"num_microbatches": microbatches} if strategy else {}))
+    return fitted_with(Uneven, strategy, **({"num_microbatches": microbatches} if strategy else {}))
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
     (reference,) = run(fitted_uneven, False, microbatches, world=1)
     for result in run(fitted_uneven, True, microbatches, world=2, group=True):
-        for mine, theirs in zip(
-            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
-        ):
-            close(mine, theirs)
+        close_logs(result, reference)
         torch.testing.assert_close(result["seen"], reference["seen"], rtol=1e-5, atol=1e-5)
 
 
@@ -306,19 +309,8 @@ class WithNumpy(MLP):
         self.log_dict({"mean": self.mean.compute(), "total": self.total.compute()})
 
 
-def fitted_with(kind, strategy):
-    def build():
-        torch.manual_seed(1)
-        return kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
-
-    return fit(build, strategy)
-
-
 @pytest.mark.parametrize("kind", [Renewed, WithNumpy])
 def test_metrics_made_in_each_epoch_and_numbers_of_numpy(kind):
     (reference,) = run(fitted_with, kind, False, world=1)
     for result in run(fitted_with, kind, True, world=2, group=True):
-        for mine, theirs in zip(
-            [*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True
-        ):
-            close(mine, theirs)
+        close_logs(result, reference)

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from lightning_3d.metrics import find_metrics
+from lightning_3d.metrics import named_metrics
 from lightning_3d.pipeline.runner import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks
 from lightning_3d.pipeline.split import apply_split, plan_split
@@ -27,7 +27,7 @@ class Piped(SingleDeviceStrategy):
         self.placement = stage_ranks(self.schedule, group.size(), 1)
         self.applied = apply_split(module, split, [group.rank()])
         self.pipeline = Pipeline(module, split, group, schedule=self.schedule, **self.options)
-        for metric in find_metrics(module):
+        for _, metric in named_metrics(module):
             metric.distributed_available_fn = lambda: False  # one data rank: there is nobody to gather from
         super().setup(trainer)
 

@@ -4,10 +4,13 @@
 before the job ends (DTensor remembers every mesh), and on NCCL each takes memory of the device.
 """
 
+import gc
+import os
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,6 +61,7 @@ def give_back(axes: Axes) -> None:
 
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
+    _leave_garbage_to_the_parent()
     mesh = build_mesh(layout, device_type, timeout)
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
     whole = _new_group(layout, here, timeout, lambda data: 0)
@@ -70,6 +74,16 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
         _new_group(layout, here, timeout, lambda data: data // shard),
         _new_group(layout, here, timeout, lambda data: data % shard),
     )
+
+
+@cache
+def _leave_garbage_to_the_parent() -> None:
+    """Forked processes, such as the workers of a dataloader, never collect what was garbage when they began.
+
+    With a finished run among it (groups, mesh and DTensor refer to each other) a worker would end the run's process
+    groups, and wait forever for their threads: a fork has none but its own.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:

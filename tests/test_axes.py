@@ -1,7 +1,11 @@
 """Process groups are opened once and lent to one run after the other."""
 
+import gc
+import multiprocessing
+
 import pytest
 from lightning.pytorch import Callback, Trainer
+from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_3d import Strategy3D
@@ -70,3 +74,24 @@ def _groups_of_runs():
 def test_a_run_that_failed_keeps_its_groups_and_one_inside_another_gets_its_own():
     """Either might have sent what not all ranks have received."""
     assert run(_groups_of_runs, world=2) == [([0, 0, 2, 2], True)] * 2
+
+
+def _collect_in_a_worker():
+    """How a process ended that was forked while a group was garbage, and that collects garbage."""
+    _trainer(2).validate(GPT(), verbose=False)
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    gc.disable()  # in this process, which would end the group before
+    cycle = [group]
+    cycle.append(cycle)
+    del group, cycle
+    worker = multiprocessing.get_context("fork").Process(target=gc.collect)
+    worker.start()
+    worker.join(20)
+    worker.kill()
+    gc.enable()
+    return worker.exitcode
+
+
+def test_workers_of_a_dataloader_leave_the_groups_of_earlier_runs_alone():
+    assert run(_collect_in_a_worker, world=2) == [0, 0]

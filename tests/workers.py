@@ -146,6 +146,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (may have dataloader workers)
     gc.freeze()  # the imported modules, which would take most of the time of each collection below
     while True:
         try:

@@ -1,6 +1,5 @@
 """Trainings that tell which samples they were given; run by the workers of `tests/workers.py`."""
 
-import multiprocessing
 import random
 import warnings
 
@@ -122,8 +121,6 @@ class Reader(LightningModule):
 def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None):
     """Train to the end, or save after step `stop` and stop; what was given, and the losses, on this rank."""
     warnings.simplefilter("ignore")
-    # the ranks of a test are daemons, which may not start dataloader workers
-    multiprocessing.current_process()._config["daemon"] = False
     seed_everything(7, workers=True, verbose=False)
     module = Reader()
     for key, value in attributes.items():

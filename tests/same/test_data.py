@@ -1,6 +1,5 @@
 """All peers of a data rank see the same samples; where they do not, the error says who."""
 
-import multiprocessing
 import os
 import random
 import warnings
@@ -59,8 +58,6 @@ class Kept(MLP):
 
 
 def _given(kind, strategy, world, seeded, rank_zero_draws=False):
-    # the ranks of a test are daemons, which may not start dataloader workers
-    multiprocessing.current_process()._config["daemon"] = False
     if seeded:
         seed_everything(7, workers=True, verbose=False)
     else:

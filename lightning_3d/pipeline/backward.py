@@ -1,6 +1,7 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,34 @@ def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) ->
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+@contextmanager
+def grads_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Backwards inside begin with no `.grad`; what was there is put back."""
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in zip(tensors, before, strict=True):
+            tensor.grad = grad
+
+
+def gradients(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor], *, again: bool
+) -> list[Tensor | None]:
+    """Those of `leaves`, added to no `.grad`.
+
+    By a backward to all leaves: reentrant checkpoints allow no other.
+
+    Args:
+        again: whether another backward of the same graph follows.
+    """
+    with grads_aside(leaves):
+        torch.autograd.backward(outputs, grads, retain_graph=again)
+        return [leaf.grad for leaf in leaves]
 
 
 @dataclass
@@ -72,17 +101,12 @@ def halves_agree(
     if not _joins_once(outputs, {id(tensor) for tensor in inputs if tensor.requires_grad}):
         return False
     leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
-    before = [tensor.grad for tensor in leaves]
-    for tensor in leaves:
-        tensor.grad = None
-    try:
-        input_half(outputs, grads, inputs, parameters).run(parameters)
+    with grads_aside(leaves):
+        try:
+            input_half(outputs, grads, inputs, parameters).run(parameters)
+        except RuntimeError:  # a recomputation that allows one backward only, say
+            return False
         return all(_same(tensor.grad, grad) for tensor, grad in zip(leaves, wanted, strict=True))
-    except RuntimeError:  # a recomputation that allows one backward only, say
-        return False
-    finally:
-        for tensor, grad in zip(leaves, before, strict=True):
-            tensor.grad = grad
 
 
 def _joins_once(outputs: list[Tensor], inputs: set[int]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import RunError
-from lightning_3d.pipeline.backward import halves_agree, leaves_below
+from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, grad_print
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
@@ -145,7 +145,7 @@ class Relay:
             return [torch.zeros_like(tensor) for tensor in entering], {}
         outputs, seeds = [output for output, _ in pairs], [grad for _, grad in pairs]
         wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in SPLIT
-        grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True, retain_graph=halved)
+        grads = gradients(outputs, seeds, wanted, again=halved)
         if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
             self._keep_whole(stage)
         back = [

@@ -5,8 +5,8 @@ on a module, a hook inside a block) is lost on every rank alike. So one microbat
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.backward import grads_aside
 from lightning_3d.pipeline.buffers import changed, marks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.logs import LogTap
@@ -174,21 +175,9 @@ class _Nothing(TorchFunctionMode):
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
     named = dict(module.named_parameters())
-    with _grads_aside(list(named.values())):
+    with grads_aside(list(named.values())):
         torch.autograd.backward(loss)
         return {name: grad_print(item.grad) for name, item in named.items() if item.grad is not None}
-
-
-@contextmanager
-def _grads_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
 
 
 def _rounding(module: nn.Module) -> float:

@@ -553,6 +553,26 @@ class Chunked(Awkward):
         return x
 
 
+class Reentrant(Awkward):
+    """Blocks recompute a part of themselves with the older kind of checkpoint, which allows no `autograd.grad`."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.enter, self.inner = nn.Linear(width, 8), nn.Sequential(dense(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            return x + checkpoint(self.inner, x, use_reentrant=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(6), *(self.Block(8) for _ in range(3)), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
 class Hooked(Awkward):
     """Takes activations with forward hooks, as feature extractors do, and hooks gradients."""
 

@@ -110,6 +110,7 @@ def make_steps(
     def scale() -> float:
         return plugin.loss_scale() / trainer.accumulate_grad_batches
 
+    _ = trainer.log_dir  # asked of rank 0 while all ranks do: a pipelined step may ask where it runs alone
     steps = PipelinedSteps(composed, random, opens, make, scale, plugin.forward_context)
     if plans.whole is not None and plans.whole.compared:
         steps.prove(plans.whole)

@@ -1,4 +1,4 @@
-"""What a pipelined `training_step` logs: recorded on the last stage, replayed on every rank.
+"""What a pipelined `training_step` logs and prints: recorded on the last stage, replayed on every rank.
 
 The last stage runs the step once per microbatch; a user's one call of `self.log` must be one logged value, and a call
 of a metric one call on the whole batch, on every rank, so that metrics' states are equal everywhere. A value that a
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_3d.apart import speaking
 from lightning_3d.metrics import named_metrics
+from lightning_3d.pipeline.loggers import Tell, do, told_trainer
 from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.packed import unpacked
 from lightning_3d.pipeline.records import Call, Computed, MetricName, Record
 from lightning_3d.pipeline.traced import untrace
 from lightning_3d.pipeline.wholly import as_far_as, cleared, instead, scratch_of, wholly
@@ -49,10 +52,15 @@ class LogTap:
             self.roots[name] = next((root for root in self.roots if name.startswith(f"{root}.")), name)
 
     @contextmanager
-    def recording(self, record: Record, noted: Callable[[Any], None] | None = None) -> Iterator[None]:
-        """Calls of `log` and of metrics go to `record`; metrics give the microbatch's value and keep their state.
+    def recording(
+        self, record: Record, noted: Callable[[Any], None] | None = None, *, speaks: bool = False
+    ) -> Iterator[None]:
+        """Calls of `log`, `print`, loggers and metrics go to `record`; metrics give the microbatch's value and keep
+        their state.
 
-        `noted` sees every value before anything else does.
+        Args:
+            noted: sees every value before anything else does.
+            speaks: whether this rank does what only rank 0 does; else none does.
         """
         returned: dict[int, Computed] = {}
 
@@ -62,6 +70,14 @@ class LogTap:
             names = _LOG_ARGUMENTS[: len(args)]
             given = dict(zip(names, args, strict=True)) | kwargs
             record.add("log", name, (self._named(value, returned),), given)
+
+        def tell(what: str) -> Tell:
+            def told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if noted:
+                    noted((args, kwargs))
+                record.add(what, name, map_leaves(_apart, untrace(args)), map_leaves(_apart, untrace(kwargs)))
+
+            return told
 
         def tap(name: str, method: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +94,9 @@ class LogTap:
 
         self._copy_metrics()
         taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
-        with instead([(self.module, "log", log), *taps]):
+        say = tell("print")
+        taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
+        with instead(taps), told_trainer(self.module, tell("logger")), speaking(speaks):
             yield
 
     def replay(self, record: Record, sizes: list[int]) -> None:
@@ -89,8 +107,18 @@ class LogTap:
             if call.what == "log":
                 [((value,), kwargs)] = [piece for piece in call.pieces if piece]
                 self.module.log(call.name, self._value(value, results), **kwargs)
+            elif call.what in ("logger", "print"):
+                self._say(call)
             else:
                 results[call.key] = self._on_batch(call, sizes)
+
+    def _say(self, call: Call) -> None:
+        for args, kwargs in (piece for piece in call.pieces if piece):
+            if call.what == "print":
+                self.module.print(*unpacked(args), **unpacked(kwargs))
+            else:
+                path, given = args
+                do(self.module.trainer, path, unpacked(given), unpacked(kwargs))
 
     def _copy_metrics(self) -> None:
         for metric in self.metrics.values():
@@ -167,6 +195,10 @@ def _detached(leaf: Any) -> Any:
         return leaf.item()
     if isinstance(leaf, np.ndarray):
         return torch.as_tensor(leaf)
+    return _apart(leaf)
+
+
+def _apart(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

@@ -67,6 +67,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return rebuild(value, items)
 
 
+def form(value: Any) -> Any:
+    """The containers of `value`, without what they hold."""
+    return map_leaves(lambda _: None, value)
+
+
 def batch_size(batch: Any) -> int | None:
     """Rows in the batch, None where it has no batch dimension or holds something that cannot be cut."""
     sizes: Counter[int] = Counter()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.pipeline.microbatch import weighted_mean
+from lightning_3d.pipeline.microbatch import form, leaves, map_leaves, weighted_mean
+from lightning_3d.pipeline.packed import packed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -37,16 +38,16 @@ class Computed:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `self.log` or of a method of a metric."""
+    """A call of `self.log` or `self.print`, of a method of a metric, or of a logger."""
 
     what: str
-    """"log", "forward", "update", "reset" or "compute"."""
+    """"log", "print", "forward", "update", "reset", "compute", or "logger"."""
     name: str
-    """Of the logged value or of the metric."""
+    """Of the logged value or of the metric; of a logger, which and what is called."""
     key: str
     """Says which call of the step it is, on every microbatch alike."""
     pieces: tuple[Arguments | None, ...]
-    """The arguments on each microbatch, None for one that did not call; of a logged value one for all."""
+    """The arguments on each microbatch, None for one that did not call; of what is logged or printed one for all."""
 
 
 @dataclass
@@ -72,9 +73,11 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
     for key in _order(records):
         calls = [of_one.get(key) for of_one in made]
         first = next(call for call in calls if call is not None)
-        if first.what == "log":
+        if first.what in _ONCE:
             logged = [(call.pieces[0], size) for call, size in zip(calls, sizes, strict=True) if call is not None]
-            pieces: tuple[Any, ...] = (_logged_once([piece for piece, _ in logged], [size for _, size in logged]),)
+            once = _ONCE[first.what]([piece for piece, _ in logged], [size for _, size in logged])
+            what = f"training_step calls {first.name} with something"
+            pieces: tuple[Any, ...] = (once,) if first.what == "log" else packed(what, once)
         else:
             pieces = tuple(None if call is None else call.pieces[0] for call in calls)
         whole.calls.append(replace(first, pieces=pieces))
@@ -110,6 +113,20 @@ def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
     return (_combine([args[0] for args, _ in pieces], sizes, kwargs.get("reduce_fx", "mean")),), kwargs
 
 
+def _said_once(pieces: list[Any], sizes: list[int]) -> Any:
+    """Of what goes to a logger or is printed: numbers are averaged, of the rest the first microbatch's is taken."""
+    like = form(pieces[0])
+    alike = [(list(leaves(piece)), size) for piece, size in zip(pieces, sizes, strict=True) if form(piece) == like]
+    sizes, columns = [size for _, size in alike], zip(*(items for items, _ in alike), strict=True)
+    return map_leaves(lambda _: _averaged(next(columns), sizes), pieces[0])
+
+
+def _averaged(values: tuple[Any, ...], sizes: list[int]) -> Any:
+    first = values[0]
+    is_number = isinstance(first, float) or (isinstance(first, Tensor) and not first.ndim and first.is_floating_point())
+    return mean_of(list(values), sizes) if is_number and len({type(value) for value in values}) == 1 else first
+
+
 def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
     first = values[0]
     if isinstance(first, Computed) and len({(v.key, v.path) if isinstance(v, Computed) else None for v in values}) == 1:
@@ -125,6 +142,9 @@ def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
         stacked = torch.stack([torch.as_tensor(value) for value in values])
         return stacked.sum(0) if name == "sum" else getattr(stacked, f"a{name}")()
     return mean_of(values, sizes)
+
+
+_ONCE = {"log": _logged_once, "logger": _said_once, "print": _said_once}
 
 
 def mean_of(values: list[Any], sizes: list[int]) -> Any:

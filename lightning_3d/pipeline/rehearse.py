@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.attributes import Attributes
 from lightning_3d.pipeline.buffers import changed, marks, open_buffers, undone
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, unlike
 from lightning_3d.pipeline.records import Record
@@ -35,29 +35,12 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, 
     """
     with seeds.set_aside():
         with as_before(pipeline.module):
-            lengths = _lengths(pipeline.module)
             whole, trace, result = _run_whole(pipeline, step, args, seed)
-            if not pipeline.proven:
-                _warn_of_lists(pipeline.module, lengths)
         _agree(pipeline, trace, seed)
         key = (step, trace.pattern, pipeline.trained)
         if uncut is not None or key not in pipeline.proven:
             pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
     return replace(trace, unreached=pipeline.proven[key])
-
-
-def _lengths(module: Any) -> dict[str, int]:
-    return {name: len(value) for name, value in module.__dict__.items() if isinstance(value, list)}
-
-
-def _warn_of_lists(module: Any, before: dict[str, int]) -> None:
-    for name, length in _lengths(module).items():
-        if length > before.get(name, length):
-            rank_zero_warn(
-                f"training_step appends to self.{name}. Under a pipeline that happens once per microbatch and on the"
-                f" last stage only: on other ranks self.{name} stays as it was. Append in on_train_batch_end(self,"
-                " outputs, batch, batch_idx): outputs are those of the whole batch, on every rank."
-            )
 
 
 def _run_in_stages(
@@ -165,7 +148,7 @@ def as_before(module: Any) -> Iterator[None]:
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     kept = [(inner, _plain_attributes(inner)) for inner in module.modules()]
     try:
-        with undone(module, buffers):
+        with undone(module, buffers), Attributes(module).apart():
             yield
     finally:
         for inner, attributes in kept:

@@ -118,6 +118,11 @@ class Pipeline:
     def holds_last(self) -> bool:
         return self.stage_rank[-1] == self.wire.rank
 
+    @property
+    def speaks(self) -> bool:
+        """Whether what a step does on rank 0 only is done here: where the pipeline of rank 0 ends."""
+        return self.holds_last and dist.get_global_rank(self.wire.group, 0) == 0
+
     def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
         """Run forward and backward of a whole batch; gradients wait for `backward`.
 

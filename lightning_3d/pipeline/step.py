@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_3d.apart import alone
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes, sendable
 from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.head import choose_head
@@ -40,11 +42,14 @@ class TrainingStep:
     dims: list[int | None] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    changes: list[Changes] = field(default_factory=list)
+    """Of the module's attributes, by each run of the last stage."""
 
     def run(self) -> tuple[Any, Record]:
         """What the whole batch's step would have returned and logged, on every rank."""
         self._cut_batch()
         pipeline = self.pipeline
+        self.attributes = Attributes(pipeline.module)
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
             self._head if self.whole else None, pipeline.unsplit,
@@ -73,17 +78,19 @@ class TrainingStep:
     def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
         trace = self.traces[index]
         record = Record()
-        result = play(
-            self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
-            self.microbatches[index], self._mark(index), received, record,
-        )  # fmt: skip
+        with self.attributes.apart() as changes:
+            result = play(
+                self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
+                self.microbatches[index], self._mark(index), received, record, real=True,
+            )  # fmt: skip
         if trace.parts[stage].stop < len(trace.calls):
             return result
-        return self._finish(result, record, self.sizes[index] / sum(self.sizes))
+        return self._finish(result, record, changes, self.sizes[index] / sum(self.sizes))
 
-    def _finish(self, output: Any, record: Record, weight: float) -> list[Tensor]:
+    def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep what a step returned; what backward starts from."""
         self.outputs.append(detached(output))
+        self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
         return [] if loss is None else [loss * (self.scale * weight)]
@@ -97,8 +104,11 @@ class TrainingStep:
                   for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
-        output = play(self.pipeline, self.whole, part, "head", self.name, self.args, self.seed, joined, record)
-        for loss in self._finish(output, record, 1.0):
+        with self.attributes.apart() as changes:
+            output = play(
+                self.pipeline, self.whole, part, "head", self.name, self.args, self.seed, joined, record, real=True
+            )
+        for loss in self._finish(output, record, changes, 1.0):
             torch.autograd.backward(loss)
         self.sizes = [sum(self.sizes)]
         return self._chunks(columns, dims, joined)
@@ -117,10 +127,12 @@ class TrainingStep:
         mine, last = None, self.pipeline.holds_last
         if last:
             record = combine(self.records, self.sizes)
-            mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers())
-        output, calls, buffers = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
+            changes = sendable(join_changes(self.changes, self.sizes, self.attributes.before))
+            mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
+        output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
             put(self.pipeline.module, buffers)
+        self.attributes.put(changes)
         return output, Record(calls)
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -131,13 +143,17 @@ class TrainingStep:
 
 def play(
     pipeline: "Pipeline", trace: Trace, part: Part, title: str, name: str, args: tuple[Any, ...], seed: int,
-    received: list[Tensor], record: Record, expected: Any = None,
+    received: list[Tensor], record: Record, expected: Any = None, *, real: bool = False,
 ) -> Any:  # fmt: skip
-    """One part of a step on a microbatch: what crosses the cut behind it, or the step's own output at the end."""
+    """One part of a step on a microbatch: what crosses the cut behind it, or the step's own output at the end.
+
+    Only where it is `real`, and no rehearsal, is done what the step does on rank 0.
+    """
     player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
     player.expected = expected
     undo = () if player.final else trace.changed
-    with undone(pipeline.module, undo), player, pipeline.gates.directed(player), pipeline.taps.recording(record):
+    recording = pipeline.taps.recording(record, speaks=real and player.final and pipeline.speaks)
+    with undone(pipeline.module, undo), player, pipeline.gates.directed(player), recording, alone():
         try:
             output = pipeline.call(name, args, seed)
         except Cut:

@@ -228,7 +228,7 @@ def _numbers(value: Any, device: torch.device) -> Tensor:
         return torch.zeros(0, dtype=torch.float64, device=device)
     if not any(isinstance(leaf, Tensor) for leaf in found):
         return torch.tensor(found, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(leaf).detach().to(device, torch.float64) for leaf in found])
+    return torch.stack([torch.as_tensor(leaf, dtype=torch.float64, device=device).detach() for leaf in found])
 
 
 def _is_number(leaf: Any) -> bool:

@@ -1,7 +1,5 @@
 """What a module logs under a real Trainer: the same on every rank as on one process."""
 
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -117,33 +115,6 @@ class Boring(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Appending(MLP):
-    """Keeps losses for the end of the epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        outputs = super().training_step(batch, batch_idx)
-        self.losses.append(outputs["loss"].detach())
-        return outputs
-
-
-def warned(microbatches):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(lambda: (Appending(), [vectors(8, 0), vectors(5, 1)]), True, num_microbatches=microbatches)
-    return [str(warning.message) for warning in caught if "training_step appends to" in str(warning.message)]
-
-
-def test_a_list_that_only_the_last_stage_fills_is_named():
-    first, _ = run(warned, 4, world=2, group=True)
-    assert len(first) == 1
-    assert "self.losses" in first[0]
-    assert "on_train_batch_end" in first[0]
 
 
 def build_boring():

@@ -1,0 +1,213 @@
+"""Plain attributes that a pipelined step changes (`self.losses.append(loss)`, `self.average = ...`): as on one device.
+
+Every microbatch, and every stage up to its cut, runs the user's code. So each run begins with the attributes as they
+were before the step, and once all are done what the last stage's runs made of them is joined, like what the step
+returns, and put on every rank. Objects of the user's own classes are left alone.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from operator import is_
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_3d.pipeline.microbatch import form, join_outputs, map_leaves
+from lightning_3d.pipeline.packed import packed, unpacked
+from lightning_3d.pipeline.traced import untrace
+
+Path = tuple[Any, ...]
+"""The attribute's name, then keys of dicts."""
+Changes = dict[Path, tuple[str, Any]]
+"""What a run did where: "set" a value, "append" or "refill" with entries, "union", "count" more, "delete"."""
+Snapshot = dict[Any, tuple[Any, Any]]
+"""Values, with what is in them where that may change."""
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), Tensor, list, tuple, dict, set, deque)
+_LONG = 10_000
+"""Entries of a container beyond which they are not copied and compared in each run."""
+_MISSING = object()
+
+
+class Attributes:
+    """The module's plain attributes at the start of a step."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.before = _snapshot(_own(module))
+
+    @contextmanager
+    def apart(self) -> Iterator[Changes]:
+        """Gives what the code inside changes, once it is done; then it is as before."""
+        changes: Changes = {}
+        try:
+            yield changes
+        finally:
+            now = _own(self.module)
+            changes |= dict(_differences(self.before, now, ()))
+            for name in now.keys() - self.before.keys():
+                del self.module.__dict__[name]
+            for name, (value, content) in self.before.items():
+                self.module.__dict__[name] = value
+                _put_back(value, content)
+
+    def put(self, changes: Changes) -> None:
+        """Make changes, in the lists and dicts that are there."""
+        for path, (kind, sent) in changes.items():
+            value = unpacked(sent)
+            target: Any = self.module.__dict__
+            for key in path[:-1]:
+                target = target[key]
+            if kind == "append":
+                target[path[-1]].extend(value)
+            elif kind in ("count", "union"):
+                target[path[-1]].update(value)
+            elif kind == "refill":
+                target[path[-1]].clear()
+                target[path[-1]].extend(value)
+            elif kind == "delete":
+                del target[path[-1]]
+            else:
+                target[path[-1]] = value
+
+
+@cache
+def _internals() -> frozenset[str]:
+    return frozenset({*vars(LightningModule()), "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"})
+
+
+def _own(module: Any) -> dict[str, Any]:
+    names = vars(module).keys() - _internals()
+    return {name: value for name in names if isinstance(value := vars(module)[name], _PLAIN)}
+
+
+def _snapshot(values: dict[Any, Any]) -> Snapshot:
+    return {key: (value, _content(value)) for key, value in values.items()}
+
+
+def _content(value: Any) -> Any:
+    """What is in a container; of a long list its length, and of other long ones nothing: they are data."""
+    if not isinstance(value, list | dict | set | deque):
+        return None
+    if len(value) > _LONG:
+        return len(value) if isinstance(value, list) else None
+    return _snapshot(value) if isinstance(value, dict) else list(value)
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(content, int):
+        del value[content:]
+    elif isinstance(content, dict):
+        for key in value.keys() - content.keys():
+            del value[key]
+        for key, (inner, below) in content.items():
+            value[key] = inner
+            _put_back(inner, below)
+    elif content is not None and not _alike(value, content):
+        value.clear()
+        value.update(content) if isinstance(value, set) else value.extend(content)
+
+
+def _alike(one: Collection[Any], other: Collection[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _differences(before: Snapshot, now: dict[Any, Any], path: Path) -> Iterator[tuple[Path, tuple[str, Any]]]:
+    for key in before.keys() - now.keys():
+        yield (*path, key), ("delete", None)
+    for key, value in now.items():
+        kept, content = before.get(key, (_MISSING, None))
+        if kept is not value:
+            yield (*path, key), ("set", value)
+        elif isinstance(value, Counter) and content is not None:
+            if more := value - Counter({name: count for name, (count, _) in content.items()}):
+                yield (*path, key), ("count", dict(more))
+        elif isinstance(content, dict):
+            yield from _differences(content, value, (*path, key))
+        elif content is not None and (change := _change(value, content)):
+            yield (*path, key), change
+
+
+def _change(value: Any, content: Any) -> tuple[str, Any] | None:
+    """What happened to a list, set or deque that is still the same object."""
+    if isinstance(content, int):
+        return ("append", value[content:]) if len(value) > content else None
+    if isinstance(value, set):
+        return ("union", value.difference(content)) if len(value) > len(content) else None
+    if _alike(value, content):
+        return None
+    if isinstance(value, list) and _alike(value[: len(content)], content):
+        return "append", value[len(content) :]
+    return "refill", list(value)
+
+
+def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot) -> Changes:
+    """What one run on the whole batch, of microbatches of `sizes`, would have changed."""
+    whole: Changes = {}
+    for path in dict.fromkeys(path for run in runs for path in run):
+        kind = next(run[path][0] for run in runs if path in run)
+        made = [(run[path][1], size) for run, size in zip(runs, sizes, strict=True) if run.get(path, ("",))[0] == kind]
+        values, counts = [map_leaves(_detached, untrace(value)) for value, _ in made], [size for _, size in made]
+        if kind == "append":
+            whole[path] = kind, _entries(values, counts)
+        elif kind == "refill":
+            whole[path] = kind, _in_turn(values, counts)
+        elif kind == "count":
+            whole[path] = kind, dict(sum(map(Counter, values), Counter()))
+        elif kind == "union":
+            whole[path] = kind, set[Any]().union(*values)
+        else:
+            whole[path] = kind, _value(_at(before, path), values, counts, everywhere=len(made) == len(runs))
+    return whole
+
+
+def sendable(changes: Changes) -> Changes:
+    """Those that can be sent to other ranks, as they can be sent."""
+    return {
+        path: (kind, sent)
+        for path, (kind, value) in changes.items()
+        for sent in packed(f"training_step keeps in self.{path[0]} something", value)
+    }
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _entries(tails: list[list[Any]], sizes: list[int]) -> list[Any]:
+    """What the microbatches appended: an entry for each sample, or for the batch."""
+    lengths = [len(tail) for tail in tails]
+    if len(set(lengths)) > 1 or (lengths == sizes and lengths[0] > 1):
+        return [entry for tail in tails for entry in tail]
+    return _in_turn(tails, sizes)
+
+
+def _in_turn(lists: list[list[Any]], sizes: list[int]) -> list[Any]:
+    return [_value(None, list(entries), sizes) for entries in zip(*lists, strict=False)]
+
+
+def _value(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool = True) -> Any:
+    """Counts are added up, but one that goes up by one everywhere counts batches; all else is joined like outputs."""
+    if _is_count(before) and all(map(_is_count, values)):
+        steps = [int(value - before) for value in values]
+        return values[0] if everywhere and set(steps) == {1} else before + sum(steps)
+    if len({repr(form(value)) for value in values}) > 1 or len(set(map(type, values))) > 1:
+        return values[0]
+    return set[Any]().union(*values) if isinstance(values[0], set) else join_outputs(values, sizes)
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.ndim and not value.is_floating_point() and not value.is_complex()
+    return type(value) is int
+
+
+def _at(before: Snapshot, path: Path) -> Any:
+    value, content = None, before
+    for key in path:
+        if not isinstance(content, dict) or key not in content:
+            return None
+        value, content = content[key]
+    return value

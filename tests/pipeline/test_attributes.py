@@ -1,0 +1,126 @@
+"""What a step keeps in plain attributes of its module is under a pipeline what it is on one device, on every rank."""
+
+from collections import Counter, deque
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lightning_3d.pipeline.attributes import Attributes, join_changes
+from tests.pipeline.trainer import fit
+from tests.pipeline.zoo import MLP, vectors
+from tests.workers import run
+
+
+class Keeping(MLP):
+    """Keeps what users keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.outputs, self.labels, self.recent = [], [], [], deque(maxlen=2)
+        self.steps, self.rows, self.correct, self.average, self.last = 0, 0, 0, 0.0, None
+        self.table = {"of": {"classes": Counter()}, "best": None}
+        self.classes = set()
+        self.running = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch["x"], batch["y"]
+        self.steps += 1
+        if not hasattr(self, "began"):
+            self.began = batch_idx
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(loss.detach())
+        self.outputs.append({"loss": loss.item(), "logits": logits.detach()})
+        self.labels.extend(y.tolist())
+        self.recent.append(loss.detach())
+        self.rows += len(x)
+        self.correct += 10 * int((logits.argmax(1) == y).sum())
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        self.running = 0.5 * self.running + loss.detach()
+        self.last = logits.detach()
+        self.table["best"] = loss.item()
+        self.table["of"]["classes"].update(y.tolist())
+        self.classes.update(y.tolist())
+        self.loss = loss
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert self.steps == self.began + self.trainer.global_step
+        assert self.last.shape == (len(batch["x"]), 3)
+        self.log("kept", self.losses[-1])
+        self.log("average", self.average)
+
+
+def build():
+    torch.manual_seed(1)
+    return Keeping(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
+
+
+def kept(strategy, pipeline):
+    made = build()
+    result = fit(lambda: made, strategy, **pipeline)
+    module = made[0]
+    names = ("losses", "outputs", "labels", "recent", "steps", "rows", "correct", "average", "running", "last", "table")
+    return {name: getattr(module, name) for name in (*names, "classes", "began")}, result["steps"]
+
+
+def close(one, other):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        one, other = list(one.values()), [other[key] for key in one]
+    if isinstance(one, list | deque):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            close(left, right)
+    elif isinstance(one, float | torch.Tensor):
+        torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=1e-5, atol=1e-5)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_microbatches": 4}, {"num_microbatches": 3}, {"loss_scope": "batch"}], ids=str
+)
+def test_attributes_as_on_one_device(options):
+    (reference,) = run(kept, False, {}, world=1)
+    for result in run(kept, True, options, world=2, group=True):
+        close(result[0], reference[0])
+        close(result[1], reference[1])
+
+
+class Plain:
+    """Stands for a module."""
+
+
+def test_each_run_begins_as_the_first():
+    module = Plain()
+    module.notes, module.gone, module.many = [1], 3, list(range(20_000))
+    attributes = Attributes(module)
+    runs = []
+    for index in range(2):
+        with attributes.apart() as changes:
+            assert vars(module).keys() == {"notes", "gone", "many"}
+            module.notes.append(index)
+            module.many.append(index)
+            del module.gone
+            module.new = index
+        runs.append(changes)
+        assert module.notes == [1]
+        assert len(module.many) == 20_000
+    attributes.put(join_changes(runs, [2, 2], attributes.before))
+    assert module.notes == [1, 0]
+    assert module.many[20_000:] == [0]
+    assert module.new == 0
+    assert not hasattr(module, "gone")
+
+
+@pytest.mark.parametrize(
+    ("made", "whole"),
+    [((1, 1), 1), ((2, 2), 4), ((3, 5), 8), ((0, 1), 1)],
+)  # fmt: skip
+def test_counts_are_added_up_and_batches_counted_once(made, whole):
+    """By two microbatches of two rows each."""
+    runs = [{("count",): ("set", 10 + number)} for number in made if number]
+    sizes = [2] * len(runs)
+    assert join_changes(runs, sizes, {"count": (10, None)})["count",] == ("set", 10 + whole)

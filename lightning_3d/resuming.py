@@ -169,12 +169,12 @@ class Resuming(Saving):
             data, accumulated = old.data_parallel_size, old.accumulate_grad_batches
         return RunNote(tuple(folders), data, accumulated)
 
-    def _largest(self, number: int) -> int:
+    def _largest(self, numbers: list[int]) -> list[int]:
         if self.world_size == 1:
-            return number
-        numbers = torch.tensor(number, device=self.root_device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return int(numbers)
+            return numbers
+        largest = torch.tensor(numbers, device=self.root_device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def teardown(self) -> None:
         if self._preemption is not None:

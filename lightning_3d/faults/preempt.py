@@ -1,7 +1,8 @@
-"""SIGTERM and a cluster's own warning: noted when they come, acted upon by all ranks before the same batch.
+"""SIGTERM, a cluster's own warning and `trainer.should_stop`: all ranks act upon what any was told, at the same batch.
 
-Lightning answers both inside the signal handler, with collectives, whatever collective the signal interrupted. Touches
-four private names of Lightning (read in 2.6): `_signal_connector` with `_sigterm_notifier_fn` and
+Lightning answers signals inside the handler, with collectives, whatever collective the signal interrupted; and a rank
+that a callback tells to stop leaves its loops alone, to meet the others' next batch with the collectives of the end.
+Touches four private names of Lightning (read in 2.6): `_signal_connector` with `_sigterm_notifier_fn` and
 `_slurm_sigusr_handler_fn`, and `_broadcast_sigterm_tensor` of the epoch loop; `tests/faults/test_preempt.py` fails when
 they change.
 """
@@ -18,8 +19,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 NOTHING, END, REQUEUE = 0, 1, 2
-Agree = Callable[[int], int]
-"""The largest number that any rank says. Collective over the world."""
+Agree = Callable[[list[int]], list[int]]
+"""The largest numbers that any rank says. Collective over the world."""
 
 
 class Preemption:
@@ -31,8 +32,9 @@ class Preemption:
 
     def __init__(self, trainer: Trainer, agree: Agree, path: Callable[[], str]) -> None:
         self.trainer, self.agree, self.path = trainer, agree, path
-        self.asked = NOTHING
+        self.asked = self.agreed = NOTHING
         self.connector, self.loop = _any(trainer._signal_connector), _any(trainer.fit_loop.epoch_loop)
+        self.replaced: list[tuple[Any, str]] = []
         if trainer.state.fn != TrainerFn.FITTING:
             vars(self.connector)["_sigterm_notifier_fn"] = self._end_now
             return
@@ -41,6 +43,8 @@ class Preemption:
             _sigterm_notifier_fn=lambda *_: self._ask(END), _slurm_sigusr_handler_fn=lambda *_: self._ask(REQUEUE)
         )
         vars(self.loop).update(_broadcast_sigterm_tensor=_nothing, advance=self._advance)
+        self._agree_after(self.loop.val_loop, "run")
+        self._agree_after(trainer.fit_loop, "on_advance_end")
 
     def close(self) -> None:
         """Leave the Trainer's loop and signals as they were."""
@@ -48,15 +52,34 @@ class Preemption:
         vars(self.connector).pop("_slurm_sigusr_handler_fn", None)
         for name in ("_broadcast_sigterm_tensor", "advance"):
             vars(self.loop).pop(name, None)
+        for owner, name in self.replaced:
+            vars(owner).pop(name, None)
 
     def _ask(self, what: int) -> None:
         self.asked = max(self.asked, what)
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
-        asked = self.agree(self.asked)
-        if asked:
-            self._end(asked)
+        if self.agreed:
+            self._end(self.agreed)
         self.advance(*args, **kwargs)
+        self._agree()
+
+    def _agree_after(self, owner: Any, name: str) -> None:
+        """Also where callbacks may stop the run outside of a batch, or a signal come in the long time that it takes."""
+        original = getattr(owner, name)
+
+        def then_agree(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._agree()
+            return result
+
+        vars(owner)[name] = then_agree
+        self.replaced.append((owner, name))
+
+    def _agree(self) -> None:
+        """Before the Trainer looks at `should_stop`: to validate once more, or to leave a loop."""
+        self.agreed, stop = self.agree([self.asked, int(self.trainer.should_stop)])
+        self.trainer.should_stop = bool(stop)
 
     def _end(self, asked: int) -> None:
         if asked == REQUEUE:

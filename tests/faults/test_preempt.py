@@ -17,7 +17,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning_3d import Strategy3D
 from tests.faults.drill import Net
 from tests.faults.squad import squad
+from tests.modules import MLP
 from tests.parity import QUIET
+from tests.workers import run
 
 STEPS, AT = 10, 4
 
@@ -125,6 +127,40 @@ def test_outside_of_a_fit_sigterm_ends_at_once(tmp_path):
         job.send(1, signal.SIGTERM)
         assert job.wait(5, [1]) == []
         assert job.processes[1].exitcode == -signal.SIGTERM
+
+
+class StopsAt(Callback):
+    """The last rank alone is told to stop, at one of the Trainer's hooks."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer, module, *_):
+        if trainer.global_step >= 3 and trainer.global_rank == trainer.world_size - 1:
+            trainer.should_stop = True
+
+
+def _stopped(hook, world, strategy):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module, callback = MLP(), StopsAt(hook)
+    flags = {"max_epochs": 3, "limit_val_batches": 1, "val_check_interval": 2, "callbacks": [callback]}
+    chosen = "auto" if strategy is None else Strategy3D(**strategy, timeout=20.0, quiet=True)
+    trainer = Trainer(**{**QUIET, **flags}, devices=world, strategy=chosen)
+    trainer.fit(module)
+    return trainer.global_step, float(module.scale)
+
+
+HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("axis", ["data_parallel_size", "pipeline_parallel_size"])
+def test_all_ranks_stop_where_one_is_told_to(hook, axis):
+    (wanted,) = run(_stopped, hook, 1, None, world=1)
+    assert wanted[0] == {"on_train_batch_end": 3, "on_validation_end": 4, "on_train_epoch_end": 5}[hook]
+    for got in run(_stopped, hook, 2, {axis: 2}, world=2):
+        assert got == pytest.approx(wanted, rel=1e-5)
 
 
 def test_lightning_still_has_what_is_replaced():

@@ -15,7 +15,9 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.apart import speaking
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.metrics import named_metrics
+from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loggers import Tell, do, told_trainer
 from lightning_3d.pipeline.microbatch import map_leaves
 from lightning_3d.pipeline.packed import unpacked
@@ -27,10 +29,14 @@ _METHODS = ("forward", "update", "compute", "reset")
 
 
 class LogTap:
-    """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch."""
+    """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch.
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    Args:
+        gates: of the module's blocks, inside of which nothing can be logged: only the rank that runs the block would.
+    """
+
+    def __init__(self, module: Any, gates: Gates | None = None) -> None:
+        self.module, self.gates = module, gates
         self.modules: list[Any] | None = None
         self.metrics: dict[str, Any] = {}
         self.names: dict[int, str] = {}
@@ -65,6 +71,7 @@ class LogTap:
         returned: dict[int, Computed] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self._refuse_inside("log", name)
             if noted:
                 noted(value)
             names = _LOG_ARGUMENTS[: len(args)]
@@ -81,6 +88,7 @@ class LogTap:
 
         def tap(name: str, method: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
+                self._refuse_inside(method, name)
                 if noted:
                     noted((args, kwargs))
                 args, kwargs = map_leaves(_detached, untrace(args)), map_leaves(_detached, untrace(kwargs))
@@ -97,6 +105,31 @@ class LogTap:
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
         with instead(taps), told_trainer(self.module, tell("logger")), speaking(speaks):
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Calls of `log` and of metrics do what they do, and are refused inside of blocks."""
+
+        own = self.module.log
+
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            self._refuse_inside("log", name)
+            own(name, *args, **kwargs)
+
+        def watch(metric: Any, name: str, method: str) -> Callable[..., Any]:
+            original = getattr(metric, method)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._refuse_inside(method, name)
+                return original(*args, **kwargs)
+
+            return call
+
+        self.look()
+        every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
+        taps = [(metric, method, watch(metric, name, method)) for name, metric, method in every]
+        with instead([(self.module, "log", log), *taps]):
             yield
 
     def replay(self, record: Record, sizes: list[int]) -> None:
@@ -119,6 +152,15 @@ class LogTap:
             else:
                 path, given = args
                 do(self.module.trainer, path, unpacked(given), unpacked(kwargs))
+
+    def _refuse_inside(self, method: str, name: str) -> None:
+        if self.gates is not None and self.gates.depth and self.gates.director is not None:
+            what = f"{name!r} is logged" if method == "log" else f"{method}() of the metric {name!r} is called"
+            raise UnsupportedError(
+                f"{what} inside of a block. A stage of a pipeline runs its own blocks only, so other ranks would not"
+                " know of it. Return the value from the block, and log it or give it to the metric in the step itself;"
+                " or use pipeline_parallel_size=1."
+            )
 
     def _copy_metrics(self) -> None:
         for metric in self.metrics.values():

@@ -100,7 +100,7 @@ class Pipeline:
         units = list(split.holders)
         absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(module, units, absent)
-        self.taps = LogTap(module)
+        self.taps = LogTap(module, self.gates)
         self.locate = self.hooks.locate or module.get_parameter
         self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.traces: dict[Any, Trace] = {}
@@ -178,7 +178,7 @@ class Pipeline:
         seed = seeds.draw()
         try:
             conductor = Conductor(self.split, self.wire, self.stage_rank, seed)
-            with seeds.set_aside(), self.hooks.evaluating(), self.gates.directed(conductor):
+            with seeds.set_aside(), self.hooks.evaluating(), self.gates.directed(conductor), self.taps.outside():
                 return self.call(name, args, seed)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -196,7 +196,7 @@ class Pipeline:
 
     def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
-        with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)):
+        with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)), self.taps.outside():
             output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank

@@ -149,7 +149,7 @@ def _run(
     seeds.restart_python(seed)
     seeds.restart(seed, -1)
     observer = Observer(seed)
-    with gates.directed(observer), LogTap(module).recording(Record()), mode, context():
+    with gates.directed(observer), LogTap(module, gates).recording(Record()), mode, context():
         output = getattr(module, step)(*args)
     return observer, output
 

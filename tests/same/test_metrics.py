@@ -9,6 +9,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
 from lightning_3d import Strategy3D
+from lightning_3d.errors import PeerError, UnsupportedError
 from tests.modules import Encoder
 from tests.parity import QUIET
 from tests.workers import run
@@ -124,6 +125,43 @@ def _count(strategy, world):
 def test_metrics_outside_of_the_module_count_every_sample_once(layout):
     world, strategy = LAYOUTS[layout]
     assert run(_count, strategy, world, world=world) == [([60.0, 60.0], True)] * world
+
+
+class Measuring(nn.Module):
+    """A block that keeps a metric of what it gives, while training or in evaluations too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean, self.in_train = nn.Linear(16, 16), MeanMetric(), True
+
+    def forward(self, x):
+        x = self.layer(x).tanh()
+        if self.training == self.in_train:
+            self.mean.update(x.detach().mean(), len(x))
+        return x
+
+
+class Inside(Encoder):
+    def __init__(self, in_train):
+        super().__init__()
+        self.encoder = nn.Sequential(*[Measuring() for _ in range(3)])
+        for block in self.encoder:
+            block.in_train = in_train
+
+
+def _measure_inside(in_train, strategy, world):
+    flags = {"devices": world, "strategy": Strategy3D(**strategy, timeout=20.0), "max_epochs": 1}
+    module = Inside(in_train)
+    with pytest.raises((UnsupportedError, PeerError)) as caught:
+        Trainer(**{**QUIET, **flags}).fit(module)
+    return str(caught.value), module.trainer.global_step
+
+
+@pytest.mark.parametrize("in_train", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_metric_inside_of_a_block_is_refused_under_a_pipeline(in_train):
+    for said, steps in run(_measure_inside, in_train, {"pipeline_parallel_size": 2}, 2, world=2):
+        assert "update() of the metric 'encoder.0.mean' is called inside of a block" in said
+        assert steps == 0 or not in_train
 
 
 def _gather(strategy, world):

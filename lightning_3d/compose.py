@@ -1,6 +1,6 @@
 """The parallelisms, composed in order on one module: split -> tensor -> ZeRO; and taken off again.
 
-A new parallelism is a new folder and one more line in `compose`.
+A new parallelism is a new folder and one more line in `divide`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,21 +137,8 @@ class Composed:
         swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
 
 
-def compose(
-    module: nn.Module,
-    plans: Plans,
-    layout: Layout,
-    mesh: DeviceMesh,
-    communication: Communication,
-    policy: MixedPrecisionPolicy,
-    *,
-    training: bool,
-) -> Composed:
-    """Apply `plans` to `module`, in place. Every rank calls it, with equal weights.
-
-    Args:
-        training: without it no optimizer states or gradients exist, so that only stage 3 has something to shard.
-    """
+def cut(module: nn.Module, plans: Plans, layout: Layout, mesh: DeviceMesh) -> Composed:
+    """Keep the stages of this rank, in place. Every rank calls it, with equal weights."""
     result = Composed(module, originals=dict(module.named_parameters()))
     if plans.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
@@ -161,6 +148,25 @@ def compose(
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(plans.split, group, ranks)
         _let_go(result.swaps)
+    return result
+
+
+def divide(
+    result: Composed,
+    plans: Plans,
+    layout: Layout,
+    mesh: DeviceMesh,
+    communication: Communication,
+    policy: MixedPrecisionPolicy,
+    *,
+    training: bool,
+) -> None:
+    """Apply the rest of `plans` to what was `cut`, in place. Every rank calls it.
+
+    Args:
+        training: without it no optimizer states or gradients exist, so that only stage 3 has something to shard.
+    """
+    module = result.module
     if plans.tensor is not None and plans.tensor.splits:
         result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
     result.data = _shard(module, plans, layout, mesh, communication, policy, training)
@@ -171,7 +177,6 @@ def compose(
         ]
     if result.stages is not None:
         result.stages.locate_parameters(module)
-    return result
 
 
 def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.anatomy import Anatomy
@@ -16,7 +18,7 @@ from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.precision import Precision3D
 from lightning_3d.randomness import StepRandom
 from lightning_3d.samples import observe_one_batch, record_one_batch
-from lightning_3d.steps import PipelinedSteps, PlacedSteps, PlainSteps
+from lightning_3d.steps import PipelinedSteps, PlacedSteps, PlainSteps, prove
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.plan import TensorPlan
 
@@ -53,6 +55,7 @@ def make_plans(
     if split is not None and not split.solo:
         units = [unit.name for unit in split.units]
         mean = choices.loss_scope == "microbatch"
+        _ = trainer.log_dir  # asked of rank 0 while all ranks do: a pipelined step may ask where it runs alone
         whole = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, whole)
     if layout.tensor_parallel_size == 1:
@@ -67,37 +70,19 @@ def make_plans(
             calls=calls,
         )
     )
-    return Plans(anatomy, split, keep_within_stages(tensor, split))
+    return Plans(anatomy, split, keep_within_stages(tensor, split), whole)
 
 
-def make_steps(
-    trainer: Trainer,
-    composed: Composed,
-    plans: Plans,
-    layout: Layout,
-    choices: Choices,
-    *,
-    mesh: DeviceMesh,
-    random: StepRandom,
-    plugin: Precision3D,
-    device: torch.device,
-    ledger: Ledger,
-) -> PlacedSteps:
-    """What the strategy's step hooks call."""
-    split, module = plans.split, composed.module
+def pipelines(
+    plans: Plans, layout: Layout, choices: Choices, *, mesh: DeviceMesh, device: torch.device, ledger: Ledger
+) -> Callable[[nn.Module, Hooks], Pipeline]:
+    """What builds the pipeline of a module that was cut by these plans, around hooks."""
 
-    def opens() -> bool:
-        """As Lightning finds out when to zero gradients: a callback may end an epoch within a window."""
-        automatic: bool = module.automatic_optimization  # type: ignore[assignment]
-        return automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-
-    if split is None:
-        return PlainSteps(composed, random, opens)
-
-    def make(hooks: Hooks) -> Pipeline:
+    def make(module: nn.Module, hooks: Hooks) -> Pipeline:
+        assert plans.split is not None
         return Pipeline(
             module,
-            split,
+            plans.split,
             mesh.get_group(PIPELINE_AXIS),
             device=device,
             schedule=layout.schedule,
@@ -107,11 +92,46 @@ def make_steps(
             ledger=ledger,
         )
 
+    return make
+
+
+def prove_cut(cut: Composed, plans: Plans, make: Callable[[nn.Module, Hooks], Pipeline], plugin: Precision3D) -> None:
+    """Compare the stages with the uncut module before blocks are divided over tensor ranks: dropout in shards gives
+    other numbers. Without tensor ranks `make_steps` compares, and what is learnt there is kept. Collective.
+
+    Args:
+        make: see `pipelines`.
+    """
+    if plans.tensor is not None and plans.whole is not None and plans.whole.compared:
+        pipeline = make(cut.module, Hooks(context=plugin.forward_context))
+        prove(pipeline, plans.whole)
+        pipeline.close()
+
+
+def make_steps(
+    trainer: Trainer,
+    composed: Composed,
+    plans: Plans,
+    make: Callable[[nn.Module, Hooks], Pipeline],
+    *,
+    random: StepRandom,
+    plugin: Precision3D,
+) -> PlacedSteps:
+    """What the strategy's step hooks call."""
+    module = composed.module
+
+    def opens() -> bool:
+        """As Lightning finds out when to zero gradients: a callback may end an epoch within a window."""
+        automatic: bool = module.automatic_optimization  # type: ignore[assignment]
+        return automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+    if plans.split is None:
+        return PlainSteps(composed, random, opens)
+
     def scale() -> float:
         return plugin.loss_scale() / trainer.accumulate_grad_batches
 
-    _ = trainer.log_dir  # asked of rank 0 while all ranks do: a pipelined step may ask where it runs alone
-    steps = PipelinedSteps(composed, random, opens, make, scale, plugin.forward_context)
-    if plans.whole is not None and plans.whole.compared:
+    steps = PipelinedSteps(composed, random, opens, partial(make, module), scale, plugin.forward_context)
+    if plans.tensor is None and plans.whole is not None and plans.whole.compared:
         steps.prove(plans.whole)
     return steps

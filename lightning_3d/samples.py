@@ -88,9 +88,8 @@ def observe_one_batch(
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if args else [1]
         first = (split_batch(args[0], sizes)[0], *args[1:]) if args else ()
-        compared = fitting and layout.tensor_parallel_size == 1  # in shards, sums and dropout differ in the last bit
         with torch.set_grad_enabled(fitting):
-            whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=compared)
+            whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
         if mean and fitting and args:
             _warn_unless_mean(module, name, args, sizes, context)
         return whole

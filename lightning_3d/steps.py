@@ -8,7 +8,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.compose import Composed
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
+from lightning_3d.pipeline.rehearse import BESIDE
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.randomness import StepRandom
@@ -143,19 +144,10 @@ class PipelinedSteps:
             return self.pipeline.eval_step(name, *args)
 
     def prove(self, whole: Whole) -> None:
-        """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
+        """`prove` with gathered parameters. Collective; raises on every rank."""
         self.data.hold(True)
         self.data.begin()
-        problem = None
-        try:
-            self.pipeline.prove(whole)
-        except ConfigurationError as error:  # the pipelines of other data ranks may not have it: all ranks raise it
-            problem = error
-        everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
-        dist.all_gather_object(everyone, problem)
-        for answer in everyone:
-            if answer is not None:
-                raise answer
+        prove(self.pipeline, whole)
         self.data.end()
         self.data.rest()
         self.data.hold(False)
@@ -184,3 +176,23 @@ class PipelinedSteps:
         self.data.begin()
         yield
         self.data.end()
+
+
+def prove(pipeline: Pipeline, whole: Whole) -> None:
+    """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
+    problem = None
+    try:
+        pipeline.prove(whole)
+    except ConfigurationError as error:  # the pipelines of other data ranks may not have it: all ranks raise it
+        problem = error
+    except RunError:
+        raise
+    except Exception as error:  # the others may wait for this rank within the step: they hear of it as of a failed one
+        raise PipelineSplitError(
+            f"Cut into stages, the step fails, which it did not whole ({type(error).__name__}: {error}). {BESIDE}"
+        ) from error
+    everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    for answer in everyone:
+        if answer is not None:
+            raise answer

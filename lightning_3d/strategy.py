@@ -25,7 +25,7 @@ from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.checks import check_hooks, check_module, use_no_grad
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.compose import Composed, compose
+from lightning_3d.compose import Composed, cut, divide
 from lightning_3d.data import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
@@ -250,9 +250,12 @@ class Strategy3D(Running):
         )
         if fitting and not self._quiet:
             rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
-        self._composed = composed = compose(
-            module, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting
+        make = place.pipelines(
+            plans, self.layout, self._choices, mesh=self.mesh, device=self.root_device, ledger=self._sending.ledger
         )
+        self._composed = composed = cut(module, plans, self.layout, self.mesh)
+        place.prove_cut(composed, plans, make, plugin)
+        divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
             self.setup_optimizers(trainer)
@@ -261,10 +264,7 @@ class Strategy3D(Running):
             self._patches.append(clip_as_one_device(module, self._norm_of))
             _optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.layout, self.coordinate, self.root_device)
-        steps = make_steps(
-            trainer, composed, plans, self.layout, self._choices, mesh=self.mesh, random=random, plugin=plugin,
-            device=self.root_device, ledger=self._sending.ledger,
-        )  # fmt: skip
+        steps = make_steps(trainer, composed, plans, make, random=random, plugin=plugin)
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
         self._steps = CheckedSteps(
             steps,

@@ -75,7 +75,8 @@ class Attributes:
 
 @cache
 def _internals() -> frozenset[str]:
-    return frozenset({*vars(LightningModule()), "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"})
+    names = vars(LightningModule()).keys() - {"training"}
+    return frozenset({*names, "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"})
 
 
 def _own(module: Any) -> dict[str, Any]:

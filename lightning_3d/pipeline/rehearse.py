@@ -1,8 +1,7 @@
 """Learning and proving how a step is cut, on one microbatch, before any of that shape is trained on."""
 
-import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +105,9 @@ def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
     """What differs from the module before it was cut."""
     for at, unit in enumerate(uncut.calls):
         if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
-            return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
+            return f"{unit!r} gets other inputs once the module is cut. {BESIDE}"
     if differ(result, uncut.result, uncut.rounding):
-        return f"The step returns another result once the module is cut. {_BESIDE}"
+        return f"The step returns another result once the module is cut. {BESIDE}"
     return None
 
 
@@ -135,7 +134,7 @@ def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
     return None
 
 
-_BESIDE = (
+BESIDE = (
     "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
     " inside of a block), or the step draws from a random generator of its own. Pass it from block to block, or keep"
     " both on one stage with pipeline_split; draw from torch's default generator."
@@ -144,34 +143,14 @@ _BESIDE = (
 
 @contextmanager
 def as_before(module: Any) -> Iterator[None]:
-    """Put back buffers and plain attributes that a step changes."""
+    """Put back buffers and plain attributes that a step changes.
+
+    Tensors too: a result that a block leaves on itself would look to a later block of another stage like the one that
+    its own step leaves.
+    """
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
-    kept = [(inner, _plain_attributes(inner)) for inner in module.modules()]
-    try:
-        with undone(module, buffers), Attributes(module).apart():
-            yield
-    finally:
-        for inner, attributes in kept:
-            _put_back(inner, attributes)
-
-
-def _plain_attributes(module: Any) -> dict[str, Any]:
-    plain = (int, float, str, bool, list, dict, set, tuple, type(None))
-    inner = {"_parameters", "_buffers", "_modules", "_hparams", "_non_persistent_buffers_set"}
-    return {
-        name: copy.copy(value)
-        for name, value in module.__dict__.items()
-        if type(value) in plain and name not in inner and not name.endswith("_hooks")
-    }
-
-
-def _put_back(module: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        current = module.__dict__.get(name)
-        if isinstance(current, list) and isinstance(value, list):
-            current[:] = value
-        elif isinstance(current, dict | set) and type(current) is type(value):
-            current.clear()
-            current.update(value)
-        else:
-            module.__dict__[name] = value
+    with ExitStack() as stack:
+        for inner in module.modules():
+            stack.enter_context(Attributes(inner).apart())
+        stack.enter_context(undone(module, buffers))
+        yield

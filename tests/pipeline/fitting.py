@@ -1,5 +1,6 @@
 """Fit a module with a Trainer, over a pipeline or on one device: what a user would see of it."""
 
+import math
 import warnings
 from typing import Any
 
@@ -33,7 +34,7 @@ def fit(build: Any, strategy: dict[str, Any] | None = None, validate: bool = Fal
     seed_everything(7, verbose=False)
     module, batches = build()
     chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-    ranks = strategy.get("pipeline_parallel_size", 1) if strategy is not None else 1
+    ranks = math.prod((strategy or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor"))
     watch = Watch()
     limits = {"limit_val_batches": 2, "val_check_interval": 3} if validate else {"limit_val_batches": 0}
     made = Trainer(

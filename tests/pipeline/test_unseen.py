@@ -13,6 +13,7 @@ REFUSED = {
     "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
     "SkippedBlocks": "UnsupportedError: training_step draws at random which blocks to run",
     "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must be telling it something beside",
+    "Balanced": "PipelineSplitError: Cut into stages, the step fails, which it did not whole .*has no attribute 'penalty'",
     "InnerHook": "PipelineSplitError: ",
     "Noted": "PipelineSplitError: Cut into stages, the step leaves another value in the buffer 'blocks.1.last'",
     "Twice": "UnsupportedError: The step calls 'blocks.0' .* twice cannot be pipelined",
@@ -56,23 +57,35 @@ def test_what_three_stages_cut_through_is_refused(name):
     assert len(re.findall(says, str(error.value))) >= 3
 
 
-def refused(name, world=2):
+def refused(name, world=2, **layout):
     module, batches = unseen.build(name)
 
     def began():
         raise AssertionError("training began")
 
     module.on_train_start = began
-    fit(lambda: (module, batches), {"pipeline_parallel_size": world, "num_microbatches": 4})
+    fit(lambda: (module, batches), {"pipeline_parallel_size": world, "num_microbatches": 4, **layout})
+
+
+def refused_beside_tensor_ranks(name):
+    refused(name, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_on_every_rank_before_training(name):
+    assert_refused(name, refused, 2)
+
+
+@pytest.mark.parametrize("name", ["Balanced", "InnerHook", "GraphHooks", "Noted"])
+def test_is_refused_where_tensor_ranks_share_the_blocks_too(name):
+    assert_refused(name, refused_beside_tensor_ranks, 4)
+
+
+def assert_refused(name, function, world):
     with pytest.raises(WorkerError, match=REFUSED[name]) as error:
-        run(refused, name, world=2)
+        run(function, name, world=world)
     kind = REFUSED[name].split(":")[0]
     for part in str(error.value).split("--- rank ")[1:]:
         assert kind in part.splitlines()[-1] or f"errors.{kind}" in part
     assert "training began" not in str(error.value)
-    assert "--- rank 0" in str(error.value)
-    assert "--- rank 1" in str(error.value)
+    assert all(f"--- rank {rank}" in str(error.value) for rank in range(world))

@@ -712,6 +712,31 @@ class Stateful(Awkward):
         return self.head(x)
 
 
+class Balanced(Awkward):
+    """Each block leaves a loss on itself, as routers of experts do, and the step adds them up."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            self.penalty = x.square().mean()
+            return torch.tanh(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch["y"]) + 0.1 * sum(block.penalty for block in self.blocks)
+
+
 class Late(Deep):
     """Cannot be run before training begins: it learns its temperature when it does."""
 

@@ -9,7 +9,6 @@ from torch import distributed as dist
 
 from lightning_3d.compose import Composed
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
-from lightning_3d.pipeline.rehearse import BESIDE
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.randomness import StepRandom
@@ -189,7 +188,9 @@ def prove(pipeline: Pipeline, whole: Whole) -> None:
         raise
     except Exception as error:  # the others may wait for this rank within the step: they hear of it as of a failed one
         raise PipelineSplitError(
-            f"Cut into stages, the step fails, which it did not whole ({type(error).__name__}: {error}). {BESIDE}"
+            f"Cut into stages, the step fails, which it did not whole ({type(error).__name__}: {error}). Does its"
+            " code read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
+            " Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
     everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
     dist.all_gather_object(everyone, problem)

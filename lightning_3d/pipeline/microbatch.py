@@ -39,8 +39,8 @@ def rebuild(value: Any, items: list[Any]) -> Any:
             result[key] = item
         return result
     if isinstance(value, list | tuple):
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
+        if hasattr(value, "_make"):
+            return value._make(items)  # not its own `__new__`: a PackedSequence's looks at the tensors
         return type(value)(items)
     result = copy.copy(value)
     for field, item in zip(dataclasses.fields(value), items, strict=True):

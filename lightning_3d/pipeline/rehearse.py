@@ -105,9 +105,9 @@ def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
     """What differs from the module before it was cut."""
     for at, unit in enumerate(uncut.calls):
         if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
-            return f"{unit!r} gets other inputs once the module is cut. {BESIDE}"
+            return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
     if differ(result, uncut.result, uncut.rounding):
-        return f"The step returns another result once the module is cut. {BESIDE}"
+        return f"The step returns another result once the module is cut. {_BESIDE}"
     return None
 
 
@@ -134,7 +134,7 @@ def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
     return None
 
 
-BESIDE = (
+_BESIDE = (
     "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
     " inside of a block), or the step draws from a random generator of its own. Pass it from block to block, or keep"
     " both on one stage with pipeline_split; draw from torch's default generator."

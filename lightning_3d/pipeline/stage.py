@@ -75,7 +75,19 @@ class StagePlay(Tape):
             raise PipelineSplitError(
                 f"{self.name}: a tensor that a later stage needs was not made ({origin}). {_DIFFERENT}"
             )
+        for carried in self.part.after:
+            self._check_shape(carried.spec, self.made[carried.node], self.whole.origin(carried.node))
         return [self.made[node] for node in wanted]
+
+    def _check_shape(self, spec: Spec, tensor: Tensor, origin: str) -> None:
+        """The next stage waits for as many numbers as in the rehearsal."""
+        if tuple(tensor.shape) != spec.shape:
+            raise PipelineSplitError(
+                f"{self.name}: a tensor that goes to the next stage has shape {tuple(tensor.shape)} ({origin}), and had"
+                f" {spec.shape} in the rehearsal with another batch of the same shapes. Between blocks a shape must not"
+                " depend on values (x[mask], a packed sequence): pad instead, or select inside of a block or behind the"
+                " last one."
+            )
 
     def _begin(self, unit: str) -> bool:
         """Count a call. Whether it is one of this part's own."""

@@ -1,5 +1,6 @@
 """Tensors between the ranks of one pipeline, with errors that say what was being waited for."""
 
+import io
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
@@ -97,7 +99,7 @@ class Wire:
             return self._share_received(source, site)
 
     def _share_mine(self, value: Any, site: Hashable) -> Any:
-        header = pickle.dumps(map_leaves(_header, value))
+        header = _pickled(map_leaves(_header, value))
         known, count = self.shared.get(site, (b"", 0))
         numbers = _numbers(value, self.device)
         changed = header != known
@@ -201,6 +203,18 @@ class Number:
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """A PackedSequence is built from what it holds: its own `__new__`, which pickle would call, wants tensors."""
+        return (type(value)._make, (tuple(value),)) if isinstance(value, PackedSequence) else NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _header(leaf: Any) -> Any:

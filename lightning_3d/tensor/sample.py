@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LONG = 12
 """Positions that a long sequence is cut to."""
@@ -60,7 +60,8 @@ class Sample:
     def signature(self) -> str:
         """What decides the code path of a call: structure and shapes, not values."""
         describe = lambda leaf: f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else _plain(leaf)  # noqa: E731
-        return repr(tree_map(describe, (self.args, self.kwargs)))
+        leaves, nesting = tree_flatten((self.args, self.kwargs))
+        return repr(([describe(leaf) for leaf in leaves], nesting))
 
 
 def is_activation(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 from torchmetrics import MeanMetric
@@ -515,6 +516,38 @@ class Recurrent(Awkward):
         for layer in self.layers:
             x, state = layer(x, state)
         return self.head(state[0][-1])
+
+
+class Packed(Awkward):
+    """Recurrent layers hand each other a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 8)
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def batches(self, steps: int) -> list[Any]:
+        lengths = torch.tensor([3, 6, 6, 3, 3, 6, 6, 3])  # as many steps in each microbatch
+        return [{"x": tokens(8, seed, 6), "lengths": lengths, "y": torch.arange(8) % 3} for seed in range(steps)]
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["x"])
+        x = rnn.pack_padded_sequence(x, batch["lengths"].cpu(), batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            x, _ = layer(x)
+        x, _ = rnn.pad_packed_sequence(x, batch_first=True, total_length=6)
+        return F.cross_entropy(self.head(x.sum(1)), batch["y"])
+
+
+class Selected(Packed):
+    """Drops padding, so that shapes depend on values."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.embed(batch["x"])[batch["x"] % 3 > 0]
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x).square().sum() / batch["x"].numel()
 
 
 class Pyramid(Awkward):

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_3d import peers, place, precision, state
 from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
+from lightning_3d.between import watch_hooks
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
@@ -231,6 +232,7 @@ class Strategy3D(Running):
         if fitting:
             check_hooks(module, self.layout)
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
+            self._patches.append(watch_hooks(module, trainer.callbacks))  # type: ignore[attr-defined]
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):

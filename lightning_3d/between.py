@@ -1,0 +1,93 @@
+"""The user's hooks between steps that compute with parameters: a target network that follows, clamped weights.
+
+What they do with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
+or refused: parameters of other pipeline stages are on meta, and adding such a one to a real one changes nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import UnsupportedError
+
+HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+)
+
+
+def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Callable[[], None]:
+    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it."""
+    watched = []
+    for owner in (module, *callbacks):
+        for name in HOOKS:
+            hook = getattr(owner, name)
+            if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
+                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}")
+                watched.append((owner, name))
+
+    def undo() -> None:
+        for owner, name in watched:
+            owner.__dict__.pop(name, None)
+
+    return undo
+
+
+def _watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with Between(name):
+            return hook(*args, **kwargs)
+
+    return run
+
+
+class Between(TorchFunctionMode):
+    """Entered around a hook called `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for operands in _together(func, (*args, *kwargs.values())):
+            if _of_two_stages(operands):
+                raise UnsupportedError(
+                    f"{self.name} computes with a tensor that this rank has and one that another stage of the pipeline"
+                    " holds, such as a target network's weight and the weight that it follows. Use"
+                    " pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+                )
+        if func == Tensor.data.__set__ and isinstance(args[0], DTensor):  # type: ignore[attr-defined]
+            with torch.no_grad():  # the attribute of a DTensor is not where its values are
+                return args[0].copy_(args[1])
+        return func(*args, **kwargs)
+
+
+def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Tensors that are computed with each other."""
+    if not getattr(func, "__name__", "").startswith("_foreach"):
+        yield [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    for row in zip(*lists, strict=False):
+        yield [item for item in row if isinstance(item, Tensor)]
+
+
+def _of_two_stages(tensors: list[Tensor]) -> bool:
+    """Whether some are on meta and others not. A single number may come from anywhere."""
+    large = [tensor for tensor in tensors if tensor.dim()] or tensors
+    return len({tensor.is_meta for tensor in large}) > 1

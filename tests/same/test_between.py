@@ -1,0 +1,98 @@
+"""Hooks between steps that compute with weights: as on one device, or refused with the name of the hook."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from tests.modules import Base
+from tests.parity import assert_parity
+from tests.workers import WorkerError
+
+
+class Follower(Base):
+    """A target network that follows, by `.data` as many do; weights are clamped."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def tensors(self):
+        return (torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(1)),)
+
+    def loss(self, batch):
+        with torch.no_grad():
+            target = self.target(batch[0].flip(-1))
+        return F.mse_loss(self.net(batch[0]), target)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.follow()
+        for weight in self.net.parameters():
+            weight.clamp_(-0.3, 0.3)
+
+    def follow(self):
+        for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.5 * mine.data + 0.5 * theirs.data
+
+
+class InPlace(Follower):
+    """Adding a tensor on meta to a real one, in place, is no error of torch's."""
+
+    def follow(self):
+        for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+
+
+class Alone(Follower):
+    """What follows and what is followed are on one stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        del self.target
+
+    def loss(self, batch):
+        x = self.net(batch[0])
+        return F.mse_loss(self.head(x), self.slow(x.detach()))
+
+    def follow(self):
+        torch._foreach_lerp_([*self.slow.parameters()], [*self.head.parameters()], 0.5)
+
+
+class Following(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        InPlace.follow(module)
+
+
+def by_callback():
+    module = Follower()
+    module.follow = lambda: None
+    return module
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+def test_a_target_network_follows_in_shards(layout):
+    assert_parity("tests.same.test_between:Follower", 2, layout)
+
+
+def test_what_is_on_one_stage_works_under_a_pipeline():
+    assert_parity("tests.same.test_between:Alone", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "trainer"),
+    [
+        ("Follower", "Follower.on_train_batch_end", {}),
+        ("InPlace", "InPlace.on_train_batch_end", {}),
+        ("by_callback", "Following.on_train_batch_start", {"callbacks": [Following]}),
+    ],
+)
+def test_stages_are_not_mixed_in_silence(name, where, trainer):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor that this rank has"):
+        assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)

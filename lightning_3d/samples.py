@@ -24,7 +24,7 @@ from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
 from lightning_3d.pipeline.whole import Whole, observe
-from lightning_3d.tensor.record import Recording, record_calls
+from lightning_3d.tensor.record import AssignsDataError, Recording, record_calls
 from lightning_3d.tensor.units import find_units
 
 STEPS = {
@@ -49,6 +49,8 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
         with seeds.set_aside(), as_before(module), LogTap(module).recording(Record()):
             batch = to_device(first_batch(loaders_of(trainer)))
             return record_calls(module, lambda: step(*step_arguments(step, batch)))
+    except AssignsDataError:
+        raise
     except Exception as error:
         warnings.warn(
             f"{STEPS[trainer.state.fn]} could not be run on one batch ahead of training"
@@ -138,7 +140,10 @@ def _warn_unless_mean(
             value = loss_of(getattr(module, step)(rows, *args[1:]))
         return None if value is None else float(value)
 
-    text = unlike_its_mean(loss, args[0], sizes)
+    try:
+        text = unlike_its_mean(loss, args[0], sizes)
+    except RuntimeError:  # a step that differentiates cannot run without gradients; the cut is proven all the same
+        return
     if text is not None:
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}")
 

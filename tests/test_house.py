@@ -22,6 +22,7 @@ ORDER = [
         "position",
         "metrics",
         "checks",
+        "between",
         "callbacks",
         "peers",
         "refit",

@@ -158,8 +158,7 @@ def _refuse_random_order(
     module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, observer: Observer
 ) -> None:
     for trial in range(1, _TRIALS):
-        with torch.no_grad():
-            other, _ = _run(module, gates, step, args, context, observer.seed + trial, _Nothing())
+        other, _ = _run(module, gates, step, args, context, observer.seed + trial, _Nothing())
         if other.calls != observer.calls:
             raise UnsupportedError(
                 f"{step} draws at random which blocks to run: {len(observer.calls)} calls of blocks with one seed,"

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.tensor.alone import PartsCalled
 from lightning_3d.tensor.sample import Sample, recorded
 from lightning_3d.tensor.units import find_units
@@ -68,6 +69,10 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     return Recording(samples, frozenset(watch.found), frozenset(parts.found))
 
 
+class AssignsDataError(UnsupportedError):
+    """The step gives a parameter other values by assigning to its `.data`."""
+
+
 class _Elsewhere(TorchFunctionMode):
     """Notes which weights are used by code other than their own module's."""
 
@@ -87,6 +92,11 @@ class _Elsewhere(TorchFunctionMode):
             self.handles.append(owner.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.data.__set__ and isinstance(args[0], nn.Parameter):  # type: ignore[attr-defined]
+            raise AssignsDataError(
+                "The step assigns to the .data of a parameter (a target network that follows?), which has no effect on"
+                " parameters in shards. Do so in on_train_batch_start or on_train_batch_end."
+            )
         for value in (*args, *(kwargs or {}).values()):
             users = self.users.get(id(value), []) if isinstance(value, nn.Parameter) and not _is_question(func) else []
             if users and not any(owner in self.inside[-1:] and _is_its_use(owner, func) for _, owner in users):

@@ -65,6 +65,27 @@ class Alone(Follower):
         torch._foreach_lerp_([*self.slow.parameters()], [*self.head.parameters()], 0.5)
 
 
+class Inside(Follower):
+    """Follows at the start of the step."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            Follower.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Residual(Follower):
+    """Differentiates by itself, which takes gradients, also ahead of training."""
+
+    def loss(self, batch):
+        x = batch[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
 class Following(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         InPlace.follow(module)
@@ -83,6 +104,16 @@ def test_a_target_network_follows_in_shards(layout):
 
 def test_what_is_on_one_stage_works_under_a_pipeline():
     assert_parity("tests.same.test_between:Alone", 2, {"pipeline_parallel_size": 2})
+
+
+def test_assigning_data_in_the_step_is_refused_in_shards():
+    with pytest.raises(WorkerError, match=r"AssignsDataError: The step assigns to the \.data of a parameter"):
+        assert_parity("tests.same.test_between:Inside", 2, {"tensor_parallel_size": 2})
+
+
+def test_derivatives_across_stages_are_refused_before_training():
+    with pytest.raises(WorkerError, match=r"PipelineSplitError: Cut into stages, the step fails, .* differentiated"):
+        assert_parity("tests.same.test_between:Residual", 2, {"pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

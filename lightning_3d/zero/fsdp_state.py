@@ -4,7 +4,7 @@ Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zer
 used here changes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,8 +88,21 @@ def drop(groups: Iterable[Any]) -> None:
             param._unsharded_param.grad = None
 
 
-def rest(groups: Iterable[Any]) -> None:
+def follow_shards(groups: Iterable[Any]) -> None:
+    """What is whole gets gradients where its shard does; FSDP2 sees to it when it gathers."""
+    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
+        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+
+def lead_shards(groups: Iterable[Any]) -> None:
+    """The other way: shards get gradients where what is whole does, which the user's step may have frozen or thawed."""
+    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
+        param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+
+
+def rest(groups: Sequence[Any]) -> None:
     """Shard everything that is whole."""
+    lead_shards(groups)
     for group in groups:
         group.reshard()
 

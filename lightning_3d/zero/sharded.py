@@ -16,6 +16,7 @@ from lightning_3d.comm import FullySharded, Replicas
 from lightning_3d.local import local
 from lightning_3d.zero import fsdp_state
 from lightning_3d.zero.rows import all_rows, my_rows
+from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.units import shard_units, unshardable
 
 
@@ -77,6 +78,7 @@ class ShardedData:
             for group in self.groups
             for owner in _owners(group)
         ]
+        self.untoggle = follow_toggles(module, self._follow_shards)
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
@@ -122,10 +124,18 @@ class ShardedData:
                     lambda _: fsdp_state.queue_end_of_backward(self.module)
                 )
 
+    def _follow_shards(self) -> None:
+        """Have the whole parameters get gradients where their shards do."""
+        fsdp_state.follow_shards(self.groups)
+        for group in self.groups:
+            if group.is_unsharded and any(module is self.module for module in group.modules):
+                self._end_with_reduction(group)
+
     def end(self) -> None:
         fsdp_state.close_step(self.module, self.groups)
 
     def before_backward(self, loss: Tensor) -> None:
+        fsdp_state.lead_shards(self.groups)  # at its end what is whole is let go
         if loss.requires_grad:
             loss.register_hook(lambda grad: fsdp_state.start_backward(self.module, grad))
 
@@ -177,6 +187,7 @@ class ShardedData:
         for hook in (*self.guards, *self.ended.values()):
             hook.remove()  # what autograd holds, the collector cannot see: one left would keep the whole module alive
         self.ended = {}
+        self.untoggle()
         if self.replicas is not None:
             self.replicas.detach()
         for now, param in self.placed.items():

@@ -113,6 +113,52 @@ def test_two_optimizers_one_of_which_sees_whole_matrices(layout):
     assert_parity(f"{__name__}:Muon", world, strategy, trainer={"max_epochs": 1}, tolerance=1e-3)
 
 
+class Turns(UntiedGPT):
+    """Two optimizers in turn, each with a backward of its own in the same step, as adversaries are trained."""
+
+    by = "toggle_optimizer"
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for index, optimizer in enumerate(self.optimizers()):
+            self.choose(index, optimizer)
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.by == "toggle_optimizer":
+                self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, sync_dist=True)
+
+    def choose(self, index, optimizer):
+        if self.by == "toggle_optimizer":
+            self.toggle_optimizer(optimizer)
+        elif index == 0:
+            self.blocks.requires_grad_(False)
+        else:
+            self.blocks.requires_grad_(True)
+            self.embed.requires_grad_(False)  # for good
+
+    def configure_optimizers(self):
+        rest = [p for name, p in self.named_parameters() if "blocks" not in name]
+        made = optim.AdamW(rest, lr=1e-3, eps=1e-4), optim.AdamW(self.blocks.parameters(), lr=1e-3, eps=1e-4)
+        return list(made), [lr_scheduler.ExponentialLR(each, 0.5) for each in made]
+
+    def on_train_epoch_end(self):
+        for schedule in self.lr_schedulers():
+            schedule.step()
+
+
+@pytest.mark.parametrize("by", ["toggle_optimizer", "requires_grad_"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", pytest.param("tensor-zero2", marks=pytest.mark.long)])
+def test_two_optimizers_in_turn(layout, by):
+    world, strategy = {**LAYOUTS, **SEARCHED}[layout]
+    assert_parity(f"{__name__}:Turns", world, strategy, attributes={"by": by}, trainer={"max_epochs": 2})
+
+
 class Scheduled(UntiedGPT):
     """Groups with rates of their own, under a schedule."""
 

@@ -111,6 +111,9 @@ class Pipeline:
         self.proven: dict[Any, frozenset[str]] = {}
         """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
         self.stash: dict[nn.Parameter, Tensor] = {}
+        self.older: dict[nn.Parameter, Tensor] = {}
+        """Gradients of earlier windows that may have to stay."""
+        self.first = self.last = True
         self.keeps = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
         """Whether the gradients of an earlier window may have to stay: whoever overrides it may not zero them."""
 
@@ -136,7 +139,9 @@ class Pipeline:
             What the step would have returned for the batch, on every rank. Its loss needs gradients, as Lightning
             wants, but `backward` of this class is what must be called with it.
         """
-        older = self._set_gradients_aside() if first else {}
+        self.first, self.last = first, last
+        if first:
+            self.older = self._set_gradients_aside()
         self.trained = self._trained()
         self.taps.look()
         self.hooks.begin()
@@ -156,16 +161,26 @@ class Pipeline:
             self.hooks.reduce()
         if first:
             self._stash_gradients()
-            for parameter, grad in older.items():
+            for parameter, grad in self.older.items():
                 parameter.grad = grad
         self.taps.replay(record, sizes)
         return _with_loss(output)
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between)."""
-        for parameter, grad in self.stash.items():
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between).
+
+        What it left of older ones comes back with the last batch of the window: those of ties are summed already, and
+        the new ones not before.
+        """
+        if self.first:
+            self.older = {parameter: parameter.grad for parameter in self.older if parameter.grad is not None}
+            for parameter in self.older:
+                parameter.grad = None
+        _add(self.stash)
         self.stash = {}
+        if self.last:
+            _add(self.older)
+            self.older = {}
 
     def eval_step(self, name: str, *args: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
@@ -234,13 +249,22 @@ class Pipeline:
         return list(found.values())
 
     def _set_gradients_aside(self) -> dict[nn.Parameter, Tensor]:
-        """Start without gradients; returns those that Lightning, or what overrides it, is still to zero. They are let
-        go at once where it will: that is when there is room for the new ones."""
+        """Start without gradients; returns those that Lightning, or what overrides it, is still to zero, and those of
+        parameters that no optimizer has, which nobody zeroes. The others are let go at once: that is when there is
+        room for the new ones."""
         self.stash = {}
-        older = {p: p.grad for p in self.module.parameters() if p.grad is not None} if self.keeps else {}
+        zeroed = set() if self.keeps else self._zeroed()
+        older = {p: p.grad for p in self.module.parameters() if p.grad is not None and p not in zeroed}
         for parameter in self.module.parameters():
             parameter.grad = None
         return older
+
+    def _zeroed(self) -> set[nn.Parameter]:
+        """What the Trainer's optimizers zero; where there is no Trainer, everything."""
+        trainer = getattr(self.module, "_trainer", None)
+        if trainer is None:
+            return set(self.module.parameters())
+        return {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
 
     def _forget_unreached(self, traces: Sequence[Trace]) -> None:
         """No gradient, as on one device, where there would be one of zeros. One that is not zero stays: the loss may
@@ -254,6 +278,11 @@ class Pipeline:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 self.stash[parameter], parameter.grad = parameter.grad, None
+
+
+def _add(gradients: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in gradients.items():
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 def _with_loss(output: Any) -> Any:

@@ -1,6 +1,7 @@
 """Accumulation windows that do not begin and end as usual: gradients left over, and gradients that are to stay."""
 
 import pytest
+import torch
 
 from tests.modules import MLP
 from tests.parity import assert_parity
@@ -32,6 +33,18 @@ class ZeroesRarely(MLP):
             optimizer.zero_grad()
 
 
+class StepsPart(MLP):
+    """Nobody zeroes the gradients of what the optimizer does not have: they add up, and are in the norm."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2:].parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_no_optimizer_has_add_up(layout):
+    assert_parity(f"{__name__}:StepsPart", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_a_window_without_a_step_are_dropped(layout):
     module = f"{__name__}:EndsWithin"
@@ -41,6 +54,12 @@ def test_gradients_of_a_window_without_a_step_are_dropped(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_that_the_module_does_not_zero_stay(layout):
     assert_parity(f"{__name__}:ZeroesRarely", 2, LAYOUTS[layout])
+
+
+def test_gradients_that_stay_are_summed_over_stages_once():
+    """`scale` is on both."""
+    layout = {"pipeline_parallel_size": 2}
+    assert_parity(f"{__name__}:ZeroesRarely", 2, layout, trainer={"accumulate_grad_batches": 2})
 
 
 def test_gradients_of_shards_of_a_stage_stay():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+import lightning_3d.tensor.anomaly  # noqa: F401 (registers)
 from lightning_3d.tensor.alone import refuse_parts_alone
 from lightning_3d.tensor.axis import GroupAxis, Ledger
 from lightning_3d.tensor.collectives import gather_parts

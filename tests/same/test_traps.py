@@ -92,6 +92,31 @@ def test_a_mean_over_tokens_with_uneven_masks_is_that_of_the_whole_batch(layout)
     assert_parity(f"{__name__}:Masked", world, {**strategy, **scope}, trainer={"max_epochs": 1})
 
 
+class TurnsNaN(UntiedGPT):
+    """If it is told to, in the fourth batch."""
+
+    bad = False
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss * math.nan if self.bad and self.trainer.global_step == 3 else loss
+
+
+def _detect(strategy):
+    module = TurnsNaN()
+    module.bad = True
+    flags = {"devices": 2, "strategy": Strategy3D(**strategy, timeout=20.0), "detect_anomaly": True}
+    with pytest.raises(RuntimeError, match="returned nan values"):
+        Trainer(**{**QUIET, **flags, "max_epochs": 1, "limit_val_batches": 0}).fit(module)
+    return module.trainer.global_step
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+def test_anomalies_are_looked_for_in_gradients_of_shards(axis):
+    assert_parity(f"{__name__}:TurnsNaN", 2, {axis: 2}, trainer={"detect_anomaly": True, "max_epochs": 1})
+    assert run(_detect, {axis: 2}, world=2) == [3, 3]
+
+
 class Ones(Callback):
     """Makes every element of every gradient 1 and asks for the norm."""
 

@@ -45,7 +45,7 @@ from lightning_3d.resuming import Resume
 from lightning_3d.running import Running
 from lightning_3d.torch_clip import clip_as_one_device
 from lightning_3d.verify import FirstStep, ReplicaCheck, Verify
-from lightning_3d.zero import step_as_on_one_device
+from lightning_3d.zero import check_state, step_as_on_one_device
 
 
 class Strategy3D(Running):
@@ -294,9 +294,12 @@ class Strategy3D(Running):
             check_supported(self._module, self.optimizers)
         state.swap_parameters(self.optimizers, composed.swaps)
         for optimizer in self.optimizers:
+            if self.layout.holds_parts:
+                check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
-            self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce))
+            pipelined = composed.split is not None
+            self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce, pipelined))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
             )

@@ -25,8 +25,6 @@ ELEMENTWISE = (
 
 def step_on_shards(optimizer: Optimizer) -> Callable[[], None]:
     """Have `optimizer.step` work on local tensors; returns what undoes it."""
-    if type(optimizer) not in ELEMENTWISE:
-        return lambda: None
     original, tensors = optimizer.step, LocalTensors(optimizer)
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -159,6 +159,70 @@ def test_two_optimizers_in_turn(layout, by):
     assert_parity(f"{__name__}:Turns", world, strategy, attributes={"by": by}, trainer={"max_epochs": 2})
 
 
+class Perturbs(optim.SGD):
+    """Looks for a sharper loss along the gradient, by the norm of all, and steps by the gradient there."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        moved = [p.grad * (0.05 / norm) for p in held]
+        torch._foreach_add_(held, moved)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(held, moved)
+        super().step()
+        return loss
+
+
+class Wraps(optim.SGD):
+    """Has what torch's optimizers have, without their `__init__`."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Own(MLP):
+    def configure_optimizers(self):
+        if self.optimizer == "wraps":
+            return Wraps(optim.SGD(self.parameters(), lr=0.05))
+        return Perturbs(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_of_the_users_that_mixes_parameters(stage):
+    """All of which are whole, or sharded alike."""
+    assert_parity(f"{__name__}:Own", 2, {"zero_stage": stage}, attributes={"optimizer": "perturbs"})
+
+
+SAID = {
+    ("perturbs", "tensor"): "Perturbs.step could not compute with parameters of which a rank holds only a part",
+    ("perturbs", "pipeline"): "Perturbs evaluates the loss several times per step",
+    ("wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
+}
+
+
+def _fit_own(strategy, kind):
+    module = Own()
+    module.optimizer = kind
+    with pytest.raises(UnsupportedError) as caught:
+        Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_epochs": 1}).fit(module)
+    return str(caught.value), module.trainer.global_step
+
+
+@pytest.mark.parametrize(("kind", "layout"), SAID)
+def test_what_an_optimizer_of_the_users_cannot_do_is_said(kind, layout):
+    _, strategy = {**LAYOUTS, "pipeline": (2, {"pipeline_parallel_size": 2})}[layout]
+    for said, steps in run(_fit_own, strategy, kind, world=2):
+        assert said.startswith(SAID[kind, layout])
+        assert steps == 0
+
+
 class Scheduled(UntiedGPT):
     """Groups with rates of their own, under a schedule."""
 

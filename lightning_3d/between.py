@@ -79,7 +79,10 @@ class Between(TorchFunctionMode):
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:
     """Tensors that are computed with each other."""
-    if not getattr(func, "__name__", "").startswith("_foreach"):
+    name = getattr(func, "__name__", "")
+    if name == "__deepcopy__":  # comes with a memo of everything that was copied before
+        return
+    if not name.startswith("_foreach"):
         yield [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return
     lists = [value for value in values if isinstance(value, list | tuple)]

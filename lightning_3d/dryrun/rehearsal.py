@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.dryrun.world import World
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.pipeline.attributes import Attributes, join_changes
 from lightning_3d.pipeline.microbatch import map_leaves
 from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
@@ -62,11 +63,14 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
     def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
         whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
         whole.pipeline, whole.world = pipeline, world
-        with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end):
+        attributes = Attributes(pipeline.module)
+        recording = pipeline.taps.recording(record, whole.use_at_end)
+        with attributes.apart() as changes, whole, pipeline.gates.directed(whole), recording:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
             whole.use_at_end(result)
-        pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {})
+        kept = join_changes([changes], [1], attributes.before)
+        pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)
         return whole, whole.trace_of_step(), []
 
     return run

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_3d.pipeline.traced import not_a_view
 
@@ -37,14 +38,19 @@ def gradients(
 ) -> list[Tensor | None]:
     """Those of `leaves`, added to no `.grad`.
 
-    By a backward to all leaves: reentrant checkpoints allow no other.
-
     Args:
         again: whether another backward of the same graph follows.
     """
+    if not _recomputes_reentrantly(outputs):
+        return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
     with grads_aside(leaves):
-        torch.autograd.backward(outputs, grads, retain_graph=again)
+        torch.autograd.backward(outputs, grads, retain_graph=again)  # such a checkpoint allows no other
         return [leaf.grad for leaf in leaves]
+
+
+def _recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
+    nodes = _children_first([output.grad_fn for output in outputs])
+    return any(node.name() == f"{CheckpointFunction.__name__}Backward" for node in nodes)
 
 
 @dataclass

@@ -8,6 +8,7 @@
     │   ├── TensorPlanError               a tensor plan that matches nothing or does not compute the same thing
     │   ├── PipelineSplitError            the module cannot be cut into stages
     │   ├── UnsupportedError              a feature that this layout cannot keep
+    │   │   └── WritesError               the step changes weights by itself
     │   └── PlannerError                  a question to the planner that has no answer
     └── RunError (RuntimeError)           something went wrong while running
         ├── PeerError                     another rank died, hung or failed
@@ -41,6 +42,10 @@ class PipelineSplitError(ConfigurationError):
 
 class UnsupportedError(ConfigurationError):
     """A feature of the Trainer or the module that this layout cannot keep."""
+
+
+class WritesError(UnsupportedError):
+    """The step changes weights by itself, in a way that this layout cannot keep."""
 
 
 class PlannerError(ConfigurationError):

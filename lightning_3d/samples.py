@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.layout import Layout
 from lightning_3d.peek import first_batch, loaders_of, map_style
 from lightning_3d.pipeline import seeds
@@ -24,8 +24,9 @@ from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
 from lightning_3d.pipeline.whole import Whole, observe
-from lightning_3d.tensor.record import AssignsDataError, Recording, record_calls
+from lightning_3d.tensor.record import Recording, record_calls
 from lightning_3d.tensor.units import find_units
+from lightning_3d.writes import no_writes, writes_undone
 
 STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -34,22 +35,25 @@ STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 
+_IN_PIECES = "which under a pipeline each microbatch would do, on a stage that may not have it"
+
 
 def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any]) -> Recording | None:
     """Run the step that is about to run on its first batch, without gradients, and watch the blocks.
 
-    Random streams, buffers and plain attributes are as before afterwards and nothing is logged. None where there is no
-    block to split, the batch would be lost to training or the step cannot be run by itself; then inputs are made up.
+    Random streams, weights, buffers and plain attributes are as before afterwards and nothing is logged. None where
+    there is no block to split, the batch would be lost to training or the step cannot be run by itself; then inputs are
+    made up.
     """
     if not find_units(module) or not module.automatic_optimization:
         return None
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])
     try:
-        with seeds.set_aside(), as_before(module), LogTap(module).recording(Record()):
+        with seeds.set_aside(), as_before(module), writes_undone(module), LogTap(module).recording(Record()):
             batch = to_device(first_batch(loaders_of(trainer)))
             return record_calls(module, lambda: step(*step_arguments(step, batch)))
-    except AssignsDataError:
+    except WritesError:
         raise
     except Exception as error:
         warnings.warn(
@@ -104,7 +108,7 @@ def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, st
     found: Whole | None = None
     said: Any = None
     try:
-        with seeds.set_aside(), as_before(module):
+        with seeds.set_aside(), as_before(module), writes_undone(module), no_writes(module, _IN_PIECES):
             found = look()
         said = (found.calls, found.read) if found is not None else None
     except UnsupportedError as error:

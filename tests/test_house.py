@@ -23,6 +23,7 @@ ORDER = [
         "metrics",
         "checks",
         "between",
+        "writes",
         "callbacks",
         "peers",
         "refit",

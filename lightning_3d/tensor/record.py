@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import WritesError
 from lightning_3d.tensor.alone import PartsCalled
 from lightning_3d.tensor.sample import Sample, recorded
 from lightning_3d.tensor.units import find_units
 from lightning_3d.tensor.unproven import form_of
+from lightning_3d.writes import assigns_data
 
 FORMS = 4
 """Forms of calls of one block that are looked at."""
@@ -69,10 +70,6 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     return Recording(samples, frozenset(watch.found), frozenset(parts.found))
 
 
-class AssignsDataError(UnsupportedError):
-    """The step gives a parameter other values by assigning to its `.data`."""
-
-
 class _Elsewhere(TorchFunctionMode):
     """Notes which weights are used by code other than their own module's."""
 
@@ -92,8 +89,8 @@ class _Elsewhere(TorchFunctionMode):
             self.handles.append(owner.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.data.__set__ and isinstance(args[0], nn.Parameter):  # type: ignore[attr-defined]
-            raise AssignsDataError(
+        if assigns_data(func) and isinstance(args[0], nn.Parameter):
+            raise WritesError(
                 "The step assigns to the .data of a parameter (a target network that follows?), which has no effect on"
                 " parameters in shards. Do so in on_train_batch_start or on_train_batch_end."
             )

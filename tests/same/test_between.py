@@ -77,6 +77,34 @@ class Inside(Follower):
         pass
 
 
+class Within(Follower):
+    """Follows in the step, and changes its weights there too."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            InPlace.follow(self)
+            self.net[0][0].weight.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Limited(Base):
+    """An embedding that shortens the rows that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, max_norm=0.5)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+
+    def tensors(self):
+        return (torch.randint(0, 16, (self.samples,), generator=torch.Generator().manual_seed(1)),)
+
+    def loss(self, batch):
+        return (self.net(self.embedding(batch[0])) - 1).square().mean()
+
+
 class Residual(Follower):
     """Differentiates by itself, which takes gradients, also ahead of training."""
 
@@ -107,8 +135,24 @@ def test_what_is_on_one_stage_works_under_a_pipeline():
 
 
 def test_assigning_data_in_the_step_is_refused_in_shards():
-    with pytest.raises(WorkerError, match=r"AssignsDataError: The step assigns to the \.data of a parameter"):
+    with pytest.raises(WorkerError, match=r"WritesError: The step assigns to the \.data of a parameter"):
         assert_parity("tests.same.test_between:Inside", 2, {"tensor_parallel_size": 2})
+
+
+def test_weights_change_in_the_step_on_tensor_ranks():
+    """The run ahead of training must leave no trace of it."""
+    assert_parity("tests.same.test_between:Within", 2, {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize("name", ["Within", "Inside"])
+def test_weights_changed_in_the_step_are_refused_under_a_pipeline(name):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* each microbatch would do"):
+        assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_embedding_with_max_norm_is_the_same(axis):
+    assert_parity("tests.same.test_between:Limited", 2, {axis: 2})
 
 
 def test_derivatives_across_stages_are_refused_before_training():

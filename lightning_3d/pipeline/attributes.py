@@ -79,9 +79,13 @@ def _internals() -> frozenset[str]:
     return frozenset({*names, "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"})
 
 
+def own(module: Any) -> dict[str, Any]:
+    """Its attributes, without those that Lightning and torch keep there."""
+    return {name: value for name, value in vars(module).items() if name not in _internals()}
+
+
 def _own(module: Any) -> dict[str, Any]:
-    names = vars(module).keys() - _internals()
-    return {name: value for name in names if isinstance(value := vars(module)[name], _PLAIN)}
+    return {name: value for name, value in own(module).items() if isinstance(value, _PLAIN)}
 
 
 def _snapshot(values: dict[Any, Any]) -> Snapshot:

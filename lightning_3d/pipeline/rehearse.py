@@ -11,6 +11,7 @@ from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.attributes import Attributes
 from lightning_3d.pipeline.buffers import changed, marks, open_buffers, undone
+from lightning_3d.pipeline.holders import contents_kept, holders
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, unlike
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
@@ -143,14 +144,15 @@ _BESIDE = (
 
 @contextmanager
 def as_before(module: Any) -> Iterator[None]:
-    """Put back buffers and plain attributes that a step changes.
+    """Put back buffers and plain attributes that a step changes, also those of objects that the user keeps (meters).
 
     Tensors too: a result that a block leaves on itself would look to a later block of another stage like the one that
     its own step leaves.
     """
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     with ExitStack() as stack:
-        for inner in module.modules():
-            stack.enter_context(Attributes(inner).apart())
+        for holder in holders(module):
+            stack.enter_context(contents_kept(holder))
+            stack.enter_context(Attributes(holder).apart())
         stack.enter_context(undone(module, buffers))
         yield

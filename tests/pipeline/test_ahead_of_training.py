@@ -1,0 +1,72 @@
+"""What runs before training leaves nothing behind, wherever the user's step keeps it."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_3d import Strategy3D
+from lightning_3d.pipeline.rehearse import as_before
+from tests.parity import QUIET
+from tests.pipeline.zoo import MLP, vectors
+from tests.workers import run
+
+
+class Meter:
+    """Kept by users to average; its inner one refers back."""
+
+    def __init__(self, of=None):
+        self.count, self.total, self.of = 0, torch.zeros(()), of
+        self.inner = Meter(self) if of is None else None
+
+    def __call__(self, value, count):
+        self.count += count
+        self.total += value.detach() * count
+        if self.inner:
+            self.inner(value, count)
+
+
+class Metering(MLP):
+    def __init__(self):
+        super().__init__()
+        self.meter, self.meters = Meter(), {"train": [Meter()]}
+        self.table, self.array = torch.zeros(3), np.zeros(3)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.meter(loss, len(batch["x"]))
+        self.meters["train"][0](loss, len(batch["x"]))
+        for label in batch["y"].tolist():
+            self.table[label] += 1
+            self.array[label] += 1
+        return loss
+
+    def kept(self):
+        meters = (self.meter, self.meter.inner, *self.meters["train"])
+        return [*(meter.count for meter in meters), self.table.tolist(), self.array.tolist()]
+
+
+def test_a_step_that_runs_ahead_is_undone_in_objects_and_in_place():
+    module = Metering()
+    began = module.kept()
+    with as_before(module):
+        module.training_step(vectors(8, 0), 0)
+        assert module.kept() != began
+    assert module.kept() == began
+    assert module.meter.total == 0
+
+
+def metered(strategy, world):
+    module = Metering()
+    chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
+    batches = DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
+    Trainer(**QUIET, max_epochs=1, limit_val_batches=0, devices=world, strategy=chosen).fit(module, batches)
+    return module.kept()
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_meters_count_each_sample_once(axis):
+    (wanted,) = run(metered, None, 1, world=1)
+    assert run(metered, {axis: 2}, 2, world=2)[-1] == wanted  # of a pipeline the last stage runs the step to its end

@@ -1,5 +1,6 @@
 """What a step that runs ahead of training could leave behind: on modules, and on the user's objects that they keep."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_3d.pipeline.attributes import own
 
-_LIBRARIES = ("builtins", "lightning", "lightning_3d", "numpy", "torch", "torchmetrics")
-"""Their objects (samplers, optimizers, loggers) are not the user's; metrics are put back by who runs the step."""
+_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_3d", "numpy", "torch", "torchmetrics"}
+"""Their objects (queues, optimizers, loggers) are not the user's; metrics are put back by who runs the step."""
 
 _MANY, _LARGE = 100, 10_000_000
 """Entries of a container, and elements, beyond which it is data, that no step changes."""
@@ -35,13 +36,15 @@ def contents_kept(holder: Any) -> Iterator[None]:
     found = [item for value in own(holder).values() for item in _inside(value)]
     tensors = [(item, item._version, item.detach().clone()) for item in found if _is_plain_tensor(item)]
     arrays = [(item, item.copy()) for item in found if _is_own_array(item)]
-    yield
-    with torch.no_grad():
-        for tensor, version, copy in tensors:
-            if tensor._version != version:
-                tensor.copy_(copy)
-    for array, content in arrays:
-        array[...] = content
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, version, copy in tensors:
+                if tensor._version != version:
+                    tensor.copy_(copy)
+        for array, content in arrays:
+            array[...] = content
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -74,7 +74,7 @@ class PlainSteps:
         if self.opens():
             self.data.drop()
         self.data.begin()
-        with self.random.step():
+        with self.random.step(), self.data.unwritten():
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,3 +117,16 @@ def no_writes(module: nn.Module, why: str) -> Writes:
             raise in_place(name, why)
 
     return Writes(module.named_parameters, after=refuse)
+
+
+class NoAssignment(TorchFunctionMode):
+    """Raise where code assigns to the `.data` of a DTensor, which does nothing: its values are elsewhere."""
+
+    def __init__(self, named: Callable[[], Iterator[tuple[str, Tensor]]], why: str) -> None:
+        super().__init__()
+        self.named, self.why = named, why
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if assigns_data(func) and isinstance(args[0], DTensor):
+            raise in_place(next((name for name, item in self.named() if item is args[0]), "a tensor"), self.why)
+        return func(*args, **(kwargs or {}))

@@ -1,5 +1,8 @@
 """ZeRO stage 0: every data rank holds everything; gradients are averaged bucket by bucket during backward."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_3d.comm import Replicas
@@ -12,6 +15,9 @@ class ReplicatedData:
         self.replicas = replicas
 
     def begin(self) -> None: ...
+
+    def unwritten(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def end(self) -> None: ...
 

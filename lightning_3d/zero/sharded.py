@@ -1,6 +1,7 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ from lightning_3d.zero import fsdp_state
 from lightning_3d.zero.rows import all_rows, my_rows
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.units import shard_units, unshardable
+from lightning_3d.zero.written import unwritten
+
+_COMPARED = 3
+"""Steps after which what is gathered is no more compared with the shards."""
 
 
 class ShardedData:
@@ -79,6 +84,8 @@ class ShardedData:
             for owner in _owners(group)
         ]
         self.untoggle = follow_toggles(module, self._follow_shards)
+        self.trained = 0
+        """Training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
@@ -114,6 +121,15 @@ class ShardedData:
             if any(module is self.module for module in group.modules):
                 fsdp_state.gather(group)
                 self._end_with_reduction(group)
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
+        self.trained += 1
+        names = {parameter: name for name, parameter in self.names.items()}
+        shards, compare = automatic and self.stage < 3, automatic and self.trained <= _COMPARED
+        with unwritten(self.groups, names, shards=shards, compare=compare):
+            yield
 
     def _end_with_reduction(self, group: Any) -> None:
         """Have every backward that reaches the root's parameters end with the reduction, whoever calls it."""

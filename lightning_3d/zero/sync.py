@@ -1,6 +1,7 @@
 """What the strategy asks of a data-parallel engine, whatever the ZeRO stage."""
 
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -10,6 +11,9 @@ class DataParallel(Protocol):
 
     def begin(self) -> None:
         """Before a forward: parameters are whole, or on their way, from here on."""
+
+    def unwritten(self) -> AbstractContextManager[Any]:
+        """Entered around a training step: it raises where the step changes weights in a way that would be lost."""
 
     def end(self) -> None:
         """After a forward without backward (evaluation)."""
@@ -49,6 +53,9 @@ class NoData:
     """One data rank: nothing to synchronise."""
 
     def begin(self) -> None: ...
+
+    def unwritten(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def end(self) -> None: ...
 

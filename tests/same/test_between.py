@@ -171,3 +171,15 @@ def test_derivatives_across_stages_are_refused_before_training():
 def test_stages_are_not_mixed_in_silence(name, where, trainer):
     with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor that this rank has"):
         assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("Within", 1), ("Inside", 1), ("Limited", 1), ("Inside", 3), ("Limited", 3)]
+)
+def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, stage):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes .* which is lost with the copies of weights"):
+        assert_parity(f"tests.same.test_between:{name}", 2, {"zero_stage": stage})
+
+
+def test_weights_of_blocks_change_in_the_step_where_they_are_gathered_later():
+    assert_parity("tests.same.test_between:Within", 2, {"zero_stage": 3})

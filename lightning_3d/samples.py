@@ -17,6 +17,8 @@ from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.layout import Layout
 from lightning_3d.peek import first_batch, loaders_of, map_style
 from lightning_3d.pipeline import seeds
+from lightning_3d.pipeline.attributes import Attributes
+from lightning_3d.pipeline.kept import unlike_joined
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.means import unlike_its_mean
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
@@ -94,7 +96,7 @@ def observe_one_batch(
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if args else [1]
         first = (split_batch(args[0], sizes)[0], *args[1:]) if args else ()
-        with torch.set_grad_enabled(fitting):
+        with as_before(module), torch.set_grad_enabled(fitting):
             whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
         if mean and fitting and args:
             _warn_unless_mean(module, name, args, sizes, context)
@@ -144,8 +146,12 @@ def _warn_unless_mean(
             value = loss_of(getattr(module, step)(rows, *args[1:]))
         return None if value is None else float(value)
 
+    def loss_alone(rows: Any, seed: int) -> float | None:
+        with Attributes(module).apart():
+            return loss(rows, seed)
+
     try:
-        text = unlike_its_mean(loss, args[0], sizes)
+        text = unlike_its_mean(loss_alone, args[0], sizes) or unlike_joined(module, loss, args[0], sizes)
     except RuntimeError:  # a step that differentiates cannot run without gradients; the cut is proven all the same
         return
     if text is not None:

@@ -198,9 +198,19 @@ def _value(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool
     if _is_count(before) and all(map(_is_count, values)):
         steps = [int(value - before) for value in values]
         return values[0] if everywhere and set(steps) == {1} else before + sum(steps)
+    if _is_table(before, values, sizes):
+        return before + sum(value - before for value in values)
     if len({repr(form(value)) for value in values}) > 1 or len(set(map(type, values))) > 1:
         return values[0]
     return set[Any]().union(*values) if isinstance(values[0], set) else join_outputs(values, sizes)
+
+
+def _is_table(before: Any, values: list[Any], sizes: list[int]) -> bool:
+    """Whether values are tensors of counts (a confusion matrix) that each microbatch has added to, not rows."""
+    if not all(type(item) is Tensor and item.ndim and not item.is_floating_point() for item in (before, *values)):
+        return False
+    rows = all(len(value) == size for value, size in zip(values, sizes, strict=True))
+    return not rows and all(value.shape == before.shape and bool((value >= before).all()) for value in values)
 
 
 def _is_count(value: Any) -> bool:

@@ -124,3 +124,10 @@ def test_counts_are_added_up_and_batches_counted_once(made, whole):
     runs = [{("count",): ("set", 10 + number)} for number in made if number]
     sizes = [2] * len(runs)
     assert join_changes(runs, sizes, {"count": (10, None)})["count",] == ("set", 10 + whole)
+
+
+def test_tables_of_counts_are_added_up():
+    before, made = torch.tensor([[4, 0], [1, 2]]), [torch.tensor([[5, 0], [1, 3]]), torch.tensor([[4, 2], [1, 2]])]
+    runs = [{("table",): ("set", table)} for table in made]
+    _, joined = join_changes(runs, [3, 3], {"table": (before, None)})["table",]
+    assert joined.tolist() == [[5, 2], [1, 3]]

@@ -110,7 +110,12 @@ def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, st
     found: Whole | None = None
     said: Any = None
     try:
-        with seeds.set_aside(), as_before(module), writes_undone(module), no_writes(module, _IN_PIECES):
+        with (
+            seeds.set_aside(),
+            as_before(module),
+            writes_undone(module),
+            no_writes(module.named_parameters, _IN_PIECES),
+        ):
             found = look()
         said = (found.calls, found.read) if found is not None else None
     except UnsupportedError as error:

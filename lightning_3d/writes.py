@@ -109,14 +109,14 @@ def in_place(name: str, why: str) -> WritesError:
     )
 
 
-def no_writes(module: nn.Module, why: str) -> Writes:
-    """Raise where a parameter is changed in place, which cannot be kept because of `why`."""
+def no_writes(named: Callable[[], Iterator[tuple[str, Tensor]]], why: str) -> Writes:
+    """Raise where one of these parameters is changed in place, which cannot be kept because of `why`."""
 
     def refuse(name: str, func: Any) -> None:
         if func is not torch.embedding_renorm_:  # `max_norm`: for each row by itself, and twice is as once
             raise in_place(name, why)
 
-    return Writes(module.named_parameters, after=refuse)
+    return Writes(named, after=refuse)
 
 
 class NoAssignment(TorchFunctionMode):

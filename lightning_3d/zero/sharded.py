@@ -21,8 +21,8 @@ from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.units import shard_units, unshardable
 from lightning_3d.zero.written import unwritten
 
-_COMPARED = 3
-"""Steps after which what is gathered is no more compared with the shards."""
+_CLOSELY = 3
+"""Steps in which each call is looked at for changes of weights."""
 
 
 class ShardedData:
@@ -127,8 +127,8 @@ class ShardedData:
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained += 1
         names = {parameter: name for name, parameter in self.names.items()}
-        shards, compare = automatic and self.stage < 3, automatic and self.trained <= _COMPARED
-        with unwritten(self.groups, names, shards=shards, compare=compare):
+        shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
+        with unwritten(self.groups, names, shards=shards, closely=closely):
             yield
 
     def _end_with_reduction(self, group: Any) -> None:

@@ -1,15 +1,12 @@
 """Weights that a training step changes by itself while they are gathered for it: a change is lost with the copy."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_3d.local import local
-from lightning_3d.writes import NoAssignment, in_place
-from lightning_3d.zero.rows import my_rows
+from lightning_3d.writes import NoAssignment, in_place, no_writes
 
 _WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it; or use"
@@ -19,7 +16,7 @@ _WHY = (
 
 @contextmanager
 def unwritten(
-    groups: Iterable[Any], names: Mapping[nn.Parameter, str], *, shards: bool, compare: bool
+    groups: Sequence[Any], names: Mapping[nn.Parameter, str], *, shards: bool, closely: bool
 ) -> Iterator[None]:
     """Raise where the code inside changes what is gathered.
 
@@ -27,29 +24,31 @@ def unwritten(
         groups: FSDP2's.
         names: of the sharded parameters.
         shards: whether shards must not change either: those that are being gathered would be a step late.
-        compare: what is whole with the shards too, and see assignments: torch counts nothing that is done to `.data`.
+        closely: look at each call. Torch does not count what is done to `.data`, but a look costs time.
     """
-    assigning = NoAssignment(lambda: ((name, item) for item, name in names.items()), _WHY)
-    before = {param: (_whole(param), param.sharded_param._version) for group in groups for param in group.fsdp_params}
-    with assigning if compare else nullcontext():
+    params = [param for group in groups for param in group.fsdp_params]
+    before = {param: (_writes(param), param.sharded_param._version) for param in params}
+
+    def watched() -> Iterator[tuple[str, Tensor]]:
+        for group in groups:
+            for param in group.fsdp_params:
+                if group.is_unsharded:
+                    yield names[param.sharded_param], param._unsharded_param
+                if shards:
+                    yield names[param.sharded_param], param.sharded_param
+
+    with ExitStack() as stack:
+        if closely:
+            stack.enter_context(no_writes(watched, _WHY))
+            stack.enter_context(NoAssignment(lambda: ((name, item) for item, name in names.items()), _WHY))
         yield
-    for group in groups:
-        for param in group.fsdp_params:
-            whole, shard = before[param]
-            wrote = _whole(param) != whole or (shards and param.sharded_param._version != shard)
-            if wrote or (compare and group.is_unsharded and _other_rows(param)):
-                raise in_place(names[param.sharded_param], _WHY)
+    for param in params:
+        whole, shard = before[param]
+        if _writes(param) != whole or (shards and param.sharded_param._version != shard):
+            raise in_place(names[param.sharded_param], _WHY)
 
 
-def _whole(param: Any) -> int:
+def _writes(param: Any) -> int:
     """How often the gathered parameter was written to, since it was first made. Gathering does not count."""
     whole = getattr(param, "_unsharded_param", None)
     return 0 if whole is None else int(whole._version)
-
-
-def _other_rows(param: Any) -> bool:
-    """Whether this rank's rows of the gathered parameter are not those of its shard, bit by bit."""
-    info, shard = param.mesh_info, local(param.sharded_param).detach()
-    rows = my_rows(local(param._unsharded_param).detach(), info.shard_mesh_rank, info.shard_mesh_size)
-    wanted = shard.to(device=rows.device, dtype=rows.dtype)
-    return not torch.equal(rows.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))

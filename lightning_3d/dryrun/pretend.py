@@ -195,9 +195,14 @@ def _asking() -> bool:
 
 
 def _reader() -> str | None:
-    """The line that reads a value: the innermost that is not torch's; None where it is none of the user's."""
+    """The line that reads a value: the innermost that neither is torch's nor watches calls; None where it is none of
+    the user's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _package(frame) == "torch"):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__
+        or frame.f_code.co_name == "__torch_function__"
+        or _package(frame) == "torch"
+    ):
         frame = frame.f_back
     ours = _package(frame) in ("lightning", "lightning_3d", "torchmetrics")
     return None if ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -322,7 +322,7 @@ def _environment():
     ("method", "command", "finished"),
     [
         ("popen", [sys.executable], 2),
-        ("spawn", [sys.executable], 1),
+        pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
         ("popen", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2),
     ],
     ids=["script", "spawn", "torchrun"],

@@ -243,7 +243,9 @@ def test_gradients_of_parts_of_the_sequence_are_too(step):
 
 
 @pytest.mark.parametrize(("build", "loss"), [(models.llama, causal), (models.gpt2, causal)])
-@pytest.mark.parametrize("step", [whole_step, low_precision, recomputed])
+@pytest.mark.parametrize(
+    "step", [whole_step, *(pytest.param(s, marks=pytest.mark.long) for s in (low_precision, recomputed))]
+)
 def test_gradients_of_listed_families_are_too(build, loss, step):
     run_both(step, build, loss, tokens, {})
 
@@ -278,6 +280,8 @@ def deferred_penalty(module, batch):
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("loss", [penalty, deferred_penalty])
-@pytest.mark.parametrize("build", [models.nano_gpt, models.packed, models.encoder])
+@pytest.mark.parametrize(
+    "build", [models.encoder, *(pytest.param(b, marks=pytest.mark.long) for b in (models.nano_gpt, models.packed))]
+)
 def test_gradients_of_gradients(build, loss, options):
     check(build, loss, two_floats, steps=5, **options)

@@ -111,9 +111,9 @@ def test_other_families(build, loss, batch):
     [
         (models.nano_gpt, square, floats),
         (models.encoder, square, floats),
-        (models.GPT, own_loss, tokens),
-        (models.llama, causal, tokens),
-        (models.bert, classify, tokens),
+        pytest.param(models.GPT, own_loss, tokens, marks=pytest.mark.long),
+        pytest.param(models.llama, causal, tokens, marks=pytest.mark.long),
+        pytest.param(models.bert, classify, tokens, marks=pytest.mark.long),
         (models.t5, causal, tokens),
         (FAMILIES["bart"].build, causal, tokens),  # hands its decoder an encoder state in parts, with no norm between
     ],
@@ -129,6 +129,6 @@ def test_sequence_parallel_with_uneven_parts():
     check(models.GPT, own_loss, tokens, size=3, share=0.6, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_replicas_stay_bitwise_equal_for_fifty_steps(sequence_parallel):
     check(models.llama, causal, tokens, steps=50, optimizer="adamw", sequence_parallel=sequence_parallel)

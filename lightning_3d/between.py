@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.writes import assigns_data
 
 HOOKS = (
     "on_train_start",
@@ -71,7 +72,7 @@ class Between(TorchFunctionMode):
                     " holds, such as a target network's weight and the weight that it follows. Use"
                     " pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
                 )
-        if func == Tensor.data.__set__ and isinstance(args[0], DTensor):  # type: ignore[attr-defined]
+        if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return args[0].copy_(args[1])
         return func(*args, **kwargs)

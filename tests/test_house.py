@@ -12,7 +12,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "local", "materialize", "resources", "names"},
-    {"randomness", "order", "apart"},
+    {"randomness", "order", "apart", "writes"},
     {"workers"},
     {
         "mesh",
@@ -23,7 +23,6 @@ ORDER = [
         "metrics",
         "checks",
         "between",
-        "writes",
         "callbacks",
         "peers",
         "refit",

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from lightning_3d.dryrun.world import World
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.attributes import Attributes, join_changes
-from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.microbatch import detached, map_leaves
 from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
-from lightning_3d.pipeline.step import detached
 from lightning_3d.pipeline.traced import untrace
 from lightning_3d.pipeline.wire import Spec, Wire
 from lightning_3d.tensor.units import structure

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.pipeline.microbatch import form, join_outputs, map_leaves
+from lightning_3d.pipeline.microbatch import detached, form, join_outputs
 from lightning_3d.pipeline.packed import packed, unpacked
 from lightning_3d.pipeline.traced import untrace
 
@@ -154,7 +154,7 @@ def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot) -> Cha
     for path in dict.fromkeys(path for run in runs for path in run):
         kind = next(run[path][0] for run in runs if path in run)
         made = [(run[path][1], size) for run, size in zip(runs, sizes, strict=True) if run.get(path, ("",))[0] == kind]
-        values, counts = [map_leaves(_detached, untrace(value)) for value, _ in made], [size for _, size in made]
+        values, counts = [detached(untrace(value)) for value, _ in made], [size for _, size in made]
         if kind == "append":
             whole[path] = kind, _entries(values, counts)
         elif kind == "refill":
@@ -175,10 +175,6 @@ def sendable(changes: Changes) -> Changes:
         for path, (kind, value) in changes.items()
         for sent in packed(f"training_step keeps in self.{path[0]} something", value)
     }
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _entries(tails: list[list[Any]], sizes: list[int]) -> list[Any]:

@@ -19,7 +19,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.metrics import named_metrics
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.loggers import Tell, do, told_trainer
-from lightning_3d.pipeline.microbatch import map_leaves
+from lightning_3d.pipeline.microbatch import detached, map_leaves
 from lightning_3d.pipeline.packed import unpacked
 from lightning_3d.pipeline.records import Call, Computed, MetricName, Record
 from lightning_3d.pipeline.traced import untrace
@@ -82,7 +82,7 @@ class LogTap:
             def told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if noted:
                     noted((args, kwargs))
-                record.add(what, name, map_leaves(_apart, untrace(args)), map_leaves(_apart, untrace(kwargs)))
+                record.add(what, name, detached(untrace(args)), detached(untrace(kwargs)))
 
             return told
 
@@ -237,10 +237,6 @@ def _detached(leaf: Any) -> Any:
         return leaf.item()
     if isinstance(leaf, np.ndarray):
         return torch.as_tensor(leaf)
-    return _apart(leaf)
-
-
-def _apart(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

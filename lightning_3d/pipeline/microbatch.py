@@ -67,6 +67,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return rebuild(value, items)
 
 
+def detached(value: Any) -> Any:
+    """`value` without its graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
 def form(value: Any) -> Any:
     """The containers of `value`, without what they hold."""
     return map_leaves(lambda _: None, value)

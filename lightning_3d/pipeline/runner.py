@@ -18,13 +18,13 @@ from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.logs import LogTap
-from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.microbatch import detached, signature
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.rehearse import rehearse
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.step import TrainingStep, detached, loss_of
+from lightning_3d.pipeline.step import TrainingStep, loss_of
 from lightning_3d.pipeline.ties import Ties
 from lightning_3d.pipeline.whole import Whole
 from lightning_3d.pipeline.wire import Wire

@@ -12,7 +12,7 @@ from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes, 
 from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.head import choose_head
-from lightning_3d.pipeline.microbatch import join_outputs, map_leaves, microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import detached, join_outputs, microbatch_sizes, split_batch
 from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
@@ -171,8 +171,3 @@ def loss_of(output: Any) -> Tensor | None:
             f"training_step returned {type(output).__name__}: a tensor, a dict with 'loss', or None is needed."
         )
     return loss
-
-
-def detached(output: Any) -> Any:
-    """`output` without its graph."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -126,9 +126,8 @@ class ShardedData:
     def unwritten(self) -> Iterator[None]:
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained += 1
-        names = {parameter: name for name, parameter in self.names.items()}
         shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
-        with unwritten(self.groups, names, shards=shards, closely=closely):
+        with unwritten(self.groups, self.names, shards=shards, closely=closely):
             yield
 
     def _end_with_reduction(self, group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ _WHY = (
 
 @contextmanager
 def unwritten(
-    groups: Sequence[Any], names: Mapping[nn.Parameter, str], *, shards: bool, closely: bool
+    groups: Sequence[Any], names: Mapping[str, nn.Parameter], *, shards: bool, closely: bool
 ) -> Iterator[None]:
     """Raise where the code inside changes what is gathered.
 
@@ -29,23 +30,23 @@ def unwritten(
     params = [param for group in groups for param in group.fsdp_params]
     before = {param: (_writes(param), param.sharded_param._version) for param in params}
 
-    def watched() -> Iterator[tuple[str, Tensor]]:
+    def watched(names_of: Mapping[nn.Parameter, str]) -> Iterator[tuple[str, Tensor]]:
         for group in groups:
             for param in group.fsdp_params:
                 if group.is_unsharded:
-                    yield names[param.sharded_param], param._unsharded_param
+                    yield names_of[param.sharded_param], param._unsharded_param
                 if shards:
-                    yield names[param.sharded_param], param.sharded_param
+                    yield names_of[param.sharded_param], param.sharded_param
 
     with ExitStack() as stack:
         if closely:
-            stack.enter_context(no_writes(watched, _WHY))
-            stack.enter_context(NoAssignment(lambda: ((name, item) for item, name in names.items()), _WHY))
+            stack.enter_context(no_writes(partial(watched, {item: name for name, item in names.items()}), _WHY))
+            stack.enter_context(NoAssignment(lambda: iter(names.items()), _WHY))
         yield
     for param in params:
         whole, shard = before[param]
         if _writes(param) != whole or (shards and param.sharded_param._version != shard):
-            raise in_place(names[param.sharded_param], _WHY)
+            raise in_place(next(name for name, item in names.items() if item is param.sharded_param), _WHY)
 
 
 def _writes(param: Any) -> int:

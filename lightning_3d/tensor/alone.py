@@ -30,12 +30,15 @@ class PartsCalled:
         for name in units:
             unit = module.get_submodule(name)
             self.handles.append(unit.register_forward_pre_hook(lambda *_, name=name: self._open.append(name)))
-            self.handles.append(unit.register_forward_hook(lambda *_: self._open.pop() and None, always_call=True))
+            self.handles.append(unit.register_forward_hook(self._close, always_call=True))
             for part in unit.modules():
                 if part is not unit and part._parameters:
                     homes.setdefault(part, []).append(name)
         for part, names in homes.items():
             self.handles.append(part.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
+
+    def _close(self, *_: Any) -> None:
+        self._open.pop()
 
     def _called(self, names: list[str]) -> None:
         if not set(names).intersection(self._open):

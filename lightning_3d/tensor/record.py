@@ -86,7 +86,10 @@ class _Elsewhere(TorchFunctionMode):
                 if parameter is not None:
                     self.users.setdefault(id(parameter), []).append((f"{name}.{own}" if name else own, owner))
             self.handles.append(owner.register_forward_pre_hook(lambda m, *_: self.inside.append(m)))
-            self.handles.append(owner.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True))
+            self.handles.append(owner.register_forward_hook(self._leave, always_call=True))
+
+    def _leave(self, *_: Any) -> None:
+        self.inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if assigns_data(func) and isinstance(args[0], nn.Parameter):

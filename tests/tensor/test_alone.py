@@ -82,6 +82,12 @@ def test_a_block_whose_parts_are_called_stays_whole(module, names):
     assert all("parts of it are called by themselves" in why for why in found.whole.values())
 
 
+def test_a_module_that_is_one_block_gives_what_it_always_gives_while_it_is_watched():
+    module, seen = Written(), []  # its name is the empty text
+    record_calls(module, lambda: seen.append(module(X)))
+    torch.testing.assert_close(seen[0], module(X).detach())
+
+
 @pytest.mark.parametrize("module", [Tapped(False), Shared()])
 def test_one_that_is_called_itself_is_split(module):
     assert plan(module).splits

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_3d.early import optimizers_on_demand
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import map_leaves
@@ -24,7 +25,7 @@ def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, R
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     record = Record()
-    with seeds.set_aside(), as_before(module), LogTap(module).recording(record):
+    with seeds.set_aside(), as_before(module), optimizers_on_demand(module), LogTap(module).recording(record):
         with fake_tensors(module, mode), mode, torch.enable_grad(), traced(module, trace):
             return step(*step_arguments(step, fakes)), record
 

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
+from lightning_3d.early import optimizers_on_demand
 from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.layout import Layout
 from lightning_3d.peek import first_batch, loaders_of, map_style
@@ -52,7 +53,13 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])
     try:
-        with seeds.set_aside(), as_before(module), writes_undone(module), LogTap(module).recording(Record()):
+        with (
+            seeds.set_aside(),
+            as_before(module),
+            optimizers_on_demand(module),
+            writes_undone(module),
+            LogTap(module).recording(Record()),
+        ):
             batch = to_device(first_batch(loaders_of(trainer)))
             return record_calls(module, lambda: step(*step_arguments(step, batch)))
     except WritesError:
@@ -113,6 +120,7 @@ def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, st
         with (
             seeds.set_aside(),
             as_before(module),
+            optimizers_on_demand(module),
             writes_undone(module),
             no_writes(module.named_parameters, _IN_PIECES),
         ):

@@ -11,16 +11,28 @@ from lightning_3d.pipeline.microbatch import leaves
 
 Print = list[float]
 _STRIDES = (1, 3, 7)
+_PIECE = 3 * 7 * 2**15
+"""Elements that are in double precision at a time: a whole gradient would take twice its memory once more."""
 
 
 def fingerprint(value: Any) -> list[Print]:
     """Of each tensor in `value`: its size and three sums."""
     prints = []
     for leaf in leaves(value):
-        if isinstance(leaf, Tensor) and not leaf.is_complex():
-            flat = leaf.detach().flatten().double()
-            prints.append([float(leaf.numel()), flat.sum().item(), flat.abs().sum().item(), flat[::3].sum().item()])
+        if isinstance(leaf, Tensor):
+            size, total, third, _ = sums(leaf).tolist()
+            prints.append([float(leaf.numel()), total, size, third])
     return prints
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """The sum of magnitudes, then those of all elements, of every third and of every seventh."""
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    found = []
+    for piece in plain.flatten().split(_PIECE):
+        piece = piece.double()
+        found.append(torch.stack([piece.abs().sum(), *(piece[::stride].sum() for stride in _STRIDES)]))
+    return torch.stack(found).sum(0)
 
 
 def differ(one: list[Print], other: list[Print], rounding: float = 1e-4) -> bool:
@@ -39,9 +51,9 @@ def grad_print(grad: Tensor) -> Print:
 
     Of what this rank holds: where tensor ranks share a gradient, theirs is not compared with the whole one's.
     """
-    flat = local(grad).detach().flatten()
-    flat = flat.double() if flat.dtype != torch.float64 else flat
-    return [flat.abs().sum().item(), float(flat.numel()), *(flat[::stride].sum().item() for stride in _STRIDES)]
+    held = local(grad)
+    size, *others = sums(held).tolist()
+    return [size, float(held.numel()), *others]
 
 
 def unlike(whole: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float) -> str | None:

@@ -1,0 +1,32 @@
+"""Fingerprints see every element, in pieces, and both parts of complex numbers."""
+
+import pytest
+import torch
+
+from lightning_3d.pipeline import prints
+from lightning_3d.pipeline.prints import differ, fingerprint, grad_print, sums
+
+
+def test_sums_in_pieces_are_those_of_the_whole(monkeypatch):
+    values = torch.arange(1000.0).sub(300)
+    whole = sums(values)
+    flat = values.double()
+    torch.testing.assert_close(whole, torch.stack([flat.abs().sum(), flat.sum(), flat[::3].sum(), flat[::7].sum()]))
+    monkeypatch.setattr(prints, "_PIECE", 42)
+    torch.testing.assert_close(sums(values), whole)
+
+
+@pytest.mark.parametrize("changed", [0, 999])
+def test_one_element_is_seen(changed):
+    values = torch.ones(1000)
+    other = values.clone()
+    other[changed] += 1
+    assert differ(fingerprint(values), fingerprint(other))
+    assert grad_print(values) != grad_print(other)
+
+
+def test_complex_numbers_count_with_both_parts():
+    values = torch.complex(torch.ones(5), torch.arange(5.0))
+    assert differ(fingerprint(values), fingerprint(values.conj()))
+    assert grad_print(values)[0] == 15.0
+    assert fingerprint(torch.zeros(0)) == [[0.0, 0.0, 0.0, 0.0]]

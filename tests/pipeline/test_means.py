@@ -25,6 +25,14 @@ def test_a_sum_is_none():
     assert "the loss on 6 samples is 15, the mean of the losses on 3 and on 3 of them 7.5" in text
 
 
+def test_rows_that_are_full_hide_no_padding_behind_them():
+    labels = torch.arange(80).view(8, 10)
+    labels[5, 3:] = -100  # in the third of four microbatches
+    mean = lambda rows, seed: float(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
+    text = unlike_its_mean(mean, {"labels": labels, "scale": torch.ones(3)}, [2, 2, 2, 2])
+    assert "it is no mean over samples" in text
+
+
 class Masked(unseen.EmbeddingSkip):
     """A mean over tokens that are not padding, of which rows have different numbers."""
 

@@ -17,6 +17,8 @@ def test_a_mean_is_a_mean():
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()), batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()) + seed, batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: None, batch, [3, 3, 2]) is None
+    by_chance = {0: 1.0, 1: 1.0, 2: 2.0}  # noise that comes out alike twice
+    assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()) * by_chance[seed], batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()), batch, [8]) is None
 
 

@@ -19,6 +19,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.peek import first_batch, loaders_of, map_style
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.attributes import Attributes
+from lightning_3d.pipeline.buffered import unlike_in_buffers
+from lightning_3d.pipeline.buffers import undone
 from lightning_3d.pipeline.kept import unlike_joined
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.means import unlike_its_mean
@@ -163,8 +165,16 @@ def _warn_unless_mean(
         with Attributes(module).apart():
             return loss(rows, seed)
 
+    def loss_undone(rows: Any, seed: int) -> float | None:
+        with undone(module, [name for name, _ in module.named_buffers()]):
+            return loss_alone(rows, seed)
+
     try:
-        text = unlike_its_mean(loss_alone, args[0], sizes) or unlike_joined(module, loss, args[0], sizes)
+        text = (
+            unlike_its_mean(loss_undone, args[0], sizes)
+            or unlike_joined(module, loss, args[0], sizes)
+            or unlike_in_buffers(module, loss_alone, args[0], sizes)
+        )
     except RuntimeError:  # a step that differentiates cannot run without gradients; the cut is proven all the same
         return
     if text is not None:

@@ -76,6 +76,7 @@ def stand_alone(world: World, strategy: Any) -> None:
         (place, "plan_tensor", plan_on_numbers),
         (samples, "unlike_its_mean", _as_large_as_two),
         (samples, "unlike_joined", _nothing),
+        (samples, "unlike_in_buffers", _nothing),
         (infer, "_plan_unit", plan_large(pretend, infer._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, rehearse.rehearse)),

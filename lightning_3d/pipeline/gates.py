@@ -124,6 +124,16 @@ def _put_outside(unit: nn.Module) -> None:
         after.move_to_end(key)
 
 
+def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
+    """Modules inside of units whose output a hook of the user's, or of a library, takes."""
+    return [
+        name
+        for unit in units
+        for name, inner in module.get_submodule(unit).named_modules(prefix=unit)
+        if name != unit and any(map(_is_users, inner._forward_hooks.values()))
+    ]
+
+
 def _is_users(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func

@@ -11,6 +11,7 @@ from lightning_3d.errors import DivergenceError, PipelineSplitError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.attributes import Attributes
 from lightning_3d.pipeline.buffers import changed, marks, open_buffers, undone
+from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.holders import contents_kept, holders
 from lightning_3d.pipeline.prints import Print, differ, fingerprint, unlike
 from lightning_3d.pipeline.records import Record
@@ -64,7 +65,7 @@ def _run_in_stages(
         stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
         _raise_if_any(pipeline, relay.problem)
         if uncut is not None:
-            _compare_gradients(stages, uncut)
+            _compare_gradients(pipeline, stages, uncut)
     return unreached
 
 
@@ -112,14 +113,24 @@ def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
     return None
 
 
-def _compare_gradients(stages: list[dict[str, Print]], uncut: Whole) -> None:
+def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], uncut: Whole) -> None:
     name = unlike(uncut.grads, stages, uncut.rounding)
-    if name is not None:
+    if name is None:
+        return
+    differs = f"Cut into stages, the step gives {name!r} another gradient than the whole module does"
+    hooked = hooked_inside(pipeline.module, list(pipeline.split.holders))
+    if hooked:
+        nearest = max(hooked, key=lambda inner: len(inner) if name.startswith(f"{inner}.") else 0)
         raise PipelineSplitError(
-            f"Cut into stages, the step gives {name!r} another gradient than the whole module does, from the same"
-            " outputs. Code between the blocks changes gradients in a way that was not seen (a hook on a node of the"
-            " graph, say): move it into a block, or use a hook of the tensor."
+            f"{differs}: {nearest!r}, which is inside of a block, has a forward hook, and what a hook takes there is"
+            " missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts is made"
+            " of such values: output_router_logits=True). Return it from the block, leave that term out, or use"
+            " pipeline_parallel_size=1."
         )
+    raise PipelineSplitError(
+        f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that was not seen (a"
+        " hook on a node of the graph, say): move it into a block, or use a hook of the tensor."
+    )
 
 
 def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:

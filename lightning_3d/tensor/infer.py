@@ -95,8 +95,9 @@ def plan_tensor(
             if plan is not None:
                 units[name] = plan if made_up is None else replace(plan, forms=())
             whole |= {_join(name, inner): why for inner, why in reasons.items()}
-    _warn_whole(module, whole)
-    return _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
+    result = _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
+    _warn_whole(module, result.whole)
+    return result
 
 
 def _vocabulary(
@@ -234,7 +235,11 @@ def _made_up(unit: nn.Module) -> Sample | None:
 
 
 def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
-    """List the splits under every name, and give up those of tied parameters whose users disagree."""
+    """List the splits under every name, and give up blocks that share a module, or parameters that they split
+    otherwise."""
+    sharing = _sharing(module, plan)
+    if sharing:
+        return _without(module, plan, sharing, "a module inside of it is inside of another block too")
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -245,19 +250,30 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
             place = id(owners[owner]), own_name  # a module that has two names is one place
             ways[place] = splits.get(name) or ways.get(place)
         if len(set(ways.values())) > 1:
-            return _without(module, plan, {name for name in group if name in splits})
+            users = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in group}
+            return _without(module, plan, users, "it shares a parameter with a module that is not split the same way")
         splits |= {name: way for name in group for way in ways.values() if way is not None}
     return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.whole)
 
 
-def _without(module: nn.Module, plan: TensorPlan, names: set[str]) -> TensorPlan:
-    """The plan without the blocks that split `names`."""
-    refused = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in names}
+def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
+    """Blocks with a divided module that another block has too: for the other it would be divided, or summed, again."""
+    homes: dict[nn.Module, set[str]] = {}
+    for unit in find_units(module):
+        for part in module.get_submodule(unit).modules():
+            homes.setdefault(part, set()).add(unit)
+    return {
+        unit
+        for unit, found in plan.units.items()
+        if any(len(homes.get(module.get_submodule(_join(unit, name)), ())) > 1 for name in found.patched)
+    }
+
+
+def _without(module: nn.Module, plan: TensorPlan, refused: set[str], reason: str) -> TensorPlan:
+    """The plan without these blocks."""
     units = {name: found for name, found in plan.units.items() if name not in refused}
-    reason = "it shares a parameter with a module that is not split the same way"
-    return _with_splits(
-        module, TensorPlan(plan.size, units, plan.vocabulary, {}, {**plan.whole, **dict.fromkeys(refused, reason)})
-    )
+    whole = {**plan.whole, **dict.fromkeys(refused, reason)}
+    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, whole))
 
 
 def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:

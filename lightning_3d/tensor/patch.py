@@ -48,10 +48,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
     for (name, path), values in plan.attributes.items():
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
-    forwards: dict[str, ShardedForward] = {}
-    edges = (*plan.copies, *plan.emits, *plan.mixes, *plan.reduces, *plan.decoys, *entries)
-    for name in (*edges, *(holder for _, holder in plan.holders)):
-        forwards.setdefault(name, ShardedForward(unit.get_submodule(name), axis, memo))
+    forwards = {name: ShardedForward(unit.get_submodule(name), axis, memo) for name in plan.patched}
     for name, forward in forwards.items():
         forward.enters, forward.emits, forward.leaves = (
             name in found for found in (plan.copies, plan.emits, plan.reduces)

@@ -74,6 +74,13 @@ class UnitPlan:
     forms: tuple[Any, ...] = ()
     """(training mode, form of the arguments) of the calls that are proven; without any, every call is trusted."""
 
+    @property
+    def patched(self) -> tuple[str, ...]:
+        """Modules of the block that get another forward."""
+        entries = self.sequence.entries if self.sequence is not None else ()
+        edges = (*self.copies, *self.emits, *self.mixes, *self.reduces, *self.decoys, *entries)
+        return tuple(dict.fromkeys((*edges, *(holder for _, holder in self.holders))))
+
     def merged(self, other: "UnitPlan") -> "UnitPlan":
         """Both regions of one block."""
         union = lambda ours, theirs: tuple(dict.fromkeys((*ours, *theirs)))  # noqa: E731

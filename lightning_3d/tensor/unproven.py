@@ -24,18 +24,21 @@ class Change:
     """An instance attribute of a module, past `nn.Module.__setattr__`: what it was and what it is now."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
-        self.owner, self.name, self.value = owner, name, value
+        self.owner, self.name = owner, name
         self.before = owner.__dict__.get(name, ABSENT)
         owner.__dict__[name] = value
 
     def revert(self) -> None:
-        if self.before is ABSENT:
+        self.put(self.before)
+
+    def put(self, value: Any) -> None:
+        if value is ABSENT:
             self.owner.__dict__.pop(self.name, None)
         else:
-            self.owner.__dict__[self.name] = self.before
+            self.owner.__dict__[self.name] = value
 
-    def repeat(self) -> None:
-        self.owner.__dict__[self.name] = self.value
+    def now(self) -> Any:
+        return self.owner.__dict__.get(self.name, ABSENT)
 
 
 def form_of(value: Any) -> Any:
@@ -58,6 +61,7 @@ def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axi
         " of each kind that it is used on, if this is often.",
         stacklevel=5,
     )
+    found = [(change, change.now()) for change in changes]  # a pipeline puts a forward of its own over a block's
     for change in reversed(changes):
         change.revert()
     shadows = []
@@ -70,5 +74,5 @@ def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axi
     finally:
         for shadow in shadows:
             shadow.revert()
-        for change in changes:
-            change.repeat()
+        for change, value in found:
+            change.put(value)

@@ -156,6 +156,7 @@ class ShardedHead:
 def _can_split_embedding(module: nn.Module, seen: bool) -> bool:
     return (
         isinstance(module, nn.Embedding)
+        and "weight" in module._parameters
         and (seen or type(module).forward is nn.Embedding.forward)
         and module.max_norm is None
         and not module.scale_grad_by_freq
@@ -164,7 +165,9 @@ def _can_split_embedding(module: nn.Module, seen: bool) -> bool:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """Torch's own, with a weight of its own: to look at one that is computed (spectral_norm) is to compute it again."""
+    plain = isinstance(module, nn.Linear) and "weight" in module._parameters
+    return plain and type(module).forward is nn.Linear.forward
 
 
 def _users(module: nn.Module) -> dict[int, list[str]]:

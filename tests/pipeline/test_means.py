@@ -17,12 +17,22 @@ def test_a_mean_is_a_mean():
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()), batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()) + seed, batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: None, batch, [3, 3, 2]) is None
+    by_chance = {0: 1.0, 1: 1.0, 2: 2.0}  # noise that comes out alike twice
+    assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()) * by_chance[seed], batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()), batch, [8]) is None
 
 
 def test_a_sum_is_none():
     text = unlike_its_mean(lambda rows, seed: float(rows.sum()), torch.arange(8.0), [3, 3, 2])
     assert "the loss on 6 samples is 15, the mean of the losses on 3 and on 3 of them 7.5" in text
+
+
+def test_rows_that_are_full_hide_no_padding_behind_them():
+    labels = torch.arange(80).view(8, 10)
+    labels[5, 3:] = -100  # in the third of four microbatches
+    mean = lambda rows, seed: float(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
+    text = unlike_its_mean(mean, {"labels": labels, "scale": torch.ones(3)}, [2, 2, 2, 2])
+    assert "it is no mean over samples" in text
 
 
 class Masked(unseen.EmbeddingSkip):

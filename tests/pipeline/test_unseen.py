@@ -15,6 +15,7 @@ REFUSED = {
     "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must be telling it something beside",
     "Balanced": "PipelineSplitError: Cut into stages, the step fails, which it did not whole .*has no attribute 'penalty'",
     "InnerHook": "PipelineSplitError: ",
+    "SmallHook": "PipelineSplitError: .* another gradient .*: 'blocks.0.0', which is inside of a block, has a forward hook",
     "Noted": "PipelineSplitError: Cut into stages, the step leaves another value in the buffer 'blocks.1.last'",
     "Twice": "UnsupportedError: The step calls 'blocks.0' .* twice cannot be pipelined",
     "GraphHooks": "PipelineSplitError: Cut into stages, the step gives .* another gradient than the whole module",

@@ -854,6 +854,16 @@ class InnerHook(Awkward):
         return F.cross_entropy(logits, batch["y"]) + sum(value.square().mean() for value in self.taken)
 
 
+class SmallHook(InnerHook):
+    """So small a part of the loss that it is not seen there."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.taken.clear()
+        logits = self.blocks(batch["x"])
+        terms = [value.square().mean() for value in self.taken]
+        return F.cross_entropy(logits, batch["y"]) + sum(term - term.detach() for term in terms)
+
+
 class Twice(Awkward):
     """Two views of the batch through the same chain."""
 

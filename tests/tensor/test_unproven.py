@@ -75,6 +75,23 @@ def test_it_is_said_once_and_shards_go_on_as_before():
     torch.testing.assert_close(found, block(x).detach())
 
 
+@pytest.mark.filterwarnings("ignore:Stateful is called in a way")
+def test_what_lies_over_the_forward_of_a_block_stays_there():
+    block, x, state = Stateful(), torch.randn(2, 8, 16), torch.rand(32)
+    plan = planned(block, lambda: block(x))
+    calls = []
+
+    def call(shard):
+        forward = shard.forward
+        shard.forward = lambda *args: calls.append(1) or forward(*args)  # as a pipeline does once tensors are split
+        result = shard(x, state) + shard(x)
+        del shard.forward
+        return result
+
+    in_shards(block, plan, call)
+    assert len(calls) == 4
+
+
 def test_forms_that_the_plan_fits_are_proven_too():
     block, x = Stateful(), torch.randn(2, 8, 16)
     plan = planned(block, lambda: (block(x), block(x, True)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrizations
 
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.infer import plan_tensor
@@ -109,6 +110,27 @@ def test_warning_names_a_kind_once():
         plan_tensor(module, 2, calls=calls)
     assert len(seen) == 1
     assert str(seen[0].message).count("up.weight") == 1
+
+
+def test_blocks_that_share_a_module_stay_whole():
+    module = build("Gated")
+    first, second = module.blocks
+    second.out = first.out  # patched for each of them, it would sum over the ranks twice
+    calls = record_calls(module, lambda: module(torch.randn(2, 8, 16)))
+    with pytest.warns(UserWarning, match="a module inside of it is inside of another block too"):
+        plan = plan_tensor(module, 2, calls=calls)
+    assert not plan.splits
+    assert not plan.units
+
+
+def test_a_weight_that_is_computed_is_not_looked_at():
+    torch.manual_seed(0)
+    head = parametrizations.spectral_norm(torch.nn.Linear(16, 64))  # each look is a step of its power iteration
+    module = torch.nn.Sequential(torch.nn.Embedding(64, 16), head)
+    before = head.parametrizations.weight[0]._u.clone()
+    plan = plan_tensor(module, 2)
+    assert torch.equal(head.parametrizations.weight[0]._u, before)
+    assert list(plan.vocabulary) == ["0.weight"]
 
 
 def test_plan_is_the_same_again_and_leaves_random_state_alone():

@@ -935,6 +935,31 @@ class Kept(Awkward):
         self.log("early", self.early.square().mean() + self.means[-1])
 
 
+class Caching(nn.Module):
+    """Keeps a table in a buffer that is empty until the block runs, and grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < x.shape[-1]:
+            self.table = torch.arange(x.shape[-1]) / 10
+        return self.net(x + self.table)
+
+
+class Cached(Awkward):
+    """Buffers change their shapes while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.blocks, self.out = nn.Linear(6, 8), nn.Sequential(*(Caching() for _ in range(4))), dense(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.blocks(self.entry(x)))
+
+
 class Warmed(Awkward):
     """A term of the loss comes in with the third batch; it is of an early block."""
 

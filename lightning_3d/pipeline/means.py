@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_3d.pipeline.microbatch import split_batch, weighted_mean
 
 _ROUNDING = 1e-3
+"""Of gradients; that of losses, which are means of many numbers, is a tenth of it and at most a thousandth."""
 _PAIRS = 4
 """Pairs of microbatches that are looked at: the first may have as many tokens each by chance."""
 
@@ -61,16 +62,16 @@ def _unlike(
     weights = [first / rows, second / rows]
     apart = weighted_mean([one.loss, other.loss], weights)
     off = _off(together.gradient, [one.gradient, other.gradient], weights)
-    if _same(together.loss, apart) and off <= rounding:
+    if _same(together.loss, apart, rounding) and off <= rounding:
         return None
     again = look(pair, 1)
     if (
         again is None
-        or not _same(together.loss, again.loss)
+        or not _same(together.loss, again.loss, rounding)
         or _off(together.gradient, [again.gradient], [1]) > rounding
     ):
         return None  # it is random: what the step draws chooses what it computes
-    if _same(together.loss, apart):
+    if _same(together.loss, apart, rounding):
         return (
             f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
             f" {first} and on {second} of them"
@@ -81,8 +82,8 @@ def _unlike(
     )
 
 
-def _same(one: float, other: float) -> bool:
-    return one != one or abs(one - other) <= _ROUNDING * max(abs(one), abs(other), 1e-6)
+def _same(one: float, other: float, rounding: float) -> bool:
+    return one != one or abs(one - other) <= min(1e-3, rounding / 10) * max(abs(one), abs(other), 1e-6)
 
 
 def _off(together: Tensor, parts: list[Tensor], weights: list[float]) -> float:

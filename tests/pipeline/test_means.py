@@ -35,6 +35,8 @@ def test_a_gradient_tells_where_the_loss_does_not():
     batch = torch.arange(8.0)
     text = unlike_its_mean(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2])
     assert "the gradient of the loss on 6 samples differs by 1 of itself" in text
+    assert "the loss on 6" in unlike_its_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
+    assert unlike_its_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) is None
     assert unlike_its_mean(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2]) is None
     assert unlike_its_mean(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) is None

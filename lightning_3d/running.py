@@ -15,6 +15,7 @@ from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
 from lightning_3d.measured import Measured, Meter, write
 from lightning_3d.opening import step_line
+from lightning_3d.parted import said_of_parts
 from lightning_3d.peek import loader_batch_size
 from lightning_3d.resuming import Resuming
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
@@ -48,7 +49,8 @@ class Running(Resuming):
         trainer = self._module.trainer
         flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
-        output = self._running.train(super().training_step, args)
+        with said_of_parts(self.layout):
+            output = self._running.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
             self._data.end()
@@ -69,6 +71,10 @@ class Running(Resuming):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._running.before_backward(closure_loss)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with said_of_parts(self.layout):
+            return super().backward(*args, **kwargs)
 
     def _after_backward(self) -> None:
         self._running.after_backward()

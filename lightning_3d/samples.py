@@ -2,8 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_3d.early import optimizers_on_demand
@@ -23,12 +24,13 @@ from lightning_3d.pipeline.buffered import unlike_in_buffers
 from lightning_3d.pipeline.buffers import undone
 from lightning_3d.pipeline.kept import unlike_joined
 from lightning_3d.pipeline.logs import LogTap
-from lightning_3d.pipeline.means import unlike_its_mean
+from lightning_3d.pipeline.means import Seen, unlike_its_mean
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
 from lightning_3d.pipeline.whole import Whole, observe
+from lightning_3d.tensor.quiet import Quiet
 from lightning_3d.tensor.record import Recording, record_calls
 from lightning_3d.tensor.units import find_units
 from lightning_3d.writes import no_writes, writes_undone
@@ -108,7 +110,7 @@ def observe_one_batch(
         with as_before(module), torch.set_grad_enabled(fitting):
             whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
         if mean and fitting and args:
-            _warn_unless_mean(module, name, args, sizes, context)
+            _warn_unless_mean(module, name, args, sizes, context, whole)
         return whole
 
     return _on_every_rank(look, module, name)
@@ -153,32 +155,68 @@ def _warn_unless_mean(
     args: tuple[Any, ...],
     sizes: list[int],
     context: Callable[[], AbstractContextManager[Any]],
+    whole: Whole,
 ) -> None:
-    def loss(rows: Any, seed: int) -> float | None:
+    watched, buffers = _of_the_last_block(module, whole.calls), [name for name, _ in module.named_buffers()]
+
+    def loss(rows: Any, seed: int) -> Tensor | None:
         seeds.restart_python(seed)
         seeds.restart(seed)
-        with torch.no_grad(), LogTap(module).recording(Record()), context():
-            value = loss_of(getattr(module, step)(rows, *args[1:]))
+        with LogTap(module).recording(Record()), Quiet(), context():  # what dropout adds would hide a difference
+            return loss_of(getattr(module, step)(rows, *args[1:]))
+
+    def look(rows: Any, seed: int) -> Seen | None:
+        with Attributes(module).apart(), undone(module, buffers), only_trained(module, watched):
+            value = loss(rows, seed)
+            if value is None:
+                return None
+            reached = watched if value.requires_grad else []
+            grads = torch.autograd.grad(value, reached, allow_unused=True) if reached else ()
+        found = [grad.to_dense().flatten() for grad in grads if grad is not None]
+        return Seen(float(value.detach()), torch.cat(found) if found else torch.empty(0))
+
+    def number(rows: Any, seed: int) -> float | None:
+        with torch.no_grad():
+            value = loss(rows, seed)
         return None if value is None else float(value)
 
-    def loss_alone(rows: Any, seed: int) -> float | None:
+    def number_alone(rows: Any, seed: int) -> float | None:
         with Attributes(module).apart():
-            return loss(rows, seed)
-
-    def loss_undone(rows: Any, seed: int) -> float | None:
-        with undone(module, [name for name, _ in module.named_buffers()]):
-            return loss_alone(rows, seed)
+            return number(rows, seed)
 
     try:
         text = (
-            unlike_its_mean(loss_undone, args[0], sizes)
-            or unlike_joined(module, loss, args[0], sizes)
-            or unlike_in_buffers(module, loss_alone, args[0], sizes)
+            unlike_its_mean(look, args[0], sizes, whole.rounding)
+            or unlike_joined(module, number, args[0], sizes)
+            or unlike_in_buffers(module, number_alone, args[0], sizes)
         )
     except RuntimeError:  # a step that differentiates cannot run without gradients; the cut is proven all the same
         return
     if text is not None:
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}")
+
+
+def _of_the_last_block(module: LightningModule, calls: Sequence[str]) -> list[nn.Parameter]:
+    """Trained parameters of the last block that has any: the way back to it is short."""
+    for unit in reversed(calls):
+        if found := [item for item in module.get_submodule(unit).parameters() if item.requires_grad]:
+            return found
+    return []
+
+
+@contextmanager
+def only_trained(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """The others need no gradients, so that little of a forward is kept."""
+    chosen = {id(item) for item in parameters}
+    others = [item for item in module.parameters() if item.requires_grad and id(item) not in chosen]
+    for item in others:
+        item.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for item in others:
+            item.requires_grad_(True)
 
 
 def step_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:

@@ -150,10 +150,10 @@ def _no_prints(value: Any) -> list[list[float]]:
     return []
 
 
-def _as_large_as_two(loss_of: Callable[[Any, int], Any], batch: Any, sizes: list[int]) -> None:
+def _as_large_as_two(look: Callable[[Any, int], Any], batch: Any, sizes: list[int], _: float) -> None:
     """Two microbatches at once, for the memory that they take: losses without values are all alike."""
     if len(sizes) > 1:
-        loss_of(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]])[0], 0)
+        look(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]])[0], 0)
 
 
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:

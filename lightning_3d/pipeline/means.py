@@ -1,56 +1,93 @@
-"""Whether a step's loss is a mean over samples, as cutting a batch into microbatches takes it to be."""
+"""Whether a step's loss is a mean over samples, as cutting a batch into microbatches takes it to be.
+
+The loss alone does not tell. A mean over tokens that are not padding weighs each microbatch by its tokens, which
+changes next to nothing while the losses of all tokens are still alike; but each sample's part in the gradient is
+another at once.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_3d.pipeline.microbatch import leaves, split_batch, weighted_mean
 
 _ROUNDING = 1e-3
+"""Of gradients; that of losses, which are means of many numbers, is a tenth of it and at most a thousandth."""
+_PAIRS = 3
+"""Pairs of microbatches that are looked at: one may have as many tokens each by chance."""
 _SEEDS = (1, 2)
 """Beside 0: a random loss comes out alike with one of them often enough, with both hardly."""
 
 
-def unlike_its_mean(loss_of: Callable[[Any, int], float | None], batch: Any, sizes: list[int]) -> str | None:
-    """What to tell a user whose loss on two microbatches together is another than the mean of its losses on each.
+class Seen(NamedTuple):
+    """What a step gave on some rows."""
 
-    Neighbours are taken that padding and labels left out make most unlike: the first two may happen to be full.
+    loss: float
+    gradient: Tensor
+    """Of some parameters, in one row; of none where the loss reaches none."""
+
+
+def unlike_its_mean(
+    look: Callable[[Any, int], Seen | None], batch: Any, sizes: list[int], rounding: float = _ROUNDING
+) -> str | None:
+    """What to tell a user whose loss on microbatches together is another than the mean of its losses on each.
+
+    Neighbours are taken that padding and labels left out make most unlike: the first ones may happen to be full.
 
     Args:
-        loss_of: the loss on some rows of the batch, without gradients, with random streams from a seed.
+        look: runs the step on some rows of the batch, with random streams from a seed. None where there is no loss.
         batch: all of it.
         sizes: of the microbatches.
+        rounding: how far gradients may differ, relative to them.
     """
-    if len(sizes) < 2:
-        return None
     pieces = split_batch(batch, sizes)
-    at = _most_uneven(pieces, sizes)
-    first, second = sizes[at : at + 2]
-    both = split_batch(batch, [*sizes[:at], first + second, *sizes[at + 2 :]])[at]
-    together = loss_of(both, 0)
-    if together is None or not all(_same(together, loss_of(both, seed)) for seed in _SEEDS):
-        return None  # it is random: dropout, noise
-    one, other = pieces[at : at + 2]
-    apart = weighted_mean([loss_of(one, 0), loss_of(other, 0)], [first / (first + second), second / (first + second)])
-    if _same(together, apart):
+    for at in _most_uneven(pieces, sizes):
+        pair = split_batch(batch, [*sizes[:at], sizes[at] + sizes[at + 1], *sizes[at + 2 :]])[at]
+        found = _unlike(look, pair, pieces[at : at + 2], sizes[at : at + 2], rounding)
+        if found is not None:
+            return (
+                f"{found}: it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples,"
+                " batch norm), so microbatches do not train exactly as one device does. num_microbatches=1 runs the"
+                " whole batch at once; loss_scope='batch' computes the loss on the whole batch, which helps unless it"
+                " is batch norm inside the blocks."
+            )
+    return None
+
+
+def _unlike(
+    look: Callable[[Any, int], Seen | None], pair: Any, pieces: list[Any], sizes: list[int], rounding: float
+) -> str | None:
+    """What a pair of microbatches gives in another way together than apart."""
+    (first, second), rows = sizes, sum(sizes)
+    together, one, other = look(pair, 0), look(pieces[0], 0), look(pieces[1], 0)
+    if together is None or one is None or other is None:
         return None
+    weights = [first / rows, second / rows]
+    apart = weighted_mean([one.loss, other.loss], weights)
+    off = _off(together.gradient, [one.gradient, other.gradient], weights)
+    if _same(together.loss, apart, rounding) and off <= rounding:
+        return None
+    if any(_another(together, look(pair, seed), rounding) for seed in _SEEDS):
+        return None  # it is random: what the step draws chooses what it computes
+    if _same(together.loss, apart, rounding):
+        return (
+            f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
+            f" {first} and on {second} of them"
+        )
     return (
-        f"the loss on {first + second} samples is {together:.6g}, the mean of the losses on {first} and on {second} of"
-        f" them {apart:.6g}: it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples,"
-        " batch norm), so microbatches do not train exactly as one device does. num_microbatches=1 runs the whole"
-        " batch at once; loss_scope='batch' computes the loss on the whole batch, which helps unless it is batch norm"
-        " inside the blocks."
+        f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {first} and on {second} of them"
+        f" {apart:.6g}"
     )
 
 
-def _most_uneven(pieces: list[Any], sizes: list[int]) -> int:
-    """Where the two neighbours begin that differ most in how much of a sample is left out."""
+def _most_uneven(pieces: list[Any], sizes: list[int]) -> list[int]:
+    """Where neighbours begin that differ most in how much of a sample is left out, the first ones where none does."""
     left_out = [[count / size for count in _left_out(piece)] for piece, size in zip(pieces, sizes, strict=True)]
     # of lists with an entry per sample, pieces of unequal sizes hold unequal numbers of tensors
     unlike = [sum(abs(a - b) for a, b in zip(*both, strict=False)) for both in pairwise(left_out)]
-    return unlike.index(max(unlike))
+    return sorted(range(len(unlike)), key=lambda at: -unlike[at])[:_PAIRS]
 
 
 def _left_out(piece: Any) -> list[int]:
@@ -60,5 +97,21 @@ def _left_out(piece: Any) -> list[int]:
     return zeros + [int((leaf < 0).sum()) for leaf in tensors if not leaf.is_floating_point()]
 
 
-def _same(one: float, other: float | None) -> bool:
-    return other is not None and (one != one or abs(one - other) <= _ROUNDING * max(abs(one), abs(other), 1e-6))
+def _another(one: Seen, other: Seen | None, rounding: float) -> bool:
+    return (
+        other is None
+        or not _same(one.loss, other.loss, rounding)
+        or _off(one.gradient, [other.gradient], [1]) > rounding
+    )
+
+
+def _same(one: float, other: float, rounding: float) -> bool:
+    return one != one or abs(one - other) <= min(1e-3, rounding / 10) * max(abs(one), abs(other), 1e-6)
+
+
+def _off(together: Tensor, parts: list[Tensor], weights: list[float]) -> float:
+    """How far `together` is from the mean of `parts`, relative to them; 0 where other parameters were reached."""
+    scale = sum(weight * float(part.norm()) for part, weight in zip(parts, weights, strict=True))
+    if not scale or {part.shape for part in parts} != {together.shape}:
+        return 0.0
+    return float((together - sum(part * weight for part, weight in zip(parts, weights, strict=True))).norm()) / scale

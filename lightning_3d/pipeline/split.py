@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -241,22 +242,36 @@ class AppliedSplit:
             group: the pipeline group; every rank of it calls this, with real plain tensors for what it holds.
             stage_rank: rank in `group` of each stage.
         """
-        everywhere: list[dict[str, int]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everywhere, self.absent, group=group)
-        stage_of = {name: stage for absent in everywhere for name, stage in absent.items()}
+        everywhere: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, (self.absent, self._buffers_here()), group=group)
+        stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}
         fresh: dict[int, nn.Parameter] = {}
         for name in sorted(stage_of):
-            self._receive(name, stage_rank[stage_of[name]], group, fresh)
+            source = stage_rank[stage_of[name]]
+            self._receive(name, source, group, fresh, everywhere[source][1].get(name))
         self.absent = {}
 
-    def _receive(self, name: str, source: int, group: dist.ProcessGroup, fresh: dict[int, nn.Parameter]) -> None:
+    def _buffers_here(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shapes: a cache that a block fills when it runs (rotary tables) is not what it was before the cut."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return {name: (buffer.shape, buffer.dtype) for name, buffer in named if name not in self.absent}
+
+    def _receive(
+        self,
+        name: str,
+        source: int,
+        group: dist.ProcessGroup,
+        fresh: dict[int, nn.Parameter],
+        buffer: tuple[torch.Size, torch.dtype] | None,
+    ) -> None:
         owner_name, _, leaf = name.rpartition(".")
         owner = self.module.get_submodule(owner_name)
         held = getattr(owner, leaf)
         if name not in self.absent:
             dist.broadcast(held.detach().contiguous(), group=group, group_src=source)
             return
-        data = torch.empty(held.shape, dtype=held.dtype, device=self.device)
+        shape, dtype = buffer or (held.shape, held.dtype)
+        data = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(data, group=group, group_src=source)
         if not isinstance(held, nn.Parameter):
             owner._buffers[leaf] = data

@@ -17,7 +17,7 @@ from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.stage import Cut, StagePlay
-from lightning_3d.pipeline.traced import untrace
+from lightning_3d.pipeline.traced import refuse_stand_ins, untrace
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.runner import Pipeline
@@ -89,6 +89,7 @@ class TrainingStep:
 
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep what a step returned; what backward starts from."""
+        refuse_stand_ins(list(changes.values()))
         self.outputs.append(detached(output))
         self.changes.append(changes)
         self.records.append(record)
@@ -152,7 +153,8 @@ def play(
     player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
     player.expected = expected
     undo = () if player.final else trace.changed
-    recording = pipeline.taps.recording(record, speaks=real and player.final and pipeline.speaks)
+    ends = refuse_stand_ins if player.final else None
+    recording = pipeline.taps.recording(record, ends, speaks=real and player.final and pipeline.speaks)
     with undone(pipeline.module, undo), player, pipeline.gates.directed(player), recording, alone():
         try:
             output = pipeline.call(name, args, seed)
@@ -160,6 +162,7 @@ def play(
             return player.outputs()
     if not player.final:
         raise PipelineSplitError(f"{title}: the step ended before it reached a block of a later stage.")
+    refuse_stand_ins(output)
     return untrace(output)
 
 

@@ -199,6 +199,17 @@ def _untraced(leaf: Any) -> Any:
         return as_kind(leaf, Tensor)
 
 
+def refuse_stand_ins(value: Any) -> None:
+    """Raise where the last stage ends with something that it computed from a tensor that it does not have."""
+    if any(isinstance(leaf, Traced) and leaf.absent for leaf in leaves(value)):
+        raise PipelineSplitError(
+            "training_step returns, logs or keeps a value of an earlier stage that it did not in its rehearsal, so that"
+            " it was not sent to the last one: a term of the loss that comes in after some steps or epochs"
+            " (`if self.global_step >= 100: loss = loss + ...`), say. Compute it in every step, and multiply it by 0"
+            " where it is not to count."
+        )
+
+
 def as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
     """The same tensor seen as a `kind` (a dry run, whose tensors are of a class of their own, has another way)."""
     return tensor.as_subclass(kind)  # type: ignore[arg-type]

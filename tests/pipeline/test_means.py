@@ -1,37 +1,54 @@
 """A user whose loss is no mean over samples is told so."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.means import unlike_its_mean
+from lightning_3d.pipeline.means import Seen, unlike_its_mean
 from tests.pipeline import unseen
 from tests.pipeline.fitting import check, fit
 from tests.workers import run
 
 
+def seen(loss, gradient=()):
+    return Seen(float(loss), torch.tensor(gradient))
+
+
 def test_a_mean_is_a_mean():
     batch = {"x": torch.arange(8.0), "weights": torch.ones(3)}
-    assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()), batch, [3, 3, 2]) is None
-    assert unlike_its_mean(lambda rows, seed: float(rows["x"].mean()) + seed, batch, [3, 3, 2]) is None
-    assert unlike_its_mean(lambda rows, seed: None, batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(rows["x"].mean()), batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(rows["x"].mean() + seed), batch, [3, 3, 2]) is None
     by_chance = {0: 1.0, 1: 1.0, 2: 2.0}  # noise that comes out alike twice
-    assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()) * by_chance[seed], batch, [3, 3, 2]) is None
-    assert unlike_its_mean(lambda rows, seed: float(rows["x"].sum()), batch, [8]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(rows["x"].sum() * by_chance[seed]), batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: None, batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(rows["x"].sum()), batch, [8]) is None
 
 
 def test_a_sum_is_none():
-    text = unlike_its_mean(lambda rows, seed: float(rows.sum()), torch.arange(8.0), [3, 3, 2])
+    text = unlike_its_mean(lambda rows, seed: seen(rows.sum()), torch.arange(8.0), [3, 3, 2])
     assert "the loss on 6 samples is 15, the mean of the losses on 3 and on 3 of them 7.5" in text
 
 
+def test_a_gradient_tells_where_the_loss_does_not():
+    batch = torch.arange(8.0)
+    text = unlike_its_mean(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2])
+    assert "the gradient of the loss on 6 samples differs by 1 of itself" in text
+    assert "the loss on 6" in unlike_its_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
+    assert unlike_its_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) is None
+    assert unlike_its_mean(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2]) is None
+    assert unlike_its_mean(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) is None
+
+
 def test_rows_that_are_full_hide_no_padding_behind_them():
-    labels = torch.arange(80).view(8, 10)
-    labels[5, 3:] = -100  # in the third of four microbatches
-    mean = lambda rows, seed: float(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
-    text = unlike_its_mean(mean, {"labels": labels, "scale": torch.ones(3)}, [2, 2, 2, 2])
+    labels = torch.arange(160).view(16, 10)
+    labels[13, 3:] = -100  # in the second to last of eight microbatches
+    mean = lambda rows, seed: seen(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
+    text = unlike_its_mean(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8)
     assert "it is no mean over samples" in text
 
 
@@ -47,10 +64,34 @@ class Masked(unseen.EmbeddingSkip):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def told(scope):
+class Weighted(unseen.Deep):
+    """A mean over classes of unlike weights, with a head that begins with zeros: all samples have the same loss."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def loss(self, batch):
+        return F.cross_entropy(self(batch["x"]), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
+
+
+class Dropping(unseen.Deep):
+    """Another loss each time it is computed."""
+
+    def loss(self, batch):
+        return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
+
+
+class Fair(unseen.Deep):
+    def loss(self, batch):
+        return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"])
+
+
+def told(build, scope):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(masked, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
+        fit(build, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
     return [str(warning.message) for warning in caught if "no mean over samples" in str(warning.message)]
 
 
@@ -68,5 +109,16 @@ def test_the_whole_batch_gives_its_exact_loss(accumulate):
 
 @pytest.mark.parametrize(("scope", "count"), [("microbatch", 1), ("batch", 0)])
 def test_padding_that_is_uneven_is_said(scope, count):
-    first, _ = run(told, scope, world=2)
+    first, _ = run(told, masked, scope, world=2)
+    assert len(first) == count
+
+
+def fresh(kind):
+    torch.manual_seed(1)
+    return kind(), kind().batches(1)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Weighted, 1), (Dropping, 1), (Fair, 0)])
+def test_neither_alike_losses_nor_dropout_hide_it(kind, count):
+    first, _ = run(told, partial(fresh, kind), "microbatch", world=2)
     assert len(first) == count

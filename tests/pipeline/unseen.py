@@ -924,6 +924,67 @@ class Uncalled(Awkward):
         return F.cross_entropy(out["logits"], batch["y"]) + 0.1 * out["states"][1].abs().mean()
 
 
+class Kept(Awkward):
+    """Activations of an early block are kept for a hook between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([dense(6, 8), dense(), dense(), nn.Linear(8, 3)])
+        self.means: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+            if block is self.blocks[0]:
+                self.early = x.detach()
+                self.means.append(x.detach().mean())
+        return F.cross_entropy(x, batch["y"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("early", self.early.square().mean() + self.means[-1])
+
+
+class Caching(nn.Module):
+    """Keeps a table in a buffer that is empty until the block runs, and grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dense()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < x.shape[-1]:
+            self.table = torch.arange(x.shape[-1]) / 10
+        return self.net(x + self.table)
+
+
+class Cached(Awkward):
+    """Buffers change their shapes while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.blocks, self.out = nn.Linear(6, 8), nn.Sequential(*(Caching() for _ in range(4))), dense(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.blocks(self.entry(x)))
+
+
+class Warmed(Awkward):
+    """A term of the loss comes in with the third batch; it is of an early block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([dense(6, 8), dense(), dense(), nn.Linear(8, 3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = early = self.blocks[0](batch["x"])
+        for block in self.blocks[1:]:
+            x = block(x)
+        loss = F.cross_entropy(x, batch["y"])
+        return loss if batch_idx < 2 else loss + early.square().mean()
+
+
 def build(name: str, steps: int = 5) -> tuple[Any, list[Any]]:
     """A seeded module of this file, and its batches."""
     torch.manual_seed(1)

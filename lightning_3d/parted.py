@@ -1,0 +1,37 @@
+"""Steps that compute with weights of which a rank holds only a part: what torch says of it, in a user's words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_3d.errors import RunError, UnsupportedError
+
+_FREED = "storage of size 0"
+_MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
+
+
+@contextmanager
+def said_of_parts(layout: object) -> Iterator[None]:
+    """Entered around a training step and its backward, in `layout`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, RunError):
+            raise
+        if "setStorage" in text and _FREED in text:
+            raise UnsupportedError(
+                "training_step differentiates through blocks (torch.autograd.grad, as in a gradient penalty or a"
+                f" physics-informed loss), and backward needs weights again that are freed by then ({layout}). Use"
+                " zero_stage=0; tensor parallelism can do this."
+            ) from error
+        if any(word in text for word in _MIXED):
+            raise UnsupportedError(
+                f"training_step computes with weights of which this rank holds a part ({layout}; {_first(text)}). A"
+                " penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to 2 and"
+                " tensor_parallel_size=1."
+            ) from error
+        raise
+
+
+def _first(text: str) -> str:
+    return text.partition("\n")[0][:120].rstrip(".! ")

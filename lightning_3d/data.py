@@ -114,9 +114,10 @@ def fingerprint(batch: Any) -> int:
     """A number that depends on every tensor, number and text in `batch`, in order."""
     mark = 0
 
-    def add(leaf: Any) -> None:
+    def add(leaf: Any) -> Any:
         nonlocal mark
         mark = zlib.crc32(_bytes(leaf), mark)
+        return leaf  # what holds it is built again, and a PackedSequence is built of tensors only
 
     apply_to_collection(batch, (Tensor, str, int, float), add)
     return mark

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 Order = dict[str, Any]
-"""What an order is made from, beside random streams: its `kind` and, of a shared one, the `seed`."""
+"""What an order is made from, beside random streams: its `kind` and, of a shared one, `seed` and `shuffle`."""
 
 
 def keep_own_samplers(trainer: Trainer) -> Callable[[], None]:
@@ -37,7 +37,7 @@ def is_shared(sampler: object) -> bool:
 def order_of(sampler: Any) -> Order:
     """The order of the epoch that `sampler` deals out now."""
     if is_shared(sampler):
-        return {"kind": "shared", "seed": sampler.seed}
+        return {"kind": "shared", "seed": sampler.seed, "shuffle": sampler.shuffle}
     if type(sampler) is SequentialSampler:
         return {"kind": "sequential"}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):

@@ -133,7 +133,8 @@ class Counted(Sampler[Any]):
         length = len(self)
         place = place or {"batches": batches, "length": length}
         if self.shared and "order" in place:
-            self.sampler.seed = place["order"].get("seed", self.sampler.seed)
+            for name in ("seed", "shuffle"):
+                setattr(self.sampler, name, place["order"].get(name, getattr(self.sampler, name)))
         deals_rest = self._deals_rest_of(place)
         self.follows = same_data_ranks or deals_rest
         if deals_rest:

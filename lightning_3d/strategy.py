@@ -283,7 +283,8 @@ class Strategy3D(Running):
         )
 
     def _to_device(self, batch: Any) -> Any:
-        return self.batch_to_device(self.precision_plugin.convert_input(batch))
+        batch = self._module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
+        return self.batch_to_device(batch)  # which calls the other two hooks
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()

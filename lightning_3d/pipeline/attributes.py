@@ -12,23 +12,39 @@ from functools import cache
 from operator import is_
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.pipeline.microbatch import detached, form, join_outputs
+from lightning_3d.pipeline.lent import can_lend, lend, memory_of, write
+from lightning_3d.pipeline.microbatch import detached, form, join_outputs, weighted_mean
 from lightning_3d.pipeline.packed import packed, unpacked
 from lightning_3d.pipeline.traced import untrace
 
 Path = tuple[Any, ...]
 """The attribute's name, then keys of dicts."""
 Changes = dict[Path, tuple[str, Any]]
-"""What a run did where: "set" a value, "append" or "refill" with entries, "union", "count" more, "delete"."""
+"""What a run did where: "set" a value, "write" into one, "append" or "refill" with entries, "union", "count" more,
+"delete"."""
 Snapshot = dict[Any, tuple[Any, Any]]
 """Values, with what is in them where that may change."""
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), Tensor, list, tuple, dict, set, deque)
+_PLAIN = (
+    int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray, Tensor, list, tuple, dict, set, deque
+)  # fmt: skip
 _LONG = 10_000
 """Entries of a container beyond which they are not copied and compared in each run."""
+_MANY = 100
+"""Entries of a list beyond which containers in it are data."""
 _MISSING = object()
+
+
+class Items(dict[int, tuple[Any, Any]]):
+    """What is in a list or tuple that holds containers (`self.outputs = [[], []]`): a snapshot, by index."""
+
+    @property
+    def kept(self) -> list[Any]:
+        return [value for value, _ in self.values()]
 
 
 class Attributes:
@@ -37,14 +53,19 @@ class Attributes:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.before = _snapshot(_own(module))
+        self.places = list(_places(vars(module), self.before, (), memory_of(module)))
+        """Of what is written into, and the dicts that hold it."""
 
     @contextmanager
     def apart(self) -> Iterator[Changes]:
         """Gives what the code inside changes, once it is done; then it is as before."""
         changes: Changes = {}
+        copies: dict[int, Any] = {}
+        loans = [(path, lend(holder, path[-1], copies)) for path, holder in self.places]
         try:
             yield changes
         finally:
+            changes |= {path: ("write", loan.lent) for path, loan in loans if loan.end()}
             changes |= self.changes()
             now = _own(self.module)
             for name in now.keys() - self.before.keys():
@@ -73,6 +94,8 @@ class Attributes:
                 target[path[-1]].extend(value)
             elif kind == "delete":
                 del target[path[-1]]
+            elif kind == "write":
+                write(target[path[-1]], value)
             else:
                 target[path[-1]] = value
 
@@ -96,8 +119,18 @@ def _snapshot(values: dict[Any, Any]) -> Snapshot:
     return {key: (value, _content(value)) for key, value in values.items()}
 
 
+def _places(holder: Any, values: Snapshot, path: Path, shared: set[int]) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    for key, (value, content) in values.items():
+        if isinstance(content, dict):
+            yield from _places(value, content, (*path, key), shared)
+        elif isinstance(holder, dict) and can_lend(value, shared):
+            yield (*path, key), holder
+
+
 def _content(value: Any) -> Any:
     """What is in a container; of a long list its length, and of other long ones nothing: they are data."""
+    if _is_short(value) and any(isinstance(item, list | dict | set | deque) for item in value):
+        return Items(_snapshot(dict(enumerate(value))))
     if not isinstance(value, list | dict | set | deque):
         return None
     if len(value) > _LONG:
@@ -105,9 +138,18 @@ def _content(value: Any) -> Any:
     return _snapshot(value) if isinstance(value, dict) else list(value)
 
 
+def _is_short(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) <= _MANY
+
+
 def _put_back(value: Any, content: Any) -> None:
     if isinstance(content, int):
         del value[content:]
+    elif isinstance(content, Items):
+        if isinstance(value, list):
+            value[:] = content.kept
+        for item, below in content.values():
+            _put_back(item, below)
     elif isinstance(content, dict):
         for key in value.keys() - content.keys():
             del value[key]
@@ -133,6 +175,12 @@ def _differences(before: Snapshot, now: dict[Any, Any], path: Path) -> Iterator[
         elif isinstance(value, Counter) and content is not None:
             if more := value - Counter({name: count for name, (count, _) in content.items()}):
                 yield (*path, key), ("count", dict(more))
+        elif isinstance(content, Items):
+            first = value[: len(content)]
+            if _alike(first, content.kept):
+                yield from _differences(content, dict(enumerate(first)), (*path, key))
+            if change := _change(value, content.kept):
+                yield (*path, key), change
         elif isinstance(content, dict):
             yield from _differences(content, value, (*path, key))
         elif content is not None and (change := _change(value, content)):
@@ -167,6 +215,8 @@ def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot) -> Cha
             whole[path] = kind, dict(sum(map(Counter, values), Counter()))
         elif kind == "union":
             whole[path] = kind, set[Any]().union(*values)
+        elif kind == "write":
+            whole[path] = kind, _written(_at(before, path), values, counts, everywhere=len(made) == len(runs))
         else:
             whole[path] = kind, _value(_at(before, path), values, counts, everywhere=len(made) == len(runs))
     return whole
@@ -197,12 +247,37 @@ def _value(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool
     """Counts are added up, but one that goes up by one everywhere counts batches; all else is joined like outputs."""
     if _is_count(before) and all(map(_is_count, values)):
         steps = [int(value - before) for value in values]
-        return values[0] if everywhere and set(steps) == {1} else before + sum(steps)
+        once = set(steps) == {1} or not any(values)  # 0 again is the index of an epoch's first batch
+        return values[0] if everywhere and once else before + sum(steps)
     if _is_table(before, values, sizes):
         return before + sum(value - before for value in values)
+    if all(isinstance(item, np.ndarray) and item.dtype.kind in "iu" for item in (before, *values)):
+        tables = [torch.as_tensor(item) for item in (before, *values)]
+        if _is_table(tables[0], tables[1:], sizes):
+            return np.asarray(_value(tables[0], tables[1:], sizes))
     if len({repr(form(value)) for value in values}) > 1 or len(set(map(type, values))) > 1:
         return values[0]
     return set[Any]().union(*values) if isinstance(values[0], set) else join_outputs(values, sizes)
+
+
+def _written(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool) -> Any:
+    """As `_value`, for what was written into: no rows, since the shape is what it was. Counts are often kept as floats,
+    and known by growing by whole numbers."""
+    if isinstance(before, np.ndarray):
+        before, *values = map(torch.as_tensor, (before, *values))
+        return np.asarray(_written(before, values, sizes, everywhere=everywhere))
+    if before.is_complex() or (before.is_floating_point() and not all(_is_more(before, value) for value in values)):
+        return weighted_mean(values, [size / sum(sizes) for size in sizes])
+    if before.dtype is torch.bool or not all(_is_more(before, value) for value in values):
+        return values[0]
+    steps = [value - before for value in values]
+    once = everywhere and not before.ndim and all(step == 1 for step in steps)
+    return values[0] if once else before + sum(steps)
+
+
+def _is_more(before: Tensor, value: Tensor) -> bool:
+    step = value.double() - before.double()
+    return bool(((step >= 0) & (step == step.round())).all())
 
 
 def _is_table(before: Any, values: list[Any], sizes: list[int]) -> bool:
@@ -216,7 +291,7 @@ def _is_table(before: Any, values: list[Any], sizes: list[int]) -> bool:
 def _is_count(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.ndim and not value.is_floating_point() and not value.is_complex()
-    return type(value) is int
+    return isinstance(value, int | np.integer) and type(value) is not bool
 
 
 def _at(before: Snapshot, path: Path) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 _SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -79,6 +80,8 @@ def form(value: Any) -> Any:
 
 def batch_size(batch: Any) -> int | None:
     """Rows in the batch, None where it has no batch dimension or holds something that cannot be cut."""
+    if _is_packed(batch):
+        return None
     sizes: Counter[int] = Counter()
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
@@ -87,6 +90,11 @@ def batch_size(batch: Any) -> int | None:
         elif not isinstance(leaf, _SIMPLE):
             return None
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _is_packed(value: Any) -> bool:
+    """Whether a PackedSequence is in it, whose rows are steps of all samples in turn."""
+    return isinstance(value, PackedSequence) or any(map(_is_packed, children(value) or ()))
 
 
 def split_sizes(rows: int, pieces: int) -> list[int]:

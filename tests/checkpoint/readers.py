@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -96,6 +97,11 @@ class Reader(LightningModule):
     def val_dataloader(self):
         return DataLoader(Numbers(), batch_size=30)
 
+    def in_turn(self, data):
+        """A sampler of the user's own, where there are several data ranks; it does not shuffle."""
+        dealt = self.trainer.distributed_sampler_kwargs
+        return DistributedSampler(data, **dealt, shuffle=False) if dealt["num_replicas"] > 1 else None
+
     def train_dataloader(self):
         data, more = Augmented() if self.augmented else Numbers(), {"num_workers": self.workers}
         if self.persistent:
@@ -106,6 +112,7 @@ class Reader(LightningModule):
         return {
             "shuffled": lambda: DataLoader(data, BATCH, shuffle=True, **more),
             "ordered": lambda: DataLoader(data, BATCH, **more),
+            "in turn": lambda: DataLoader(data, BATCH, sampler=self.in_turn(data), **more),
             "generator": lambda: DataLoader(data, BATCH, shuffle=True, generator=torch.Generator(), **more),
             "weighted": lambda: DataLoader(
                 data, BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **more

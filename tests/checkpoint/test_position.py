@@ -1,6 +1,7 @@
 """Resumed in the middle of an epoch, a run neither repeats nor skips samples."""
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from torch.utils.data import DataLoader, RandomSampler
@@ -87,6 +88,17 @@ def test_on_another_number_of_data_ranks(tmp_path, before, after, stop, loader):
     batches = [index for at, index, _ in given if at == 2]
     assert batches == list(range(len(batches)))
     assert [index for at, index, _ in given if at == 1][-1] == len(batches) - 1
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_order_that_is_not_shuffled_stays_so(tmp_path, after):
+    path, attributes = str(tmp_path / "x.ckpt"), {"loader": "in turn"}
+    first = run(read, 2, FULL, attributes, {}, 11, path, world=2)
+    then = run(read, after, FULL, attributes, {}, None, None, path, world=after)
+    assert epoch(first + then, 1) == Counter(range(SAMPLES))
+    for number, had in ((1, 24), (2, 0)):
+        steps = zip(*([batch for at, _, batch in given if at == number] for given, _ in then), strict=True)
+        assert [sample for step in steps for sample in sorted(chain(*step))] == list(range(had, SAMPLES))
 
 
 def test_the_users_loader_stays_as_it_is_and_looks_the_same():

@@ -19,6 +19,7 @@ class Keeping(MLP):
         super().__init__()
         self.losses, self.outputs, self.labels, self.recent = [], [], [], deque(maxlen=2)
         self.steps, self.rows, self.correct, self.average, self.last = 0, 0, 0, 0.0, None
+        self.pair, self.lists = [[], {"rows": 0}], ([],)
         self.table = {"of": {"classes": Counter()}, "best": None}
         self.classes = set()
         self.running = torch.zeros(())
@@ -33,6 +34,9 @@ class Keeping(MLP):
         self.losses.append(loss.detach())
         self.outputs.append({"loss": loss.item(), "logits": logits.detach()})
         self.labels.extend(y.tolist())
+        self.pair[0].append(loss.detach())
+        self.pair[1]["rows"] += len(x)
+        self.lists[0].extend(y.tolist())
         self.recent.append(loss.detach())
         self.rows += len(x)
         self.correct += 10 * int((logits.argmax(1) == y).sum())
@@ -62,6 +66,7 @@ def kept(strategy, pipeline):
     result = fit(lambda: made, strategy, **pipeline)
     module = made[0]
     names = ("losses", "outputs", "labels", "recent", "steps", "rows", "correct", "average", "running", "last", "table")
+    names += ("pair", "lists")
     return {name: getattr(module, name) for name in (*names, "classes", "began")}, result["steps"]
 
 
@@ -69,7 +74,7 @@ def close(one, other):
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         one, other = list(one.values()), [other[key] for key in one]
-    if isinstance(one, list | deque):
+    if isinstance(one, list | tuple | deque):
         assert len(one) == len(other)
         for left, right in zip(one, other, strict=True):
             close(left, right)
@@ -117,7 +122,7 @@ def test_each_run_begins_as_the_first():
 
 @pytest.mark.parametrize(
     ("made", "whole"),
-    [((1, 1), 1), ((2, 2), 4), ((3, 5), 8), ((0, 1), 1)],
+    [((1, 1), 1), ((2, 2), 4), ((3, 5), 8), ((0, 1), 1), ((-10, -10), -10)],
 )  # fmt: skip
 def test_counts_are_added_up_and_batches_counted_once(made, whole):
     """By two microbatches of two rows each."""

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
+from lightning_3d.data import fingerprint
 from lightning_3d.pipeline.microbatch import (
     auto_microbatches,
     batch_size,
@@ -112,3 +114,11 @@ def test_signatures_tell_shapes_apart(other):
     one = {"x": torch.zeros(2, 3)}
     assert signature(one) == signature({"x": torch.ones(2, 3)})
     assert signature(one) != signature(other)
+
+
+@pytest.mark.parametrize("sort", [True, False])
+def test_a_batch_with_packed_sequences_stays_whole(sort):
+    sequences = [torch.ones(length, 2) for length in (4, 3, 1)]
+    batch = {"x": [pack_sequence(sequences, enforce_sorted=sort)], "y": torch.arange(3)}
+    assert batch_size(batch) is None
+    assert fingerprint(batch) != fingerprint({**batch, "x": [pack_sequence(sequences[:2])]})

@@ -118,6 +118,28 @@ def test_an_order_that_one_rank_draws_for_itself_is_noticed_in_a_later_epoch():
     assert first == second
 
 
+class Cuts(MLP):
+    """Its step takes what a transfer hook makes of the loader's batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"pair": batch}
+
+    def loss(self, batch):
+        return super().loss(batch["pair"])
+
+
+def _looks(strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**QUIET, devices=2, max_steps=1, limit_val_batches=0, strategy=Strategy3D(**strategy)).fit(Cuts())
+    return [str(warning.message) for warning in caught if "ahead of training" in str(warning.message)]
+
+
+@pytest.mark.parametrize("grid", ["tensor", "pipeline"])
+def test_what_runs_ahead_of_training_is_given_what_transfer_hooks_make(grid):
+    assert run(_looks, GRIDS[grid], world=2) == [[], []]
+
+
 class Predicts(MLP):
     def predict_step(self, batch, index):
         return self.net(batch)

@@ -45,13 +45,16 @@ class Attributes:
         try:
             yield changes
         finally:
-            now = _own(self.module)
-            changes |= dict(_differences(self.before, now, ()))
-            for name in now.keys() - self.before.keys():
+            changes |= self.changes()
+            for name in _own(self.module).keys() - self.before.keys():
                 del self.module.__dict__[name]
             for name, (value, content) in self.before.items():
                 self.module.__dict__[name] = value
                 _put_back(value, content)
+
+    def changes(self) -> Changes:
+        """What was changed since."""
+        return dict(_differences(self.before, _own(self.module), ()))
 
     def put(self, changes: Changes) -> None:
         """Make changes, in the lists and dicts that are there."""

@@ -185,9 +185,8 @@ class FirstStep:
         mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
         dist.all_reduce(mean, group=group)
         mean = mean / (dist.get_world_size(group) * scale)
-        grad = torch.zeros_like(mean)
-        if parameter.grad is not None:
-            grad = (local(composed.whole(parameter, parameter.grad)).to_dense() / scale).to(mean)
+        held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
+        grad = (local(composed.whole(parameter, held)).to_dense() / scale).to(mean)
         finite = [bool(each.isfinite().all()) for each in (grad, mean)]
         if not all(finite):
             return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
+from lightning_3d.verify import FirstStep
 from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
@@ -209,6 +210,27 @@ class Masked(Planted):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _lose(stage):
+    """Rank 1 loses a gradient."""
+    reduced = FirstStep.compare
+
+    def compare(self, composed, group, scale):
+        if os.environ["RANK"] == "1":
+            composed.module.net[0].weight.grad = None
+        return reduced(self, composed, group, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstStep, "compare", compare)
+        return _first_step(Planted, 1.0, None, 1, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_gradient_that_one_rank_lost_is_named(stage):
+    for said, _ in run(_lose, stage, world=2):
+        assert said is not None
+        assert "(net.0.weight), relative to its norm" in said
 
 
 class Locked(Planted):

@@ -21,7 +21,7 @@ from lightning_3d.pipeline.attributes import Attributes
 from lightning_3d.pipeline.kept import unlike_joined
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.means import unlike_its_mean
-from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch, unshared
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
@@ -148,7 +148,7 @@ def _warn_unless_mean(
         seeds.restart_python(seed)
         seeds.restart(seed)
         with torch.no_grad(), LogTap(module).recording(Record()), context():
-            value = loss_of(getattr(module, step)(rows, *args[1:]))
+            value = loss_of(getattr(module, step)(unshared(rows), *args[1:]))
         return None if value is None else float(value)
 
     def loss_alone(rows: Any, seed: int) -> float | None:

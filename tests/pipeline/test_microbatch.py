@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from lightning_3d.pipeline.microbatch import (
     auto_microbatches,
@@ -18,6 +19,8 @@ from lightning_3d.pipeline.microbatch import (
     split_batch,
     split_sizes,
 )
+from tests.modules import MLP
+from tests.parity import assert_parity
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -112,3 +115,18 @@ def test_signatures_tell_shapes_apart(other):
     one = {"x": torch.zeros(2, 3)}
     assert signature(one) == signature({"x": torch.ones(2, 3)})
     assert signature(one) != signature(other)
+
+
+class Popping(MLP):
+    """Takes its batch apart, as steps around Hugging Face models do."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch[0], "y": batch[1]}
+
+    def loss(self, batch):
+        y = batch.pop("y")
+        return F.mse_loss(self.net(batch.pop("x")) * self.scale, y)
+
+
+def test_a_step_may_take_its_batch_apart():
+    assert_parity("tests.pipeline.test_microbatch:Popping", 2, {"pipeline_parallel_size": 2})

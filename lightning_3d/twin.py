@@ -38,12 +38,12 @@ class Twin:
         self.hooked: set[int] = set()
         self.look(module)
 
-    def look(self, module: LightningModule) -> None:
+    def look(self, module: nn.Module) -> None:
         """What changes in `module` from now on, and until `follow`, its hooks have changed."""
         self.attributes = Attributes(module)
         self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
 
-    def follow(self, module: LightningModule) -> None:
+    def follow(self, module: nn.Module) -> None:
         """Be as `module` is, which trains, where that was changed since the last look."""
         Attributes(self.module).put(_copied(self.attributes.changes()))
         modes = {name: part.training for name, part in module.named_modules()}

@@ -19,6 +19,13 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.writes import assigns_data
 
 HOOKS = (
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
     "on_train_start",
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -27,7 +34,9 @@ HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
     "on_train_epoch_end",
+    "on_train_end",
 )
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
 def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Callable[[], None]:
@@ -35,7 +44,9 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
     watched = []
     for owner in (module, *callbacks):
         for name in HOOKS:
-            hook = getattr(owner, name)
+            hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
+            if hook is None:
+                continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
                 owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}")
                 watched.append((owner, name))
@@ -74,8 +85,22 @@ class Between(TorchFunctionMode):
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
-                return args[0].copy_(args[1])
-        return func(*args, **kwargs)
+                return self._run(Tensor.copy_, args, {})
+        if getattr(func, "__name__", "") in _READS and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(), *args[1:])  # a number would be that of this rank's part
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")):
+                raise
+            raise UnsupportedError(
+                f"{self.name} computes something with parameters that cannot be done with the part that a rank holds"
+                f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
+                " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
+            ) from error
 
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:

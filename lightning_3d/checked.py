@@ -50,6 +50,8 @@ class CheckedSteps:
         self.loss_scale, self.window = loss_scale, window
         self.epoch, self.evaluation = epoch, evaluation
         self.batches, self.held = 0, False
+        if first is not None:
+            first.twin.look(composed.module)
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
         self.samples.check("training_step", args, self.epoch())
@@ -59,7 +61,10 @@ class CheckedSteps:
         if self.first is not None:
             with self.random.step():
                 self.first.add(self.composed.module, args, self.loss_scale() / self.window())
-        return self.steps.train(call, args)
+        output = self.steps.train(call, args)
+        if self.first is not None:
+            self.first.twin.look(self.composed.module)
+        return output
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
         run = (self.evaluation(), args[2:])  # after batch and batch_idx: the loader, where there are several

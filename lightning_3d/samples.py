@@ -25,7 +25,7 @@ from lightning_3d.pipeline.buffers import undone
 from lightning_3d.pipeline.kept import unlike_joined
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.means import Seen, unlike_its_mean
-from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch, unshared
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearse import as_before
 from lightning_3d.pipeline.step import loss_of
@@ -163,7 +163,7 @@ def _warn_unless_mean(
         seeds.restart_python(seed)
         seeds.restart(seed)
         with LogTap(module).recording(Record()), Quiet(), context():  # what dropout adds would hide a difference
-            return loss_of(getattr(module, step)(rows, *args[1:]))
+            return loss_of(getattr(module, step)(unshared(rows), *args[1:]))
 
     def look(rows: Any, seed: int) -> Seen | None:
         with Attributes(module).apart(), undone(module, buffers), only_trained(module, watched):

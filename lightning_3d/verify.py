@@ -1,6 +1,5 @@
 """The safety net: what `Strategy3D(verify=...)` compares while training."""
 
-import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,13 +20,15 @@ from lightning_3d.mesh import SHARD_AXIS
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.records import Record
-from lightning_3d.pipeline.step import loss_of
+from lightning_3d.twin import Twin
 
 Verify = Literal["first_step", "replicas"]
 EVERY = 25
 """Training batches between two comparisons of replicas."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference of a gradient, relative to its norm; in smaller types rounding allows 0.1."""
+NOTHING = 1e-3
+"""Gradients whose elements are smaller than this beside those of others may be rounding errors altogether."""
 CHUNK = 16 * 65521
 """Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
 
@@ -95,7 +96,17 @@ class Compared(NamedTuple):
     name: str
     dtype: torch.dtype
     difference: float
-    """Relative to the norm; infinite where only one of the two is finite, NaN where neither is."""
+    """Infinite where only one of the two is finite, NaN where neither is."""
+    norm: float = 0.0
+    size: int = 0
+
+    def relative(self, typical: float) -> "Compared":
+        """With the difference relative to the norm, or beside `typical` elements where that is almost zero.
+
+        A gradient that is exactly zero (the bias of a key, or before a batch norm) is nothing but rounding errors.
+        """
+        scale = max(self.norm, NOTHING * typical * math.sqrt(self.size))
+        return self._replace(difference=self.difference / scale if scale > 0 else self.difference)
 
     @property
     def excess(self) -> float:
@@ -116,27 +127,25 @@ class FirstStep:
                 " optimizes manually: its copy would step the optimizers too. Use verify='replicas', or automatic"
                 " optimization."
             )
-        keep = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
-        self.twin: Any = copy.deepcopy(module, {id(each): each for each in keep if each is not None})
-        self.twin.trainer = module._trainer  # no copy of a LightningModule has one, whatever deepcopy is told
+        self.twin = Twin(module)
         self.context = context
         self.overflows = 0
 
-    def add(self, module: nn.Module, args: tuple[Any, ...], scale: float) -> None:
+    def add(self, module: Any, args: tuple[Any, ...], scale: float) -> None:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
         Args:
-            module: the one that trains, by now. Parameters may have been frozen or thawed since the copy was made.
+            module: the one that trains, by now.
             args: of the step.
             scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
-        for name, parameter in module.named_parameters():
-            self.twin.get_parameter(name).requires_grad_(parameter.requires_grad)
-        with seeds.set_aside(), LogTap(self.twin).recording(Record()), torch.enable_grad():
+        self.twin.follow(module)
+        with seeds.set_aside(), LogTap(self.twin.module).recording(Record()), torch.enable_grad():
             with self.context():
-                loss = loss_of(self.twin.training_step(*args))
+                loss = self.twin.loss(args)
             if loss is not None:
-                (loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)).backward()  # in fp16: infinite
+                scaled = loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
+                self.twin.module.backward(scaled)
 
     def compare(self, composed: Composed, group: dist.ProcessGroup, scale: float) -> bool:
         """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective.
@@ -144,13 +153,13 @@ class FirstStep:
         True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
         """
         found = [self._compared(name, parameter, composed, group, scale) for name, parameter in _here(composed)]
-        worst, unknown = _worst(found)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [each for each in (worst, unknown) if each is not None])
+        typical = _typical(found)
+        worst, unknown = _worst([each.relative(typical) for each in found])
+        everyone = _everywhere([each for each in (worst, unknown) if each is not None])
         worst, unknown = _worst([each for some in everyone for each in some])
         if scale > 1 and (unknown is not None or (worst is not None and math.isinf(worst.difference))):
             self.overflows += 1
-            self.twin.zero_grad()
+            self.twin.module.zero_grad()
             return True
         if worst is not None:
             _judge(worst)
@@ -172,18 +181,16 @@ class FirstStep:
     def _compared(
         self, name: str, parameter: nn.Parameter, composed: Composed, group: dist.ProcessGroup, scale: float
     ) -> Compared:
-        wanted = self.twin.get_parameter(name).grad
-        mean = torch.zeros_like(self.twin.get_parameter(name)) if wanted is None else wanted
+        mine = self.twin.module.get_parameter(name)
+        mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
         dist.all_reduce(mean, group=group)
         mean = mean / (dist.get_world_size(group) * scale)
-        grad = torch.zeros_like(mean)
-        if parameter.grad is not None:
-            grad = (local(composed.whole(parameter, parameter.grad)) / scale).to(mean)
+        held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
+        grad = (local(composed.whole(parameter, held)).to_dense() / scale).to(mean)
         finite = [bool(each.isfinite().all()) for each in (grad, mean)]
         if not all(finite):
             return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)
-        norm, difference = _norm(mean), _norm(grad - mean)
-        return Compared(name, self._dtype(parameter), difference / norm if norm > 0 else difference)
+        return Compared(name, self._dtype(parameter), _norm(grad - mean), _norm(mean), mean.numel())
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         with self.context():
@@ -211,6 +218,19 @@ def _judge(worst: Compared) -> None:
         " (dropout) that differ: set its rate to 0 to tell the two apart. Weights that a hook changes between setup and"
         " the first batch (on_train_start) differ too: change them in setup."
     )
+
+
+def _typical(found: list[Compared]) -> float:
+    """How large an element of all gradients is: the root of the mean square."""
+    parts = _everywhere((sum(each.norm**2 for each in found), sum(each.size for each in found)))
+    squares, sizes = map(sum, zip(*parts, strict=True))
+    return math.sqrt(squares / max(sizes, 1))
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _norm(tensor: Tensor) -> float:

@@ -36,7 +36,7 @@ ORDER = [
     {"stages", "samples", "opening", "measured"},
     {"ahead"},
     {"state"},
-    {"clip", "compose", "torch_clip"},
+    {"clip", "compose", "torch_clip", "twin"},
     {"verify"},
     {"precision", "checkpoint", "processes", "steps"},
     {"place", "checked", "resume", "auto", "forecast"},

@@ -67,8 +67,7 @@ class Attributes:
         finally:
             changes |= {path: ("write", loan.lent) for path, loan in loans if loan.end()}
             changes |= self.changes()
-            now = _own(self.module)
-            for name in now.keys() - self.before.keys():
+            for name in _own(self.module).keys() - self.before.keys():
                 del self.module.__dict__[name]
             for name, (value, content) in self.before.items():
                 self.module.__dict__[name] = value

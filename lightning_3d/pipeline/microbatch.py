@@ -68,6 +68,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return rebuild(value, items)
 
 
+def unshared(value: Any) -> Any:
+    """The leaves of `value` in containers of their own: a step may take entries out of its batch (`batch.pop`)."""
+    inner = children(value)
+    return value if inner is None else rebuild(value, [unshared(item) for item in inner])
+
+
 def detached(value: Any) -> Any:
     """`value` without its graph."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)

@@ -149,8 +149,9 @@ def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
 
 _BESIDE = (
     "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
-    " inside of a block), or the step draws from a random generator of its own. Pass it from block to block, or keep"
-    " both on one stage with pipeline_split; draw from torch's default generator."
+    " inside of a block), or the step draws from a random generator of its own, or changes its batch in place. Pass it"
+    " from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator; write"
+    " x = x * 2 instead of x.mul_(2)."
 )
 
 

@@ -18,7 +18,7 @@ from lightning_3d.pipeline.conductor import Conductor
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.logs import LogTap
-from lightning_3d.pipeline.microbatch import detached, signature
+from lightning_3d.pipeline.microbatch import detached, signature, unshared
 from lightning_3d.pipeline.records import Record
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.rehearse import rehearse
@@ -206,6 +206,8 @@ class Pipeline:
         """The module's own method, with random streams at the start of a microbatch."""
         seeds.restart_python(seed)
         seeds.restart(seed, -1)
+        if name == "training_step":  # that is run again, here or for the rehearsal
+            args = unshared(args)
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 

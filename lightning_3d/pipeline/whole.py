@@ -20,7 +20,7 @@ from lightning_3d.pipeline.backward import grads_aside
 from lightning_3d.pipeline.buffers import changed, marks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.logs import LogTap
-from lightning_3d.pipeline.microbatch import leaves
+from lightning_3d.pipeline.microbatch import leaves, unshared
 from lightning_3d.pipeline.prints import Print, fingerprint, grad_print
 from lightning_3d.pipeline.records import Record
 
@@ -150,7 +150,7 @@ def _run(
     seeds.restart(seed, -1)
     observer = Observer(seed)
     with gates.directed(observer), LogTap(module, gates).recording(Record()), mode, context():
-        output = getattr(module, step)(*args)
+        output = getattr(module, step)(*unshared(args))
     return observer, output
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_3d.data import fingerprint
@@ -20,6 +21,8 @@ from lightning_3d.pipeline.microbatch import (
     split_batch,
     split_sizes,
 )
+from tests.modules import MLP
+from tests.parity import assert_parity
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -122,3 +125,18 @@ def test_a_batch_with_packed_sequences_stays_whole(sort):
     batch = {"x": [pack_sequence(sequences, enforce_sorted=sort)], "y": torch.arange(3)}
     assert batch_size(batch) is None
     assert fingerprint(batch) != fingerprint({**batch, "x": [pack_sequence(sequences[:2])]})
+
+
+class Popping(MLP):
+    """Takes its batch apart, as steps around Hugging Face models do."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch[0], "y": batch[1]}
+
+    def loss(self, batch):
+        y = batch.pop("y")
+        return F.mse_loss(self.net(batch.pop("x")) * self.scale, y)
+
+
+def test_a_step_may_take_its_batch_apart():
+    assert_parity("tests.pipeline.test_microbatch:Popping", 2, {"pipeline_parallel_size": 2})

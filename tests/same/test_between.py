@@ -125,6 +125,33 @@ def by_callback():
     return module
 
 
+class Scaled(Follower):
+    """Weights are assigned before training begins, and by the norm of one after each step."""
+
+    def on_fit_start(self):
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.5
+
+    def follow(self):
+        with torch.no_grad():
+            self.net[1][0].weight.div_(1 + float(self.net[1][0].weight.norm()))
+
+
+class Masked(Follower):
+    def on_fit_start(self):
+        self.net[0][0].weight.data.mul_(torch.ones(16, 8))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}], ids=str)
+def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights(layout):
+    assert_parity("tests.same.test_between:Scaled", 2, layout)
+
+
+def test_whole_tensors_and_parts_are_not_mixed():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: Masked.on_fit_start computes something with parameters"):
+        assert_parity("tests.same.test_between:Masked", 2, {"zero_stage": 1})
+
+
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
 def test_a_target_network_follows_in_shards(layout):
     assert_parity("tests.same.test_between:Follower", 2, layout)

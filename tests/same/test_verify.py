@@ -1,15 +1,19 @@
 """`Strategy3D(verify=...)` stays silent where all is well and finds what is planted."""
 
 import os
+import threading
 import warnings
 
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
+from lightning_3d.verify import FirstStep
 from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
@@ -149,19 +153,135 @@ class Small(Planted):
         return super().loss(batch) * 1e-6
 
 
-def _first_step(kind, factor, scale, epochs=6):
+class Hooked(Planted):
+    """What a hook sets after the copy was made: an attribute, a mode, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def on_train_start(self):
+        super().on_train_start()
+        self.norm.eval()
+        self.shift.fill_(0.3)
+        self.steps = 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.steps += 1
+
+    def loss(self, batch):
+        return super().loss((self.norm(batch[0] + self.shift), batch[1])) * self.steps
+
+
+class Consuming(Planted):
+    """Takes its batch apart, and changes it in place."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch[0].clone(), "y": batch[1]}
+
+    def loss(self, batch):
+        return super().loss((batch.pop("x").mul_(0.5), batch.pop("y")))
+
+
+class Normed(Planted):
+    """Keeps a weight with a graph in an attribute; its backward is its own."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.net[0])
+
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+class Masked(Planted):
+    """A hook of a gradient, and gradients of few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 8, sparse=True)
+        self.net[0].weight.register_hook(lambda grad: grad * 0.5)
+
+    def loss(self, batch):
+        return super().loss((batch[0] + self.table(torch.zeros(len(batch[0]), dtype=torch.long)), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _lose(stage):
+    """Rank 1 loses a gradient."""
+    reduced = FirstStep.compare
+
+    def compare(self, composed, group, scale):
+        if os.environ["RANK"] == "1":
+            composed.module.net[0].weight.grad = None
+        return reduced(self, composed, group, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstStep, "compare", compare)
+        return _first_step(Planted, 1.0, None, 1, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_gradient_that_one_rank_lost_is_named(stage):
+    for said, _ in run(_lose, stage, world=2):
+        assert said is not None
+        assert "(net.0.weight), relative to its norm" in said
+
+
+class Locked(Planted):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Closed(Planted):
+    def __init__(self):
+        super().__init__()
+        self.inner = lambda x: self.net(x)
+
+    def loss(self, batch):
+        return (self.inner(batch[0]) - batch[1]).square().mean()
+
+
+class Keys(GPT):
+    """The gradient of a key's bias is zero, but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, 0.0) for _ in range(2))
+        for block in self.blocks:
+            block.self_attn = Separate()
+
+
+class Separate(nn.Module):
+    batch_first = True
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, *args, **kwargs):
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)), None
+
+
+def _first_step(kind, factor, scale, epochs=6, strategy=None):
     """What was raised and warned of."""
     seed_everything(7, verbose=False)
     module = kind()
     module.factor = factor
     plugins = [] if scale is None else [Precision3D("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
-    strategy = Strategy3D(zero_stage=1, verify="first_step", quiet=True)
+    strategy = Strategy3D(**(strategy or {"zero_stage": 1}), verify="first_step", quiet=True)
     flags = {"max_epochs": epochs, "limit_val_batches": 0, "plugins": plugins}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             Trainer(**{**QUIET, **flags, "devices": 2, "strategy": strategy}).fit(module)
-        except DivergenceError as error:
+        except (DivergenceError, UnsupportedError) as error:
             return str(error), ""
     return None, " ".join(str(warning.message) for warning in caught if "verify=" in str(warning.message))
 
@@ -169,10 +289,33 @@ def _first_step(kind, factor, scale, epochs=6):
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("kind", [UsesTrainer, Thawed])
-def test_a_step_may_use_the_trainer_and_hooks_may_thaw(kind):
-    for found in run(_first_step, kind, 1.0, None, world=2):
+@pytest.mark.parametrize("kind", [UsesTrainer, Thawed, Hooked, Consuming, Normed])
+def test_a_step_may_use_the_trainer_and_hooks_may_change_what_it_uses(kind):
+    for found in run(_first_step, kind, 1.0, None, 1, world=2):
         assert found == (None, "")
+
+
+def test_hooks_of_gradients_are_those_of_the_copy_too():
+    for found in run(_first_step, Masked, 1.0, None, 1, {"zero_stage": 0}, world=2):
+        assert found == (None, "")
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_divergence():
+    for said, _ in run(_first_step, Keys, 1.0, None, 1, {"pipeline_parallel_size": 2}, world=2):
+        assert said is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Locked, "Locked cannot be copied (TypeError: cannot pickle '_thread.lock' object)"),
+        (Closed, "where it failed (RuntimeError: it called Sequential of the module itself)"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(kind, why):
+    for said, _ in run(_first_step, kind, 1.0, None, 1, world=2):
+        assert said is not None
+        assert why in said
 
 
 @pytest.mark.parametrize("scale", [None, 16.0])

@@ -176,6 +176,10 @@ class Rehearsal(Tape):
     def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
         self.reads += [(self.call, leaf.node, name) for leaf in inputs]
 
+    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+        for leaf in inputs:  # whatever they are written into may be looked at later
+            self.on_use(leaf.node, _END)
+
     def use_at_end(self, value: Any) -> None:
         """`value` is returned or logged."""
         self._use(value, _END)

@@ -10,7 +10,7 @@ from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.microbatch import leaves, map_leaves
 from lightning_3d.pipeline.prints import differ, fingerprint
 from lightning_3d.pipeline.rehearsal import Part, Trace
-from lightning_3d.pipeline.traced import Tape, Traced, not_a_view
+from lightning_3d.pipeline.traced import Tape, Traced, not_a_view, refuse_missing
 from lightning_3d.pipeline.wire import Spec
 
 
@@ -56,6 +56,10 @@ class StagePlay(Tape):
         self._refresh_arguments(args, kwargs)
         self._begin(unit)
         return self._stand_in()
+
+    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+        if self.final:
+            refuse_missing(missing)
 
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)])

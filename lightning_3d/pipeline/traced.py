@@ -81,6 +81,8 @@ class Tape:
             return self._hook(func, inputs[0], args[1:], kwargs)
         if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
             return self._in_place(func, args, kwargs, bool(missing))
+        if _changes_input(name) and inputs and isinstance(args[0], Tensor):
+            self.on_written(inputs, missing)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*self.plain(args), **self.plain(kwargs))
         if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
@@ -164,6 +166,9 @@ class Tape:
     def on_use(self, node: Node, when: int) -> None:
         """A traced tensor is used after `when` calls of units."""
 
+    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+        """A tensor that is not traced is changed by them: one that the user keeps, or has made to be filled."""
+
     def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
         if missing:
             raise PipelineSplitError(
@@ -201,7 +206,11 @@ def _untraced(leaf: Any) -> Any:
 
 def refuse_stand_ins(value: Any) -> None:
     """Raise where the last stage ends with something that it computed from a tensor that it does not have."""
-    if any(isinstance(leaf, Traced) and leaf.absent for leaf in leaves(value)):
+    refuse_missing([leaf for leaf in leaves(value) if isinstance(leaf, Traced) and leaf.absent])
+
+
+def refuse_missing(tensors: list[Traced]) -> None:
+    if tensors:
         raise PipelineSplitError(
             "training_step returns, logs or keeps a value of an earlier stage that it did not in its rehearsal, so that"
             " it was not sent to the last one: a term of the loss that comes in after some steps or epochs"

@@ -18,13 +18,16 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.backward import grads_aside
 from lightning_3d.pipeline.buffers import changed, marks
-from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.logs import LogTap
 from lightning_3d.pipeline.microbatch import leaves, unshared
 from lightning_3d.pipeline.prints import Print, fingerprint, grad_print
 from lightning_3d.pipeline.records import Record
 
 Prints = list[Print]
+_ROUNDING = 1e-3
+"""Of fp32, and wherever hooks inside of blocks may take something: what is made of it is small (a router's loss), and
+low precision rounds alike in the cut module and in the whole one, but for sums."""
 _TRIALS = 8
 """Runs with other random numbers, where the code around the blocks draws any, to see if it chooses blocks by them."""
 
@@ -138,7 +141,7 @@ def observe(
     finally:
         gates.remove()
     with context():
-        rounding = _rounding(module)
+        rounding = _ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
     return Whole(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
 
@@ -182,4 +185,4 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
 def _rounding(module: nn.Module) -> float:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else 1e-3
+    return 0.05 if low or torch.is_autocast_enabled(device) else _ROUNDING

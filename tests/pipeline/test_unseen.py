@@ -101,6 +101,16 @@ def refused(name, world=2, **layout):
     fit(lambda: (module, batches), {"pipeline_parallel_size": world, "num_microbatches": 4, **layout})
 
 
+def refused_in_low_precision(name):
+    module, batches = unseen.build(name)
+    fit(lambda: (module, batches), {"pipeline_parallel_size": 2, "num_microbatches": 4}, precision="bf16-mixed")
+
+
+def test_what_a_hook_takes_is_not_lost_in_rounding():
+    """The router's loss of a mixture of experts is a hundredth of the loss."""
+    assert_refused("SmallHook", refused_in_low_precision, 2)
+
+
 def refused_beside_tensor_ranks(name):
     refused(name, tensor_parallel_size=2)
 

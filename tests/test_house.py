@@ -12,7 +12,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "local", "materialize", "resources", "names"},
-    {"randomness", "order", "apart", "writes", "parted"},
+    {"randomness", "order", "apart", "early", "writes", "parted"},
     {"workers"},
     {
         "mesh",

@@ -88,9 +88,13 @@ def test_a_module_that_is_one_block_gives_what_it_always_gives_while_it_is_watch
     torch.testing.assert_close(seen[0], module(X).detach())
 
 
-@pytest.mark.parametrize("module", [Tapped(False), Shared()])
-def test_one_that_is_called_itself_is_split(module):
-    assert plan(module).splits
+def test_one_that_is_called_itself_is_split():
+    assert plan(Tapped(False)).splits
+
+
+@pytest.mark.filterwarnings("ignore:These stay whole")
+def test_blocks_that_hold_the_same_layers_stay_whole():
+    assert not plan(Shared()).splits
 
 
 class Twice(nn.Module):

@@ -1,21 +1,29 @@
 """The user's hooks between steps that compute with parameters: a target network that follows, clamped weights.
 
 What they do with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
-or refused: parameters of other pipeline stages are on meta, and adding such a one to a real one changes nothing.
+or refused: parameters of other pipeline stages are on meta, and adding such a one to a real one changes nothing. See
+`shards.py` for single operations.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_3d import peers
+from lightning_3d.compose import Composed
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.shards import Shards
 from lightning_3d.writes import assigns_data
 
 HOOKS = (
@@ -36,11 +44,21 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
+_TORCH = os.path.dirname(torch.__file__)
+_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
-def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it."""
+def watch_hooks(
+    module: LightningModule, callbacks: Sequence[Callback], composed: Callable[[], Composed | None]
+) -> Callable[[], None]:
+    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
+
+    Args:
+        module: the user's.
+        callbacks: the Trainer's.
+        composed: what was made of the module, by the time that a hook runs.
+    """
     watched = []
     for owner in (module, *callbacks):
         for name in HOOKS:
@@ -48,7 +66,7 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
             if hook is None:
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
-                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}")
+                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}", composed)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -58,21 +76,30 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
     return undo
 
 
-def _watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _watched(hook: Callable[..., Any], name: str, composed: Callable[[], Composed | None]) -> Callable[..., Any]:
+    read: set[str] = set()
+
     @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Between(name):
+        with Between(name, composed(), read):
             return hook(*args, **kwargs)
 
     return run
 
 
 class Between(TorchFunctionMode):
-    """Entered around a hook called `name`."""
+    """Entered around a hook called `name` of a module that is `composed`.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: for errors.
+        composed: None before the module is placed.
+        read: places in the code at which numbers were read from weights.
+    """
+
+    def __init__(self, name: str, composed: Composed | None, read: set[str]) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.read = name, read
+        self.shards = None if composed is None else Shards(name, composed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,13 +113,45 @@ class Between(TorchFunctionMode):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._run(Tensor.copy_, args, {})
-        if getattr(func, "__name__", "") in _READS and isinstance(args[0], DTensor):
-            args = (args[0].full_tensor(), *args[1:])  # a number would be that of this rank's part
+        if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
+            args = (self._read(args[0], sys._getframe(1)), *args[1:])
+        if func == _IS_META and sys._getframe(1).f_code.co_filename == nn.init.__file__ and args[0].is_meta:
+            raise UnsupportedError(
+                f"{self.name} initialises a tensor that another stage of the pipeline holds by"
+                f" {sys._getframe(1).f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
+                " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
+            )
         return self._run(func, args, kwargs)
+
+    def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
+        """What numbers are read from: those of this rank's part would be others.
+
+        All ranks that hold a part must read. A rank that is alone in it (`if trainer.is_global_zero:`) shows the first
+        time at each place in the code, before messages meet others that are not meant for them.
+        """
+        if tensor.is_meta:
+            raise UnsupportedError(
+                f"{self.name} reads a number from a tensor that another stage of the pipeline holds. Log what the step"
+                " returns instead, read from state_dict() on every rank, or use pipeline_parallel_size=1."
+            )
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+                frame = frame.f_back
+            place = f"reading a weight in {self.name} (line {frame.f_lineno})"
+            if place not in self.read:
+                self.read.add(place)
+                peers.meet(place, tensor.device_mesh.mesh.flatten().tolist())
+        if self.shards is None:
+            return tensor.full_tensor()
+        owner = self.shards.owner(tensor, "reads numbers from")
+        return tensor.full_tensor() if owner is None else self.shards.composed.whole(owner, tensor)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            with self.shards or nullcontext():
+                return func(*args, **kwargs)
         except RuntimeError as error:
             if not any(text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")):
                 raise

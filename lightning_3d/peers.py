@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import distributed as dist
@@ -17,11 +17,12 @@ PATIENCE_AFTER_ERROR = 5.0
 """Seconds that a failing rank waits for the others to fail too."""
 
 
-def meet(what: str) -> None:
-    """Return once every rank is here for `what`; raise a PeerError that names those that did not come."""
+def meet(what: str, ranks: Sequence[int] | None = None) -> None:
+    """Return once every rank, or each of `ranks`, is here for `what`; raise a PeerError that names those that did not
+    come."""
     store: Any = _get_default_store()
     patience = min(PATIENCE, store.timeout.total_seconds())
-    missing = _missing(what, patience)
+    missing = _missing(what, patience, range(dist.get_world_size()) if ranks is None else ranks)
     if missing:
         raise PeerError(
             f"{what} was called on rank {dist.get_rank()} but not on rank {', '.join(map(str, missing))} within"
@@ -99,26 +100,26 @@ class StoreGone(Exception):
     """The process that serves the store is stopped or cannot be reached."""
 
 
-def _missing(what: str, patience: float) -> list[int]:
-    """Ranks that did not announce `what` in time."""
+def _missing(what: str, patience: float, ranks: Sequence[int]) -> list[int]:
+    """Those of `ranks` that did not announce `what` in time."""
     store: Any = _get_default_store()
-    world, mine = dist.get_world_size(), dist.get_rank()
+    mine = dist.get_rank()
 
     def announce() -> list[int]:
         occasion = _occasion(store, what, mine)
-        keys = [f"lightning_3d/{what}/{occasion}/{rank}" for rank in range(world)]
+        keys = {rank: f"lightning_3d/{what}/{occasion}/{rank}" for rank in ranks}
         store.set(keys[mine], "here")
         deadline = time.monotonic() + patience
-        while not store.check(keys):
+        while not store.check([*keys.values()]):
             if time.monotonic() > deadline:
-                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+                return [rank for rank, key in keys.items() if not store.check([key])]
             time.sleep(0.002)
         return []
 
     try:
         return bounded(announce, patience + 5.0)
     except (RuntimeError, StoreGone):
-        return [rank for rank in range(world) if rank != mine]  # the rank that serves the store is gone
+        return [rank for rank in ranks if rank != mine]  # the rank that serves the store is gone
 
 
 def _occasion(store: Any, what: str, rank: int) -> int:

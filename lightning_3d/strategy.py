@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d import peers, place, precision, state
+from lightning_3d.added import refuse_new_parameters
 from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
 from lightning_3d.between import watch_hooks
@@ -232,7 +233,8 @@ class Strategy3D(Running):
         if fitting:
             check_hooks(module, self.layout)
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
-            self._patches.append(watch_hooks(module, trainer.callbacks))  # type: ignore[attr-defined]
+            hooked = watch_hooks(module, trainer.callbacks, lambda: self._composed)  # type: ignore[attr-defined]
+            self._patches.append(hooked)
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -299,6 +301,7 @@ class Strategy3D(Running):
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
+            self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             pipelined = composed.split is not None
             self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce, pipelined))
             self._hooks += state.whole_optimizer_state(

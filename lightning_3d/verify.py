@@ -38,20 +38,25 @@ class ReplicaCheck:
 
     def __init__(self, composed: Composed, layout: Layout, device: torch.device) -> None:
         self.composed, self.layout, self.device = composed, layout, device
+        self.buffers = [name for name, _ in composed.module.named_buffers()]
+        """Those that all ranks know of: some are made while a stage trains."""
 
     def check(self, step: int) -> None:
-        """Raise on every rank, naming the first parameter that is not. Collective over the world."""
-        named = list(self.composed.module.named_parameters())
-        mine = torch.tensor([[digest(p), _axes(p)] for _, p in named], device=self.device)
+        """Raise on every rank, naming the first parameter or buffer that is not. Collective over the world."""
+        named: list[tuple[str, Tensor | None]] = list(self.composed.module.named_parameters())
+        parameters, buffers = len(named), dict(self.composed.module.named_buffers())
+        named += [(name, buffers.get(name)) for name in self.buffers]
+        mine = torch.tensor([[digest(t), _axes(t)] for _, t in named], device=self.device)
         world = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(world, mine)
         for index, (name, _) in enumerate(named):
-            first: dict[tuple[int, int], tuple[int, int]] = {}
+            first: dict[tuple[int, ...], tuple[int, int]] = {}
             for rank, table in enumerate(world):
                 mark, axes = table[index].tolist()
                 if axes < 0:
                     continue  # another stage's
-                holder, expected = first.setdefault(self._part(rank, axes), (rank, mark))
+                part = self._part(rank, axes) if index < parameters else self._peers(rank)
+                holder, expected = first.setdefault(part, (rank, mark))
                 if mark != expected:
                     raise DivergenceError(
                         f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which hold"
@@ -59,16 +64,21 @@ class ReplicaCheck:
                         " or a gradient that is not reduced."
                     )
 
-    def _part(self, rank: int, axes: int) -> tuple[int, int]:
+    def _peers(self, rank: int) -> tuple[int, ...]:
+        """What only tensor ranks have in common: batches, of which statistics are kept, and the stage that saw them."""
+        place = self.layout.coordinate(rank)
+        return place.data, place.pipeline
+
+    def _part(self, rank: int, axes: int) -> tuple[int, ...]:
         """Which part of a parameter that is split over `axes` a rank holds."""
         place = self.layout.coordinate(rank)
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size
         return (place.data % shard if axes & 1 else 0), (place.tensor if axes & 2 else 0)
 
 
-def _axes(parameter: nn.Parameter) -> int:
+def _axes(parameter: Tensor | None) -> int:
     """1 if split over data ranks, 2 over tensor ranks, 3 both; -1 if it is not here."""
-    if parameter.is_meta:
+    if _absent(parameter):
         return -1
     if not isinstance(parameter, DTensor):
         return 0
@@ -77,10 +87,15 @@ def _axes(parameter: nn.Parameter) -> int:
     return bool(split & {DATA_AXIS, SHARD_AXIS}) + 2 * (TENSOR_AXIS in split)
 
 
+def _absent(tensor: Tensor | None) -> bool:
+    """Whether there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
+    return tensor is None or tensor.is_meta or tensor.layout != torch.strided
+
+
 @torch.no_grad()
-def digest(parameter: Tensor) -> int:
+def digest(parameter: Tensor | None) -> int:
     """A number that depends on every bit of what this rank holds of `parameter`, and on where."""
-    if parameter.is_meta:
+    if parameter is None or _absent(parameter):
         return 0
     held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)
     weights = torch.arange(min(held.numel(), CHUNK), device=held.device) % 65521 + 1

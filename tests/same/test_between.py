@@ -8,7 +8,8 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
-from tests.modules import Base
+from lightning_3d import peers
+from tests.modules import GPT, Base
 from tests.parity import assert_parity
 from tests.workers import WorkerError
 
@@ -140,6 +141,129 @@ class Scaled(Follower):
 class Masked(Follower):
     def on_fit_start(self):
         self.net[0][0].weight.data.mul_(torch.ones(16, 8))
+
+
+class Noisy(GPT):
+    """Weights are drawn anew and disturbed; numbers go on after it as on one device."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        torch.manual_seed(batch_idx)
+        nn.init.xavier_uniform_(self.blocks[1].c_attn.weight)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(1e-2 * torch.randn_like(weight))
+            self.norm.bias.add_(1e-2 * torch.rand(()))
+
+
+class NoisyGradients(GPT):
+    def on_after_backward(self):
+        torch.manual_seed(5)
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad.add_(1e-2 * torch.randn_like(weight.grad))
+
+
+class Truncated(GPT):
+    def on_train_start(self):
+        nn.init.trunc_normal_(self.blocks[0].c_attn.weight, std=0.1)
+        nn.init.trunc_normal_(self.blocks[-1].c_attn.weight, std=0.1)
+
+
+class Drawn(GPT):
+    def on_train_start(self):
+        torch.bernoulli(self.blocks[0].c_attn.weight.abs().clamp(max=1))
+
+
+class SlicedRows(GPT):
+    """A slice is a view on one device: of a matrix's first rows, of a fused one's queries."""
+
+    where = "mlp.0"
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.blocks[1].get_submodule(self.where).weight[:5].mul_(0.5)
+
+
+class Listed(GPT):
+    """Numbers of a fused matrix, whose rows tensor ranks hold in another order."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        rows = self.blocks[1].c_attn.weight.tolist()
+        with torch.no_grad():
+            self.norm.bias.mul_(1 + rows[20][0])
+
+
+class ReadByOne(GPT):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        peers.PATIENCE = 2.0
+        if self.trainer.is_global_zero:
+            float(self.blocks[1].mlp[0].weight.norm())
+
+
+class Grown(GPT):
+    """Gives the optimizer parameters that were not there when the module was placed."""
+
+    def on_train_epoch_start(self):
+        self.more = nn.Linear(16, 16)
+        self.optimizers().add_param_group({"params": self.more.parameters()})
+
+
+class Thawed(GPT):
+    """Gives the optimizer parameters that were."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self):
+        if not self.current_epoch:
+            self.optimizers().add_param_group({"params": self.norm.parameters()})
+
+
+HALVES = [{"tensor_parallel_size": 2}, {"zero_stage": 1}]
+STAGES = {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*(("Noisy", layout) for layout in [*HALVES, STAGES]), ("NoisyGradients", HALVES[1]), ("Listed", HALVES[0])],
+)
+def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
+    assert_parity(f"tests.same.test_between:{name}", 2, layout, trainer={"max_epochs": 1}, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    [
+        ("NoisyGradients", STAGES, "on_after_backward draws random numbers for a gradient"),
+        ("Truncated", STAGES, r"on_train_start initialises a tensor .* by trunc_normal_, which draws nothing here"),
+        ("Drawn", HALVES[1], r"on_train_start draws random numbers \(bernoulli\) by the values of a tensor"),
+        ("SlicedRows", HALVES[0], "on_train_batch_end writes into a slice of a tensor"),
+        ("SlicedRows", HALVES[1], "on_train_batch_end writes into a slice of a tensor"),
+        ("Listed", STAGES, "on_train_batch_end reads a number from a tensor that another stage"),
+        ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)"),
+        ("Grown", {"zero_stage": 0}, "was given 2 parameters"),
+    ],
+)
+def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: .*{said}"):
+        assert_parity(f"tests.same.test_between:{name}", 2, layout, trainer={"max_epochs": 1})
+
+
+def test_a_slice_of_a_fused_matrix_is_refused():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: .* takes a slice of a fused matrix \(shape \(48, 16\)"):
+        assert_parity("tests.same.test_between:SlicedRows", 2, HALVES[0], attributes={"where": "c_attn"})
+
+
+def test_a_rank_that_reads_weights_alone_is_told():
+    with pytest.raises(WorkerError, match=r"PeerError: reading a weight in ReadByOne.on_train_batch_end \(line \d+\)"):
+        assert_parity("tests.same.test_between:ReadByOne", 2, {"zero_stage": 1}, trainer={"max_epochs": 1})
+
+
+def test_an_optimizer_is_given_parameters_later():
+    assert_parity("tests.same.test_between:Thawed", 2, {"zero_stage": 1}, trainer={"max_epochs": 2})
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}], ids=str)

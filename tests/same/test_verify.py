@@ -92,6 +92,38 @@ def test_a_drifting_replica_is_named(layout):
         assert f"before training batch 25, {first} is not the same on ranks 0 and 1" in said
 
 
+class Counted(GPT):
+    """A statistic in a buffer, of the batches of a data rank; on rank 1 also something else."""
+
+    drift = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen_tokens", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen_tokens += batch[0].float().mean() + (self.drift and os.environ["RANK"] == "1")
+        return super().training_step(batch, batch_idx)
+
+
+def _count(strategy, drift):
+    seed_everything(7, verbose=False)
+    module = Counted()
+    module.drift = drift
+    flags = {"devices": 2, "strategy": Strategy3D(**strategy, verify="replicas"), "max_epochs": 7}
+    try:
+        Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
+    for said in run(_count, {"tensor_parallel_size": 2}, True, world=2):
+        assert "before training batch 25, seen_tokens is not the same on ranks 0 and 1" in said
+    assert run(_count, {"zero_stage": 1}, False, world=2) == ["", ""]
+
+
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
     """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""

@@ -28,7 +28,8 @@ def said_of_parts(layout: object) -> Iterator[None]:
             raise UnsupportedError(
                 f"training_step computes with weights of which this rank holds a part ({layout}; {_first(text)}). A"
                 " penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to 2 and"
-                " tensor_parallel_size=1."
+                " tensor_parallel_size=1. Of a single block that the step reads the weight of, under tensor"
+                ' parallelism: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 

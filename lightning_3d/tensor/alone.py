@@ -75,10 +75,17 @@ class _Guard:
         self.memos: list[Memo] = []
 
     def __call__(self, *_: Any) -> None:
-        # in backward it is a checkpoint that repeats a part of what the block did
-        if any(memo.running for memo in self.memos) or in_backward():
+        if any(memo.running for memo in self.memos):
             return
         unit = self.unit or "the whole module"
+        if in_backward():  # a checkpoint that is not torch's repeats a part of what the block did
+            if all(memo.repeatable for memo in self.memos):
+                return
+            raise TensorPlanError(
+                f"Backward computes {self.name} again, and not through torch.utils.checkpoint.checkpoint: whether"
+                f" {unit} was whole, its dropout and how its sequence was divided are not known there. Use that"
+                f' function, or keep the block whole: tensor_plan={{"{self.unit or self.name}": "whole"}}.'
+            )
         raise TensorPlanError(
             f"{self.name} is called by itself, and is divided over the tensor ranks as a part of {unit}, which was"
             f" called as a whole when it was planned. Call {unit}, or keep it whole:"

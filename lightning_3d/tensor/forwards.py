@@ -1,7 +1,8 @@
 """The forwards of modules at the edges of, and inside, split regions."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.again import Resume, noted
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import gather, reduce, take
 from lightning_3d.tensor.geometry import TensorSplit, local_part
@@ -17,10 +19,10 @@ from lightning_3d.tensor.lazy import Lazy, whole
 from lightning_3d.tensor.memo import Memo
 from lightning_3d.tensor.overlap import Deferral, defer
 from lightning_3d.tensor.plan import SequencePlan, UnitPlan
-from lightning_3d.tensor.random import shard_dropout
+from lightning_3d.tensor.random import ShardDropout
 from lightning_3d.tensor.sequence import copy_all, enter, leave
 from lightning_3d.tensor.trace import tensors_in
-from lightning_3d.tensor.unproven import Change, form_of, made_whole
+from lightning_3d.tensor.unproven import Change, form_of, made_whole, say_whole
 
 Shadow = Callable[[Tensor], Tensor]
 
@@ -118,22 +120,19 @@ class UnitForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
-            with made_whole(self.module, self.plan, self.changes, self.axis):
+            say_whole(self.module)
+            self.memo.repeatable = False
+            with self._whole():
                 return self.module.forward(*whole(args), **whole(kwargs))
-        shadows: list[tuple[dict[str, Any], str]] = []
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
         if self.plan.inputs:
             args, kwargs = _numbered(self._enter, (args, kwargs))
-        try:
-            shadows = self._shadow_outer()
-            with shard_dropout(self.plan.dropouts, self.axis, self.module.training):
-                result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
-        finally:
-            sequence = self.memo.sequence
-            self.memo.clear()
-            for space, name in shadows:
-                space.pop(name, None)
+        sequence = self.memo.sequence
+        if sequence is not None or (self.module.training and any(self.plan.dropouts)):
+            self.memo.repeatable = False
+        with self._in_shards(sequence, self.memo.dims, self.memo.others, self.plan.dropouts):
+            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
         if sequence is not None:
             result = _numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
         if not self.plan.outputs:
@@ -146,6 +145,53 @@ class UnitForward:
                 " kind that it is used on."
             )
         return _numbered(self._leave, result)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """While open, and while a checkpoint that begins inside is repeated, the block is whole."""
+        with (
+            made_whole(self.module, self.plan, self.changes, self.axis),
+            noted(lambda: lambda _: self._repeat(self._whole())),
+        ):
+            yield
+
+    @contextmanager
+    def _in_shards(
+        self, sequence: TensorSplit | None, dims: int, others: list[Tensor], dropouts: Sequence[bool]
+    ) -> Iterator[None]:
+        """The same for a block in shards."""
+        memo, dropout = self.memo, ShardDropout(dropouts, self.axis)
+
+        def note() -> Resume:
+            left = tuple(dropout.left)
+
+            def resume(arguments: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+                # A checkpoint hands a copy of each argument to the function.
+                again = [now for then, now in arguments if any(then is other for other in known)]
+                return self._repeat(self._in_shards(sequence, dims, [*known, *again], left))
+
+            known = list(memo.others)
+            return resume
+
+        memo.sequence, memo.dims, memo.others = sequence, dims, list(others)
+        shadows: list[tuple[dict[str, Any], str]] = []
+        try:
+            shadows = self._shadow_outer()
+            with dropout if self.module.training and any(dropouts) else nullcontext(), noted(note):
+                yield
+        finally:
+            memo.clear()
+            for space, name in shadows:
+                space.pop(name, None)
+
+    @contextmanager
+    def _repeat(self, state: AbstractContextManager[None]) -> Iterator[None]:
+        self.memo.running += 1
+        try:
+            with state:
+                yield
+        finally:
+            self.memo.running -= 1
 
     def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
         """Let the parameters that are used on parts of the sequence sum their gradients in one go."""

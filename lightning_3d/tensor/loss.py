@@ -36,7 +36,7 @@ def parallel_cross_entropy(
     weight = None if weight is None else weight.to(logits.dtype)
     kept = target != ignore_index
     logits = logits - axis.all_max(logits.detach().amax(dim=-1)).unsqueeze(-1)
-    parts = [logits.exp().sum(dim=-1), _picked(logits, target.masked_fill(~kept, 0), split.pieces[axis.rank][0])]
+    parts = [logits.exp().sum(dim=-1), _picked(logits, target.masked_fill(~kept, 0), split, axis.rank)]
     if label_smoothing:
         own = None if weight is None else local_part(weight, _along(split), axis.rank)
         parts.append((logits if own is None else logits * own).sum(dim=-1))
@@ -55,12 +55,18 @@ def parallel_cross_entropy(
     return loss.to(dtype)
 
 
-def _picked(logits: Tensor, target: Tensor, own: tuple[int, int]) -> Tensor:
+def _picked(logits: Tensor, target: Tensor, split: TensorSplit, rank: int) -> Tensor:
     """The logit of the target class where this rank has it, else zero."""
-    start, stop = own
-    here = (target >= start) & (target < stop)
-    index = (target - start).masked_fill(~here, 0).unsqueeze(-1)
-    return logits.gather(-1, index).squeeze(-1).masked_fill(~here, 0.0)
+    ((start, stop),) = split.pieces[rank]
+    elsewhere = held_elsewhere(target, start, stop, split.size)
+    index = (target - start).masked_fill(elsewhere, 0).unsqueeze(-1)
+    return logits.gather(-1, index).squeeze(-1).masked_fill(elsewhere, 0.0)
+
+
+def held_elsewhere(index: Tensor, start: int, stop: int, size: int) -> Tensor:
+    """Which of these indices of 0 to `size` another rank has than the one with `start` to `stop`; not those that none
+    has."""
+    return ((index >= 0) & (index < start)) | ((index >= stop) & (index < size))
 
 
 def _along(split: TensorSplit) -> TensorSplit:

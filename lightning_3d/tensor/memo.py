@@ -44,6 +44,8 @@ class Memo:
         """The block's other arguments, which are whole."""
         self.running = 0
         """Forwards of the block that are running: more than one where it calls itself."""
+        self.repeatable = True
+        """Whether parts of the block may run again by themselves: all calls were in shards and nothing more."""
 
     def decoy(self, tensor: Tensor, width: int) -> Tensor:
         """A narrower tensor to read sizes off, which stands for `tensor` until a column product takes it."""

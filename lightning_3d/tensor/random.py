@@ -6,7 +6,7 @@ rank. That holds on every device and again under recomputation, because nothing 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,23 +18,23 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.quiet import is_random
 
 
-def shard_dropout(acts_on_shard: Sequence[bool], axis: Axis, training: bool) -> AbstractContextManager[Any]:
+class ShardDropout(TorchFunctionMode):
     """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so."""
-    return _ShardDropout(acts_on_shard, axis) if training and any(acts_on_shard) else nullcontext()
 
-
-class _ShardDropout(TorchFunctionMode):
     def __init__(self, acts_on_shard: Sequence[bool], axis: Axis) -> None:
         super().__init__()
-        self.flags, self.axis = iter(acts_on_shard), axis
+        self.left, self.axis = list(acts_on_shard), axis
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_random(func, args, kwargs) and next(self.flags, False) and _draws(func, args, kwargs):
+        if is_random(func, args, kwargs) and self._next() and _draws(func, args, kwargs):
             first = args[0] if args else next(iter(kwargs.values()))
             with own_stream(self.axis, first):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _next(self) -> bool:
+        return self.left.pop(0) if self.left else False
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

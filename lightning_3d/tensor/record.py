@@ -40,7 +40,8 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     """
     calls: dict[str, dict[Any, Sample]] = {}
     modes = [(child, child.training) for child in module.modules()]
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
+    held = [(child, dict(child._buffers)) for child in module.modules()]
+    values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     units = find_units(module)
     watch, parts = _Elsewhere(module), PartsCalled(module, units)
     handles = [
@@ -63,9 +64,12 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
             handle.remove()
         for child, training in modes:
             child.training = training
-        present: Mapping[str, torch.Tensor] = dict(module.named_buffers())
-        for name, value in buffers.items():
-            present[name].copy_(value)
+        for child, buffers in held:  # one that is filled when it is first needed may have another shape by now
+            child._buffers.clear()
+            child._buffers.update(buffers)
+        for buffer in module.buffers():
+            if id(buffer) in values:
+                buffer.copy_(values[id(buffer)])
     samples = {name: tuple(forms.values()) for name, forms in calls.items()}
     return Recording(samples, frozenset(watch.found), frozenset(parts.found))
 
@@ -79,6 +83,7 @@ class _Elsewhere(TorchFunctionMode):
         self.inside: list[nn.Module] = []
         self.handles: list[Any] = []
         self.users: dict[int, list[tuple[str, nn.Module]]] = {}
+        self.own = set(module.parameters())
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.Embedding | nn.Linear):
                 continue
@@ -92,7 +97,7 @@ class _Elsewhere(TorchFunctionMode):
         self.inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if assigns_data(func) and isinstance(args[0], nn.Parameter):
+        if assigns_data(func) and isinstance(args[0], nn.Parameter) and args[0] in self.own:
             raise WritesError(
                 "The step assigns to the .data of a parameter (a target network that follows?), which has no effect on"
                 " parameters in shards. Do so in on_train_batch_start or on_train_batch_end."

@@ -52,15 +52,19 @@ def form_of(value: Any) -> Any:
     return value if isinstance(value, bool | str | None) else type(value).__qualname__
 
 
-@contextmanager
-def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axis) -> Iterator[None]:
-    """While open, `unit` finds whole parameters, and its numbers and forwards as they were."""
+def say_whole(unit: nn.Module) -> None:
+    """Say, once for each kind of block, that it computes whole."""
     warnings.warn(
         f"{type(unit).__name__} is called in a way that it was not when it was planned (other arguments, or in another"
         " mode), so these calls compute it whole on every tensor rank. That is correct, but slow. Plan it with a batch"
         " of each kind that it is used on, if this is often.",
-        stacklevel=5,
+        stacklevel=4,
     )
+
+
+@contextmanager
+def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axis) -> Iterator[None]:
+    """While open, `unit` finds whole parameters, and its numbers and forwards as they were."""
     found = [(change, change.now()) for change in changes]  # a pipeline puts a forward of its own over a block's
     for change in reversed(changes):
         change.revert()

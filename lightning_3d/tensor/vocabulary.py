@@ -13,6 +13,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.lazy import Lazy, whole
+from lightning_3d.tensor.loss import held_elsewhere
 from lightning_3d.tensor.overlap import Early, defer
 from lightning_3d.tensor.patch import Undo
 
@@ -105,7 +106,8 @@ class ShardedEmbedding:
 
     def look_up(self, input: Tensor) -> Tensor:
         """The rows that the whole embedding has for `input`."""
-        elsewhere = (input < self.start) | (input >= self.stop)
+        # What no rank has is left to raise on every rank, as it does where the embedding is whole.
+        elsewhere = held_elsewhere(input, self.start, self.stop, self.module.num_embeddings)
         index = (input - self.start).masked_fill(elsewhere, 0)
         # Rows asked for on behalf of another rank are masked, so the padding row needs no care but its own gradient.
         padding = self.module.padding_idx

@@ -7,6 +7,8 @@ from torch import nn
 
 from lightning_3d.anatomy import Anatomy
 
+_LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+
 
 def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
     """Blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
@@ -42,6 +44,9 @@ def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
         units: from `shard_units`, the root last.
     """
     refused: dict[nn.Parameter, str] = {}
+    sparse = {
+        module.weight for unit in units for module in unit.modules() if isinstance(module, _LOOKED_UP) and module.sparse
+    }
     seen: set[nn.Parameter] = set()
     for unit in units:
         own = [parameter for parameter in unit.parameters() if parameter not in seen]
@@ -53,6 +58,10 @@ def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
                 refused[parameter] = "another pipeline stage owns it"
             elif parameter.ndim == 0:
                 refused[parameter] = "it is a scalar"
+            elif not parameter.numel():
+                refused[parameter] = "it has no elements"
+            elif parameter in sparse:
+                refused[parameter] = "its gradients are sparse"
             elif usual is not None and parameter.requires_grad and parameter.dtype != usual:
                 refused[parameter] = f"it is {parameter.dtype} among {usual}"
     return refused

@@ -18,6 +18,14 @@ class Penalized(MLP):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class Sliced(MLP):
+    """Reads rows of a block's weight outside of the block."""
+
+    def loss(self, batch):
+        x, y = batch
+        return F.mse_loss(self.net(x) * self.scale + F.linear(x, self.net[0].weight[:1]), y)
+
+
 class Differentiated(MLP):
     """A gradient penalty."""
 
@@ -38,6 +46,7 @@ HERE = "tests.same.test_parted:"
         ("Penalized", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
         ("Differentiated", {"tensor_parallel_size": 2}),
+        ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
@@ -53,6 +62,8 @@ def refused(name, strategy):
     [
         ("Penalized", {"zero_stage": 3}, "UnsupportedError: training_step computes with weights of which this rank"),
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with weights of which"),
+        ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with weights of which this rank"),
+        ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
         ("Differentiated", {"zero_stage": 1}, "UnsupportedError: training_step differentiates through blocks"),
         ("Differentiated", {"zero_stage": 3}, "UnsupportedError: training_step differentiates through blocks"),
     ],

@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.local import local
+from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.geometry import assemble
 from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.patch import local_value, patch_unit
@@ -13,6 +18,7 @@ from lightning_3d.tensor.record import record_calls
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.unproven import form_of
+from tests.workers import run
 
 
 class Stateful(nn.Module):
@@ -25,6 +31,27 @@ class Stateful(nn.Module):
     def forward(self, x, state=None):
         h = self.up(x).view(*x.shape[:-1], self.width)
         return self.down(h if state is None else h * state)
+
+
+class Checkpointed(Stateful):
+    """As Hugging Face's `gradient_checkpointing_enable()` does it: within the block's own forward."""
+
+    reentrant = True
+
+    def __init__(self, rate=0.0):
+        super().__init__()
+        self.drop, self.repeats = nn.Dropout(rate), True
+
+    def forward(self, x, state=None):
+        def inner(x):
+            h = self.drop(self.up(x).view(*x.shape[:-1], self.width))
+            return self.down(self.drop(h if state is None else h * state))
+
+        return checkpoint(inner, x, use_reentrant=self.reentrant) if self.repeats else inner(x)
+
+
+class CheckpointedSaved(Checkpointed):
+    reentrant = False
 
 
 def planned(block, run):
@@ -64,6 +91,95 @@ def test_another_form_of_call_computes_the_same(state):
     torch.testing.assert_close(found, expected.detach())
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpointed.* is called in a way")
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
+def test_a_checkpoint_inside_of_a_block_repeats_such_a_call_whole(kind):
+    torch.manual_seed(0)
+    block, x, state = kind(), torch.randn(2, 8, 16, requires_grad=True), torch.rand(32)
+    block.repeats = False  # nothing is seen through a reentrant one, and such a block is not divided
+    plan = planned(block, lambda: block(x))
+    assert plan.splits
+    block.repeats = True
+    reference = copy.deepcopy(block)
+    expected = reference(x, state)
+    expected.square().sum().backward()
+    found, grads = in_shards(block, plan, lambda shard: shard(x.detach().requires_grad_(), state))
+    torch.testing.assert_close(found, expected.detach())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+
+
+def dropped(kind):
+    """Gradients of blocks in shards with dropout, without their checkpoints and with them."""
+    torch.manual_seed(0)
+    module, x = nn.ModuleDict({"blocks": nn.ModuleList([kind(0.5), kind(0.5)])}), torch.randn(2, 8, 16)
+
+    def forward(repeats):
+        torch.manual_seed(1)
+        h = x.clone().requires_grad_()
+        for block in module["blocks"]:
+            block.repeats = repeats
+            h = block(h) + h
+        return h
+
+    calls = record_calls(module, lambda: forward(False))
+    plan = plan_tensor(module, 2, calls=calls)
+    assert any(plan.units["blocks.0"].dropouts)
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    found = []
+    for repeats in (False, True):
+        module.zero_grad()
+        forward(repeats).square().sum().backward()
+        found.append({name: local(p.grad) for name, p in module.named_parameters()})
+    return [name for name, grad in found[0].items() if not torch.equal(grad, found[1][name])]
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedSaved])
+def test_a_checkpoint_inside_of_a_block_repeats_its_dropout_on_shards(kind):
+    assert run(dropped, kind, world=2, group=True) == [[], []]
+
+
+class Repeat(torch.autograd.Function):
+    """A checkpoint of a user's own."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.function(x), grad)
+        return x.grad, None
+
+
+class Own(Stateful):
+    repeats = False
+
+    def forward(self, x, state=None):
+        forward = super().forward
+        return Repeat.apply(x, lambda x: forward(x, state)) if self.repeats else forward(x, state)
+
+
+def repeated_by_its_own():
+    module, x = nn.ModuleDict({"blocks": nn.ModuleList([Own()])}), torch.randn(2, 8, 16)
+    block = module["blocks"][0]
+    plan = plan_tensor(module, 2, calls=record_calls(module, lambda: block(x)))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    block.repeats = True
+    with pytest.warns(UserWarning, match="Own is called in a way"):
+        out = block(x.requires_grad_(), torch.rand(32))
+    with pytest.raises(TensorPlanError, match=r"computes blocks\.0\.up again"):
+        out.sum().backward()
+
+
+def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shards():
+    run(repeated_by_its_own, world=2, group=True)
 
 
 def test_it_is_said_once_and_shards_go_on_as_before():

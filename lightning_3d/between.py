@@ -26,6 +26,14 @@ HOOKS = (
     "on_validation_epoch_start",
     "on_validation_epoch_end",
     "on_validation_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_end",
     "on_train_start",
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -36,11 +44,18 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
+_WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Those that belong to a backward: what is gathered for it has its gradients."""
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
-def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it."""
+def watch_hooks(module: LightningModule, callbacks: Sequence[Callback], rest: Callable[[], None]) -> Callable[[], None]:
+    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
+
+    Args:
+        rest: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
+            in place of what it saw before, and what it writes to them is lost.
+    """
     watched = []
     for owner in (module, *callbacks):
         for name in HOOKS:
@@ -48,7 +63,9 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
             if hook is None:
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
-                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}")
+                owner.__dict__[name] = _watched(
+                    hook, f"{type(owner).__name__}.{name}", _nothing if name in _WITHIN else rest
+                )
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -58,9 +75,13 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
     return undo
 
 
-def _watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _nothing() -> None: ...
+
+
+def _watched(hook: Callable[..., Any], name: str, rest: Callable[[], None]) -> Callable[..., Any]:
     @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
+        rest()
         with Between(name):
             return hook(*args, **kwargs)
 

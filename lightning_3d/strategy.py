@@ -232,7 +232,7 @@ class Strategy3D(Running):
         if fitting:
             check_hooks(module, self.layout)
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
-            self._patches.append(watch_hooks(module, trainer.callbacks))  # type: ignore[attr-defined]
+        self._patches.append(watch_hooks(module, trainer.callbacks, lambda: self._data.rest()))  # type: ignore[attr-defined]
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.keeper import gather_states
+from lightning_3d.checkpoint.keeper import gather, gather_states
 from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
+from lightning_3d.clones import Clones, Waiting
 from lightning_3d.compose import Composed
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import CheckpointError
@@ -35,6 +36,10 @@ class Saving(Processes):
     _steps: PlacedSteps | None
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
+    _clones: Clones | None = None
+    """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
+    _waiting: Waiting | None = None
+    """States of callbacks that are given to them once the module is placed."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
@@ -63,6 +68,9 @@ class Saving(Processes):
         flight.at(f"saving {filepath}")
         own = self._own_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
+            copies: Mapping[int, Any] = {}
+            if self._clones is not None:
+                checkpoint, copies = self._clones.in_parts(checkpoint, gather)
             self._keeper.save(
                 checkpoint,
                 filepath,
@@ -70,8 +78,11 @@ class Saving(Processes):
                 optimizers=self.optimizers,
                 splits=self._splits,
                 own=own,
+                copies=copies,
             )
             return
+        if self._clones is not None:
+            checkpoint = self._clones.whole(checkpoint, gather)
         owns = gather_states(own)
         whole = {**checkpoint, RANKS: owns} if own else checkpoint
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
@@ -79,6 +90,7 @@ class Saving(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        self._waiting = Waiting.take(loaded)
         self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:
@@ -87,6 +99,17 @@ class Saving(Processes):
         if "combined_loader" in loop:
             loop["combined_loader"] = found.loaders
         return loaded
+
+    def setup_environment(self) -> None:
+        self._waiting = None
+        super().setup_environment()
+
+    def _tell_callbacks(self) -> None:
+        """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
+        assert self._composed is not None
+        self._clones, waiting, self._waiting = Clones(self._composed), self._waiting, None
+        if waiting is not None:
+            waiting.give(self._module.trainer, self._composed)
 
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 

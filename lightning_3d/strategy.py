@@ -213,6 +213,7 @@ class Strategy3D(Running):
             "_hooks": [],
             "_undo": [],
             "_patches": [],
+            "_clones": None,
         }
         return {**super().__getstate__(), **fresh}
 
@@ -260,6 +261,7 @@ class Strategy3D(Running):
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
+            self._tell_callbacks()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:

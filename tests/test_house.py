@@ -12,7 +12,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 ORDER = [
     {"errors"},
     {"layout", "anatomy", "local", "materialize", "resources", "names"},
-    {"randomness", "order", "apart", "writes", "parted"},
+    {"randomness", "order", "apart", "writes", "parted", "early"},
     {"workers"},
     {
         "mesh",
@@ -39,6 +39,7 @@ ORDER = [
     {"clip", "compose", "torch_clip", "twin"},
     {"verify"},
     {"precision", "checkpoint", "processes", "steps"},
+    {"clones"},
     {"place", "checked", "resume", "auto", "forecast"},
     {"dryrun"},
     {"saving"},

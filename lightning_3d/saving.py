@@ -5,7 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_3d import state
@@ -19,7 +21,7 @@ from lightning_3d.compose import Composed
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
-from lightning_3d.fitloop import go_on, loader_states, nothing_new_yet, places
+from lightning_3d.fitloop import go_on, goes_on_shared, loader_states, nothing_new_yet, places
 from lightning_3d.position import counted
 from lightning_3d.precision import Precision3D
 from lightning_3d.processes import Processes
@@ -40,6 +42,8 @@ class Saving(Processes):
     """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
     _waiting: Waiting | None = None
     """States of callbacks that are given to them once the module is placed."""
+    _left: Mapping[str, Any] = {}
+    """What was this rank's own when the last `fit` ended, for a checkpoint that is saved after it."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
@@ -102,7 +106,15 @@ class Saving(Processes):
 
     def setup_environment(self) -> None:
         self._waiting = None
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._left = {}
         super().setup_environment()
+
+    def _end_of_run(self) -> None:
+        """Keep what a checkpoint needs that is saved after `fit`: what comes between then draws random numbers too."""
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+            self._left = self._own_state()
 
     def _tell_callbacks(self) -> None:
         """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
@@ -113,7 +125,10 @@ class Saving(Processes):
 
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> Mapping[str, Any]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if self._left and (self._steps is None or not fitting):
+            return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
         if self._steps is None or self._communication is None:
             return {}
         loop = self._module.trainer.fit_loop
@@ -125,7 +140,7 @@ class Saving(Processes):
             self._how_gradients_are_sent(),
             places(loop),
             loader_states(loop),
-            self._shares_order or self.layout.data_parallel_size > 1,
+            (self._shares_order or self.layout.data_parallel_size > 1) and goes_on_shared(loop),
         )
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -214,6 +214,7 @@ class Strategy3D(Running):
             "_undo": [],
             "_patches": [],
             "_clones": None,
+            "_left": {},
         }
         return {**super().__getstate__(), **fresh}
 
@@ -321,6 +322,7 @@ class Strategy3D(Running):
     def teardown(self) -> None:
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
+            self._end_of_run()
             self._restore()
         while self._patches:
             self._patches.pop()()

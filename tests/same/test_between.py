@@ -214,7 +214,7 @@ class Swapped(Follower):
             weight.data = before
 
 
-def tested(strategy):
+def swap(strategy):
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module = Swapped()
@@ -228,8 +228,8 @@ def tested(strategy):
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 3}], ids=str)
 def test_weights_are_swapped_for_a_test_without_training(layout):
-    (whole,) = run(tested, None, world=1)
-    for metrics in run(tested, layout, world=2):
+    (whole,) = run(swap, None, world=1)
+    for metrics in run(swap, layout, world=2):
         assert metrics == pytest.approx(whole, rel=1e-5)
 
 

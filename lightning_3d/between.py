@@ -34,6 +34,14 @@ HOOKS = (
     "on_validation_epoch_start",
     "on_validation_epoch_end",
     "on_validation_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_end",
     "on_train_start",
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -44,13 +52,18 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
+_WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Those that belong to a backward: what is gathered for it has its gradients."""
 _TORCH = os.path.dirname(torch.__file__)
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
 def watch_hooks(
-    module: LightningModule, callbacks: Sequence[Callback], composed: Callable[[], Composed | None]
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    composed: Callable[[], Composed | None],
+    rest: Callable[[], None],
 ) -> Callable[[], None]:
     """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
 
@@ -58,6 +71,8 @@ def watch_hooks(
         module: the user's.
         callbacks: the Trainer's.
         composed: what was made of the module, by the time that a hook runs.
+        rest: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
+            in place of what it saw before, and what it writes to them is lost.
     """
     watched = []
     for owner in (module, *callbacks):
@@ -66,7 +81,8 @@ def watch_hooks(
             if hook is None:
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
-                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}", composed)
+                before = _nothing if name in _WITHIN else rest
+                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}", composed, before)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -76,11 +92,17 @@ def watch_hooks(
     return undo
 
 
-def _watched(hook: Callable[..., Any], name: str, composed: Callable[[], Composed | None]) -> Callable[..., Any]:
+def _nothing() -> None: ...
+
+
+def _watched(
+    hook: Callable[..., Any], name: str, composed: Callable[[], Composed | None], rest: Callable[[], None]
+) -> Callable[..., Any]:
     read: set[str] = set()
 
     @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
+        rest()
         with Between(name, composed(), read):
             return hook(*args, **kwargs)
 

@@ -29,6 +29,17 @@ def places(fit_loop: Any) -> list[Place | None] | None:
     return [None if c is None else c.place(_in_cycle(combined, c, batches)) for c in counters]
 
 
+def goes_on_shared(fit_loop: Any) -> bool:
+    """Whether what is left of the run depends on samplers that the data ranks share.
+
+    Between epochs it does not where those do not shuffle: Lightning's own in their place would.
+    """
+    if fit_loop._combined_loader is None or places(fit_loop) is not None:
+        return True
+    counters = [counter_of(loader) for loader in fit_loop._combined_loader.flattened]
+    return any(counter is None or (counter.shared and counter.sampler.shuffle) for counter in counters)
+
+
 def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
     """The states of the user's own stateful loaders."""
     combined = fit_loop._combined_loader
@@ -62,6 +73,8 @@ def go_on(fit_loop: Any, was: Was, restore_streams: Callable[[], None]) -> None:
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     if combined is None or not fit_loop.restarting:
         restore_streams()
+        if combined is not None and fit_loop.is_resuming:  # what was saved after `fit`: an epoch is about to begin
+            _iterate(fit_loop, was.loaders)
         return
     (batches, at_batch_end), over = _batches(progress), progress.is_last_batch
     skip = fit_loop.max_batches if over else 0

@@ -5,20 +5,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.keeper import gather_states
+from lightning_3d.checkpoint.keeper import gather, gather_states
 from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
+from lightning_3d.clones import Clones, Waiting
 from lightning_3d.compose import Composed
 from lightning_3d.data import seed_workers_by_data_rank
 from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
-from lightning_3d.fitloop import go_on, loader_states, nothing_new_yet, places
+from lightning_3d.fitloop import go_on, goes_on_shared, loader_states, nothing_new_yet, places
 from lightning_3d.position import counted
 from lightning_3d.precision import Precision3D
 from lightning_3d.processes import Processes
@@ -35,6 +38,12 @@ class Saving(Processes):
     _steps: PlacedSteps | None
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
+    _clones: Clones | None = None
+    """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
+    _waiting: Waiting | None = None
+    """States of callbacks that are given to them once the module is placed."""
+    _left: Mapping[str, Any] = {}
+    """What was this rank's own when the last `fit` ended, for a checkpoint that is saved after it."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
@@ -63,6 +72,9 @@ class Saving(Processes):
         flight.at(f"saving {filepath}")
         own = self._own_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
+            copies: Mapping[int, Any] = {}
+            if self._clones is not None:
+                checkpoint, copies = self._clones.in_parts(checkpoint, gather)
             self._keeper.save(
                 checkpoint,
                 filepath,
@@ -70,8 +82,11 @@ class Saving(Processes):
                 optimizers=self.optimizers,
                 splits=self._splits,
                 own=own,
+                copies=copies,
             )
             return
+        if self._clones is not None:
+            checkpoint = self._clones.whole(checkpoint, gather)
         owns = gather_states(own)
         whole = {**checkpoint, RANKS: owns} if own else checkpoint
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
@@ -79,6 +94,7 @@ class Saving(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        self._waiting = Waiting.take(loaded)
         self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:
@@ -88,9 +104,31 @@ class Saving(Processes):
             loop["combined_loader"] = found.loaders
         return loaded
 
+    def setup_environment(self) -> None:
+        self._waiting = None
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._left = {}
+        super().setup_environment()
+
+    def _end_of_run(self) -> None:
+        """Keep what a checkpoint needs that is saved after `fit`: what comes between then draws random numbers too."""
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+            self._left = self._own_state()
+
+    def _tell_callbacks(self) -> None:
+        """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
+        assert self._composed is not None
+        self._clones, waiting, self._waiting = Clones(self._composed), self._waiting, None
+        if waiting is not None:
+            waiting.give(self._module.trainer, self._composed)
+
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 
-    def _own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> Mapping[str, Any]:
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if self._left and (self._steps is None or not fitting):
+            return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
         if self._steps is None or self._communication is None:
             return {}
         loop = self._module.trainer.fit_loop
@@ -102,7 +140,7 @@ class Saving(Processes):
             self._how_gradients_are_sent(),
             places(loop),
             loader_states(loop),
-            self._shares_order or self.layout.data_parallel_size > 1,
+            (self._shares_order or self.layout.data_parallel_size > 1) and goes_on_shared(loop),
         )
 
     def process_dataloader(self, dataloader: object) -> object:

@@ -214,6 +214,8 @@ class Strategy3D(Running):
             "_hooks": [],
             "_undo": [],
             "_patches": [],
+            "_clones": None,
+            "_left": {},
         }
         return {**super().__getstate__(), **fresh}
 
@@ -233,8 +235,9 @@ class Strategy3D(Running):
         if fitting:
             check_hooks(module, self.layout)
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
-            hooked = watch_hooks(module, trainer.callbacks, lambda: self._composed)  # type: ignore[attr-defined]
-            self._patches.append(hooked)
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        hooked = watch_hooks(module, callbacks, lambda: self._composed, lambda: self._data.rest())
+        self._patches.append(hooked)
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
             if isinstance(self._layer_sync, TorchSyncBatchNorm):
@@ -262,6 +265,7 @@ class Strategy3D(Running):
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
         self._hooks = state.whole_module_state(module, composed.whole, composed.part, composed.stages, peers.meet)
         if fitting:
+            self._tell_callbacks()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -322,6 +326,7 @@ class Strategy3D(Running):
     def teardown(self) -> None:
         """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
         if not self._failed:
+            self._end_of_run()
             self._restore()
         while self._patches:
             self._patches.pop()()

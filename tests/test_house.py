@@ -39,6 +39,7 @@ ORDER = [
     {"clip", "compose", "torch_clip", "twin"},
     {"verify", "shards"},
     {"precision", "checkpoint", "processes", "steps", "between"},
+    {"clones"},
     {"place", "checked", "resume", "auto", "forecast"},
     {"dryrun"},
     {"saving"},

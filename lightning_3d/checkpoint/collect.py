@@ -33,8 +33,8 @@ class Collected:
 
 
 class Collector:
-    def __init__(self, module: nn.Module, splits: Splits, rank: int) -> None:
-        self.names, self.splits, self.rank = parameter_names(module), splits, rank
+    def __init__(self, module: nn.Module, splits: Splits, copies: Mapping[int, Split | None], rank: int) -> None:
+        self.names, self.splits, self.copies, self.rank = parameter_names(module), splits, copies, rank
         self.of_parameter: dict[int, Split | None] = {}
         self.found = Collected()
 
@@ -43,7 +43,7 @@ class Collector:
     ) -> Collected:
         checkpoint = dict(checkpoint)
         named = {name: parameter for parameter, names in self.names.items() for name in names}
-        self.of_parameter = {
+        self.of_parameter = dict(self.copies) | {
             id(value): self.splits.get(named[name])
             for name, value in checkpoint.get(WEIGHTS, {}).items()
             if name in named

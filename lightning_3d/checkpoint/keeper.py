@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_3d import peers
 from lightning_3d.checkpoint.background import Background
 from lightning_3d.checkpoint.collect import Collector
-from lightning_3d.checkpoint.describe import Splits
+from lightning_3d.checkpoint.describe import Split, Splits
 from lightning_3d.checkpoint.huggingface import with_configs
 from lightning_3d.checkpoint.manifest import is_sharded
 from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_first_rank, prepare, snapshot
@@ -79,14 +79,20 @@ class Keeper:
         optimizers: Sequence[Optimizer],
         splits: Splits,
         own: Mapping[str, Any],
+        copies: Mapping[int, Split | None],
     ) -> None:
-        """Save sharded. `checkpoint` holds each rank's own part of tensors. Collective."""
+        """Save sharded. `checkpoint` holds each rank's own part of tensors. Collective.
+
+        Args:
+            copies: how those are divided over the tensor ranks that are copies of parameters, by id.
+        """
         if not _is_local_file_protocol(path):
             raise UnsupportedError(
                 f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
             )
         peers.meet("save_checkpoint")
-        found = Collector(module, splits, _rank()).collect(with_configs(checkpoint, module), optimizers, own)
+        collector = Collector(module, splits, copies, _rank())
+        found = collector.collect(with_configs(checkpoint, module), optimizers, own)
         self._begin(path)
         job = prepare(found, Path(os.path.abspath(path)), _rank(), gather)
         if self.asynchronous:

@@ -78,7 +78,7 @@ def _bench(megabytes: int, folder: str, turns: int) -> dict[str, list[float]]:
 
     def save(keeper: Keeper) -> None:
         state = {"state_dict": dict(module.state_dict()), "optimizer_states": [optimizer.state_dict()]}
-        keeper.save(state, path, module=module, optimizers=[optimizer], splits={}, own={})
+        keeper.save(state, path, module=module, optimizers=[optimizer], splits={}, own={}, copies={})
 
     def plain() -> None:
         if dist.get_rank() == 0:

@@ -126,7 +126,8 @@ class Reader(LightningModule):
 
 
 def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None):
-    """Train to the end, or save after step `stop` and stop; what was given, and the losses, on this rank."""
+    """Train to the end, or save after step `stop` (0: once `fit` has ended) and stop; what was given, and the losses,
+    on this rank."""
     warnings.simplefilter("ignore")
     seed_everything(7, workers=True, verbose=False)
     module = Reader()
@@ -136,6 +137,10 @@ def read(world, strategy, attributes, trainer, stop=None, save=None, resume=None
     callbacks = [SaveAt(stop, save, True)] if stop else []
     fit = Trainer(**flags, devices=world, strategy=Strategy3D(**strategy), callbacks=callbacks)
     fit.fit(module, ckpt_path=resume)
+    if stop == 0:
+        torch.rand(3), random.random(), numpy.random.rand()  # a script goes on with the streams
+        fit.validate(module, verbose=False)
+        fit.save_checkpoint(save)
     return module.given, module.losses
 
 
@@ -144,3 +149,10 @@ def read_on(world, strategy, attributes, trainer, stop, path):
     whole = read(world, strategy, attributes, trainer)
     before = read(world, strategy, attributes, trainer, stop=stop, save=path)
     return whole, before, read(world, strategy, attributes, trainer, resume=path)
+
+
+def read_on_after(world, strategy, attributes, until, path):
+    """Once without interruption, once saved after a `fit` that ends with `until`."""
+    whole = read(world, strategy, attributes, {})
+    before = read(world, strategy, attributes, until, stop=0, save=path)
+    return whole, before, read(world, strategy, attributes, {}, resume=path)

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_3d.position import counted, counter_of
-from tests.checkpoint.readers import BATCH, SAMPLES, Numbers, Own, read, read_on
+from tests.checkpoint.readers import BATCH, SAMPLES, Numbers, Own, read, read_on, read_on_after
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -44,6 +44,16 @@ def test_goes_on_as_if_uninterrupted(tmp_path, attributes, trainer, stop, world)
     path, strategy = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL
     for whole, before, after in run(read_on, world, strategy, attributes, trainer, stop, path, world=world):
         assert before[0]
+        assert after[0]
+        for had, rest, everything in zip(before, after, whole, strict=True):
+            assert had + rest == everything
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_goes_on_from_what_was_saved_after_fit(tmp_path, world):
+    """By a script that looks back, validates and draws in between."""
+    path, strategy, until = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL, {"max_epochs": 1}
+    for whole, before, after in run(read_on_after, world, strategy, {"workers": 1}, until, path, world=world):
         assert after[0]
         for had, rest, everything in zip(before, after, whole, strict=True):
             assert had + rest == everything

@@ -1,17 +1,18 @@
 """Hooks between steps that compute with weights: as on one device, or refused with the name of the hook."""
 
 import copy
+import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d import peers
+from lightning_3d import Strategy3D, peers
 from tests.modules import GPT, Base
-from tests.parity import assert_parity
-from tests.workers import WorkerError
+from tests.parity import QUIET, assert_parity
+from tests.workers import WorkerError, run
 
 
 class Follower(Base):
@@ -136,6 +137,43 @@ class Scaled(Follower):
     def follow(self):
         with torch.no_grad():
             self.net[1][0].weight.div_(1 + float(self.net[1][0].weight.norm()))
+
+
+class Averaged(Callback):
+    """Validates with averaged weights, swapped in and out by copying."""
+
+    def on_train_start(self, trainer, module):
+        self.average = [weight.detach().clone() for weight in module.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        for mine, weight in zip(self.average, module.parameters(), strict=True):
+            mine.lerp_(weight.detach(), 0.5)
+
+    @torch.no_grad()
+    def on_validation_start(self, trainer, module):
+        self.trained = [weight.detach().clone() for weight in module.parameters()]
+        for mine, weight in zip(self.average, module.parameters(), strict=True):
+            weight.copy_(mine)
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer, module):
+        for mine, weight in zip(self.trained, module.parameters(), strict=True):
+            weight.copy_(mine)
+
+
+class Validated(Follower):
+    """Weights are assigned once validation was run."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def on_validation_epoch_end(self):
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.9
 
 
 class Masked(Follower):
@@ -269,6 +307,53 @@ def test_an_optimizer_is_given_parameters_later():
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}], ids=str)
 def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights(layout):
     assert_parity("tests.same.test_between:Scaled", 2, layout)
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+@pytest.mark.parametrize("window", [1, 2])
+def test_averaged_weights_are_swapped_in_for_validation(layout, window):
+    """Hooks after a validation, and those within a window of accumulation, see shards as the others do."""
+    trainer = {"limit_val_batches": 1.0, "val_check_interval": 1, "callbacks": [Averaged]}
+    trainer |= {"accumulate_grad_batches": window, "max_epochs": 2}
+    assert_parity("tests.same.test_between:Validated", 2, layout, trainer=trainer)
+
+
+class Swapped(Follower):
+    """Weights are assigned for a test, and back."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("tested", self.loss(batch), sync_dist=True)
+
+    def test_dataloader(self):
+        return self.train_dataloader()
+
+    def on_test_start(self):
+        self.before = [weight.detach().clone() for weight in self.net.parameters()]
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.5
+
+    def on_test_end(self):
+        for weight, before in zip(self.net.parameters(), self.before, strict=True):
+            weight.data = before
+
+
+def swap(strategy):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = Swapped()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = Trainer(**QUIET, devices=2 if strategy else 1, strategy=Strategy3D(**strategy) if strategy else "auto")
+    (metrics,) = trainer.test(module, verbose=False)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    return metrics
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 3}], ids=str)
+def test_weights_are_swapped_for_a_test_without_training(layout):
+    (whole,) = run(swap, None, world=1)
+    for metrics in run(swap, layout, world=2):
+        assert metrics == pytest.approx(whole, rel=1e-5)
 
 
 def test_whole_tensors_and_parts_are_not_mixed():

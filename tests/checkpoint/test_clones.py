@@ -1,0 +1,88 @@
+"""A callback that keeps copies of weights: its checkpoints are whole, and it goes on in any layout."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_3d import Strategy3D
+from tests.checkpoint.trainings import build
+from tests.parity import QUIET
+from tests.workers import WorkerError, run
+
+
+class Average(Callback):
+    """Follows the weights; keeps copies under their names, as a list, or by the square of each."""
+
+    def __init__(self, kept):
+        self.kept, self.copies, self.loaded = kept, {}, None
+
+    def on_train_start(self, trainer, module):
+        self.copies = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+        for name in self.copies if self.loaded is not None else ():
+            self.copies[name].copy_(self.loaded[name])
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, *_):
+        for name, weight in module.named_parameters():
+            self.copies[name].lerp_(weight.detach(), 0.25)
+
+    def state_dict(self):
+        if self.kept == "names":
+            return {"average": dict(self.copies)}
+        if self.kept == "list":
+            return {"average": list(self.copies.values())}
+        return {"average": {f"square of {name}": copy.square() for name, copy in self.copies.items()}}
+
+    def load_state_dict(self, state):
+        average = state["average"]
+        self.loaded = average if self.kept == "names" else dict(zip(self.names, average, strict=True))
+
+
+def train(world, strategy, kept, steps, resume=None, save=None):
+    """Train to `steps`; what was averaged in the end, as a checkpoint holds it."""
+    warnings.simplefilter("ignore")
+    module, average = build("DeepGPT"), Average(kept)
+    average.names = [name for name, _ in module.named_parameters()]
+    flags = {**QUIET, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1, "callbacks": [average]}
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    trainer = Trainer(**flags, devices=world, strategy=chosen)
+    trainer.fit(module, ckpt_path=resume)
+    trainer.save_checkpoint(save)
+
+
+SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
+TENSOR, PIPELINE, ZERO = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (FULL | TENSOR, FULL | PIPELINE, "names"),
+        (FULL | PIPELINE, FULL | TENSOR, "list"),
+        (FULL | {"zero_stage": 1}, FULL | {"zero_stage": 1}, "names"),
+        (SHARDED | TENSOR, FULL | ZERO, "names"),
+        pytest.param(SHARDED | PIPELINE, FULL | TENSOR, "names", marks=pytest.mark.long),
+        pytest.param(FULL | ZERO, FULL | PIPELINE, "list", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_goes_on_as_on_one_device(tmp_path, before, after, kept):
+    """The attention is one fused matrix, of which a tensor rank has three intervals."""
+    whole, first, last = (str(tmp_path / name) for name in ("whole.ckpt", "first.ckpt", "last.ckpt"))
+    run(train, 1, None, kept, 6, None, whole, world=1)
+    run(train, 2, before, kept, 3, None, first, world=2)
+    run(train, 2, after, kept, 6, first, last, world=2)
+    wanted, got = (torch.load(path)["callbacks"]["Average"]["average"] for path in (whole, last))
+    assert len(got) == len(wanted)
+    for key in wanted if kept == "names" else range(len(wanted)):
+        torch.testing.assert_close(got[key], wanted[key], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_copy_is_refused_by_name(tmp_path):
+    says = (
+        r"CheckpointError: The callback Average saves checkpoint\['callbacks'\]\['Average'\]\['average'\]\['square of"
+    )
+    with pytest.raises(WorkerError, match=says):
+        run(train, 2, FULL | {"zero_stage": 1}, "squares", 1, None, str(tmp_path / "x.ckpt"), world=2)

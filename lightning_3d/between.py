@@ -48,7 +48,7 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
             if hook is None:
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
-                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}")
+                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}", module)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -58,13 +58,32 @@ def watch_hooks(module: LightningModule, callbacks: Sequence[Callback]) -> Calla
     return undo
 
 
-def _watched(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _watched(hook: Callable[..., Any], name: str, module: LightningModule) -> Callable[..., Any]:
     @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         with Between(name):
-            return hook(*args, **kwargs)
+            result = hook(*args, **kwargs)
+        _refuse_absent_logs(name, module)
+        return result
 
     return run
+
+
+def _refuse_absent_logs(name: str, module: LightningModule) -> None:
+    """What was logged of other stages' weights is read long after the hook, by Lightning."""
+    logged = module._trainer._results if module._trainer is not None else None
+    for key, metric in (logged or {}).items():
+        if isinstance(metric.value, Tensor) and metric.value.is_meta:
+            raise _absent(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
+
+
+def _absent(name: str, why: object) -> UnsupportedError:
+    """What to raise where the hook `name` reads what is not on this rank."""
+    return UnsupportedError(
+        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). Compute them in"
+        " training_step, where what it logs is the same on every rank, or use pipeline_parallel_size=1; tensor"
+        " parallelism and ZeRO can do this."
+    )
 
 
 class Between(TorchFunctionMode):
@@ -73,9 +92,21 @@ class Between(TorchFunctionMode):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.refused: UnsupportedError | None = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.refused is not None and error is not self.refused:  # `load_state_dict` makes another of it
+            raise self.refused from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._call(func, args, kwargs or {})
+        except UnsupportedError as error:
+            self.refused = error
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         for operands in _together(func, (*args, *kwargs.values())):
             if _of_two_stages(operands):
                 raise UnsupportedError(
@@ -93,7 +124,9 @@ class Between(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
+            if is_absent(error):
+                raise _absent(self.name, error) from error
             if not any(text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")):
                 raise
             raise UnsupportedError(
@@ -101,6 +134,11 @@ class Between(TorchFunctionMode):
                 f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
                 " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
             ) from error
+
+
+def is_absent(error: Exception) -> bool:
+    """Whether torch says that a tensor is on meta, where only those of other stages are."""
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
 
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:

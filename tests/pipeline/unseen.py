@@ -985,6 +985,13 @@ class Warmed(Awkward):
         return loss if batch_idx < 2 else loss + early.square().mean()
 
 
+class Skipping(Deep):
+    """Leaves the third batch out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
 class Bags(Awkward):
     """Words of all samples in one tensor, and where each sample's begin: only the first microbatch begins at 0."""
 

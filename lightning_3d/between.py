@@ -81,8 +81,9 @@ def watch_hooks(
             if hook is None:
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
+                at = f"{type(owner).__name__}.{name}"
                 before = _nothing if name in _WITHIN else rest
-                owner.__dict__[name] = _watched(hook, f"{type(owner).__name__}.{name}", composed, before)
+                owner.__dict__[name] = _watched(hook, at, module, composed, before)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -96,7 +97,11 @@ def _nothing() -> None: ...
 
 
 def _watched(
-    hook: Callable[..., Any], name: str, composed: Callable[[], Composed | None], rest: Callable[[], None]
+    hook: Callable[..., Any],
+    name: str,
+    module: LightningModule,
+    composed: Callable[[], Composed | None],
+    rest: Callable[[], None],
 ) -> Callable[..., Any]:
     read: set[str] = set()
 
@@ -104,9 +109,28 @@ def _watched(
     def run(*args: Any, **kwargs: Any) -> Any:
         rest()
         with Between(name, composed(), read):
-            return hook(*args, **kwargs)
+            result = hook(*args, **kwargs)
+        _refuse_absent_logs(name, module)
+        return result
 
     return run
+
+
+def _refuse_absent_logs(name: str, module: LightningModule) -> None:
+    """What was logged of other stages' weights is read long after the hook, by Lightning."""
+    logged = module._trainer._results if module._trainer is not None else None
+    for key, metric in (logged or {}).items():
+        if isinstance(metric.value, Tensor) and metric.value.is_meta:
+            raise _absent(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
+
+
+def _absent(name: str, why: object) -> UnsupportedError:
+    """What to raise where the hook `name` reads what is not on this rank."""
+    return UnsupportedError(
+        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). Compute them in"
+        " training_step, where what it logs is the same on every rank, or use pipeline_parallel_size=1; tensor"
+        " parallelism and ZeRO can do this."
+    )
 
 
 class Between(TorchFunctionMode):
@@ -122,9 +146,21 @@ class Between(TorchFunctionMode):
         super().__init__()
         self.name, self.read = name, read
         self.shards = None if composed is None else Shards(name, composed)
+        self.refused: UnsupportedError | None = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.refused is not None and error is not self.refused:  # `load_state_dict` makes another of it
+            raise self.refused from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._call(func, args, kwargs or {}, sys._getframe(1))
+        except UnsupportedError as error:
+            self.refused = error
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
         for operands in _together(func, (*args, *kwargs.values())):
             if _of_two_stages(operands):
                 raise UnsupportedError(
@@ -136,11 +172,11 @@ class Between(TorchFunctionMode):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._run(Tensor.copy_, args, {})
         if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
-            args = (self._read(args[0], sys._getframe(1)), *args[1:])
-        if func == _IS_META and sys._getframe(1).f_code.co_filename == nn.init.__file__ and args[0].is_meta:
+            args = (self._read(args[0], caller), *args[1:])
+        if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline holds by"
-                f" {sys._getframe(1).f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
+                f" {caller.f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
                 " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
             )
         return self._run(func, args, kwargs)
@@ -152,10 +188,7 @@ class Between(TorchFunctionMode):
         time at each place in the code, before messages meet others that are not meant for them.
         """
         if tensor.is_meta:
-            raise UnsupportedError(
-                f"{self.name} reads a number from a tensor that another stage of the pipeline holds. Log what the step"
-                " returns instead, read from state_dict() on every rank, or use pipeline_parallel_size=1."
-            )
+            raise _absent(self.name, "a number is read from it")
         if not isinstance(tensor, DTensor):
             return tensor
         if not all(placement.is_replicate() for placement in tensor.placements):
@@ -174,7 +207,9 @@ class Between(TorchFunctionMode):
         try:
             with self.shards or nullcontext():
                 return func(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
+            if is_absent(error):
+                raise _absent(self.name, error) from error
             if not any(text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")):
                 raise
             raise UnsupportedError(
@@ -182,6 +217,11 @@ class Between(TorchFunctionMode):
                 f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
                 " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
             ) from error
+
+
+def is_absent(error: Exception) -> bool:
+    """Whether torch says that a tensor is on meta, where only those of other stages are."""
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
 
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:

@@ -105,10 +105,20 @@ def observe_one_batch(
         if not map_style(loaders):
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
-        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if args else [1]
-        first = (split_batch(args[0], sizes)[0], *args[1:]) if args else ()
-        with as_before(module), torch.set_grad_enabled(fitting):
-            whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
+        cut = fitting and bool(args)  # evaluation runs whole batches
+        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if cut else [1]
+        pieces = split_batch(args[0], sizes) if args else []
+
+        def run(rows: Any) -> None:
+            with as_before(module), LogTap(module).recording(Record()), context():
+                loss_of(getattr(module, name)(unshared(rows), *args[1:]))
+
+        with torch.set_grad_enabled(fitting), _cut_as_rows(run, args, sizes, name):
+            with as_before(module):
+                first = (*pieces[:1], *args[1:])
+                whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
+            for second in pieces[1:2]:  # what counts from the batch's start is right in the first
+                run(second)
         if mean and fitting and args:
             _warn_unless_mean(module, name, args, sizes, context, whole)
         return whole
@@ -147,6 +157,34 @@ def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, st
         return None
     calls, read = everyone[0]
     return replace(found, calls=calls, read=read)  # all ranks must cut alike
+
+
+@contextmanager
+def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[int], step: str) -> Iterator[None]:
+    """Refuse the cut where what is inside fails on a microbatch, and `run` does not on the whole batch."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        if len(sizes) == 1 or not _works(run, args[0]):
+            raise
+        raise UnsupportedError(
+            f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
+            f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Something in the"
+            " batch is not one row for each sample and belongs to all of them: targets of all samples in one tensor,"
+            " offsets, the edges of a graph. num_microbatches=1 runs the whole batch at once."
+        ) from error
+
+
+def _works(run: Callable[[Any], None], batch: Any) -> bool:
+    try:
+        run(batch)
+    except UnsupportedError:
+        raise
+    except Exception:
+        return False
+    return True
 
 
 def _warn_unless_mean(

@@ -177,6 +177,11 @@ class PipelinedSteps:
         self.data.end()
 
 
+def _differentiates(error: Exception) -> bool:
+    """Whether it is torch's about `autograd.grad`: in the rehearsal nobody else calls that."""
+    return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))
+
+
 def prove(pipeline: Pipeline, whole: Whole) -> None:
     """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
     problem = None
@@ -187,8 +192,15 @@ def prove(pipeline: Pipeline, whole: Whole) -> None:
     except RunError:
         raise
     except Exception as error:  # the others may wait for this rank within the step: they hear of it as of a failed one
+        failed = f"Cut into stages, the step fails, which it did not whole ({type(error).__name__}: {error})."
+        if _differentiates(error):
+            raise PipelineSplitError(
+                f"{failed} It takes derivatives by itself (torch.autograd.grad: a gradient penalty, a physics loss, an"
+                " adversarial input), through blocks of other stages, which no single rank can. Use"
+                " pipeline_parallel_size=1; tensor, ZeRO and data parallelism can do this."
+            ) from error
         raise PipelineSplitError(
-            f"Cut into stages, the step fails, which it did not whole ({type(error).__name__}: {error}). Does its"
+            f"{failed} Does its"
             " code read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
             " Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error

@@ -25,7 +25,8 @@ class Writes(TorchFunctionMode):
     Args:
         named: the parameters, asked for at each write: what a module has may change within a step.
         before: called with a parameter's name and itself before what looks like a write.
-        after: called with its name and the function after what was one.
+        after: called with its name and the function after what was one. What it raises is what who entered gets, also
+            where code inside makes something else of it, as `load_state_dict` does.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Writes(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.named, self.before, self.after = named, before, after
+        self.refused: WritesError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         targets = self._targets(func, args, kwargs or {})
@@ -45,8 +47,17 @@ class Writes(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         for name, _, tensor, version in targets:
             if tensor._version != version or _has_no_version(func):
-                self.after(name, func)
+                try:
+                    self.after(name, func)
+                except WritesError as error:
+                    self.refused = error
+                    raise
         return result
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.refused is not None and error is not self.refused:
+            raise self.refused from error
 
     def _targets(self, func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor, Tensor, int]]:
         """What `func` may write to of parameters: name, parameter, the tensor that it is given and its version."""

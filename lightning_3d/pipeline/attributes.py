@@ -17,16 +17,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.pipeline.counts import Counts, Path, Tally, exact, is_count
 from lightning_3d.pipeline.lent import can_lend, lend, memory_of, write
 from lightning_3d.pipeline.microbatch import detached, form, join_outputs, weighted_mean
 from lightning_3d.pipeline.packed import packed, unpacked
 from lightning_3d.pipeline.traced import untrace
 
-Path = tuple[Any, ...]
-"""The attribute's name, then keys of dicts."""
 Changes = dict[Path, tuple[str, Any]]
-"""What a run did where: "set" a value, "write" into one, "append" or "refill" with entries, "union", "count" more,
-"delete"."""
+"""What a run did where: "set" a value, "add" to an integer or "put" one there, "write" into a value, "append" or
+"refill" with entries, "union", "count" more, "delete"."""
 Snapshot = dict[Any, tuple[Any, Any]]
 """Values, with what is in them where that may change."""
 _PLAIN = (
@@ -48,11 +47,17 @@ class Items(dict[int, tuple[Any, Any]]):
 
 
 class Attributes:
-    """The module's plain attributes at the start of a step."""
+    """The module's plain attributes at the start of a step.
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    Args:
+        counts: what is known of its integers; for who joins changes.
+    """
+
+    def __init__(self, module: Any, counts: Counts | None = None) -> None:
+        self.module, self.counts = module, counts or Counts()
         self.before = _snapshot(_own(module))
+        self.integers = set[Path]()
+        """Those that the code that runs was lent."""
         self.places = list(_places(vars(module), self.before, (), memory_of(module)))
         """Of what is written into, and the dicts that hold it."""
 
@@ -61,6 +66,9 @@ class Attributes:
         """Gives what the code inside changes, once it is done; then it is as before."""
         changes: Changes = {}
         copies: dict[int, Any] = {}
+        self.integers = {path for path in self.counts.changing if type(_at(self.before, path)) is int}
+        for path in self.integers:
+            self._holder(path)[path[-1]] = Tally.of(_at(self.before, path), path)
         loans = [(path, lend(holder, path[-1], copies)) for path, holder in self.places]
         try:
             yield changes
@@ -75,15 +83,27 @@ class Attributes:
 
     def changes(self) -> Changes:
         """What is another than before."""
-        return dict(_differences(self.before, _own(self.module), ()))
+        found: Changes = {}
+        for path, change in _differences(self.before, _own(self.module), ()):
+            told: tuple[str, Any] | None = change
+            if change[0] == "set":
+                told = self.counts.told(path, _at(self.before, path), change[1], path in self.integers)
+            if told is not None:
+                found[path] = told
+        return found
+
+    def _holder(self, path: Path) -> Any:
+        """The dict that has what is at `path`."""
+        holder: Any = self.module.__dict__
+        for key in path[:-1]:
+            holder = holder[key]
+        return holder
 
     def put(self, changes: Changes) -> None:
         """Make changes, in the lists and dicts that are there."""
         for path, (kind, sent) in changes.items():
             value = unpacked(sent)
-            target: Any = self.module.__dict__
-            for key in path[:-1]:
-                target = target[key]
+            target = self._holder(path)
             if kind == "append":
                 target[path[-1]].extend(value)
             elif kind in ("count", "union"):
@@ -91,6 +111,8 @@ class Attributes:
             elif kind == "refill":
                 target[path[-1]].clear()
                 target[path[-1]].extend(value)
+            elif kind == "add":
+                target[path[-1]] += value
             elif kind == "delete":
                 del target[path[-1]]
             elif kind == "write":
@@ -199,14 +221,20 @@ def _change(value: Any, content: Any) -> tuple[str, Any] | None:
     return "refill", list(value)
 
 
-def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot) -> Changes:
+def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot, integers: Counts | None = None) -> Changes:
     """What one run on the whole batch, of microbatches of `sizes`, would have changed."""
     whole: Changes = {}
-    for path in dict.fromkeys(path for run in runs for path in run):
-        kind = next(run[path][0] for run in runs if path in run)
-        made = [(run[path][1], size) for run, size in zip(runs, sizes, strict=True) if run.get(path, ("",))[0] == kind]
-        values, counts = [detached(untrace(value)) for value, _ in made], [size for _, size in made]
-        if kind == "append":
+    integers = integers or Counts()
+    paths = dict.fromkeys(path for run in runs for path in run)
+    made_at = {path: _made(path, runs, sizes, _at(before, path)) for path in paths}
+    counted = {path for path, (kind, values, _) in made_at.items() if _is_counted(kind, _at(before, path), values)}
+    for path in counted:
+        kind, values, _ = made_at[path]
+        integers.look(kind, path, values, len(values) == len(runs))
+    for path, (kind, values, counts) in made_at.items():
+        if path in counted:
+            whole[path] = kind, integers.joined(path, values)
+        elif kind == "append":
             whole[path] = kind, _entries(values, counts)
         elif kind == "refill":
             whole[path] = kind, _in_turn(values, counts)
@@ -215,10 +243,29 @@ def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot) -> Cha
         elif kind == "union":
             whole[path] = kind, set[Any]().union(*values)
         elif kind == "write":
-            whole[path] = kind, _written(_at(before, path), values, counts, everywhere=len(made) == len(runs))
+            whole[path] = kind, _written(_at(before, path), values, counts, everywhere=len(values) == len(runs))
         else:
-            whole[path] = kind, _value(_at(before, path), values, counts, everywhere=len(made) == len(runs))
+            whole[path] = kind, _value(_at(before, path), values, counts, everywhere=len(values) == len(runs))
     return whole
+
+
+def _made(path: Path, runs: list[Changes], sizes: list[int], before: Any) -> tuple[str, list[Any], list[int]]:
+    """What was done there first, what runs made of it who did that, and their sizes."""
+    done = [(*run[path], size) for run, size in zip(runs, sizes, strict=True) if path in run]
+    kind = next((kind for kind, _, _ in done if kind in ("add", "put")), done[0][0])
+    if kind in ("add", "put"):  # the first run to change an integer was not lent it
+        done = [
+            (kind, value - before if kind == "add" else value, size) if now == "set" and type(value) is int else
+            (now, value, size)
+            for now, value, size in done
+        ]  # fmt: skip
+    made = [(exact(detached(untrace(value))), size) for now, value, size in done if now == kind]
+    return kind, [value for value, _ in made], [size for _, size in made]
+
+
+def _is_counted(kind: str, before: Any, values: list[Any]) -> bool:
+    """Whether it is known how integers came about: they were lent, or nothing was there before."""
+    return kind in ("add", "put") or (kind == "set" and before is None and all(type(value) is int for value in values))
 
 
 def sendable(changes: Changes) -> Changes:
@@ -244,7 +291,7 @@ def _in_turn(lists: list[list[Any]], sizes: list[int]) -> list[Any]:
 
 def _value(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool = True) -> Any:
     """Counts are added up, but one that goes up by one everywhere counts batches; all else is joined like outputs."""
-    if _is_count(before) and all(map(_is_count, values)):
+    if is_count(before) and all(map(is_count, values)):
         steps = [int(value - before) for value in values]
         once = set(steps) == {1} or not any(values)  # 0 again is the index of an epoch's first batch
         return values[0] if everywhere and once else before + sum(steps)
@@ -285,12 +332,6 @@ def _is_table(before: Any, values: list[Any], sizes: list[int]) -> bool:
         return False
     rows = all(len(value) == size for value, size in zip(values, sizes, strict=True))
     return not rows and all(value.shape == before.shape and bool((value >= before).all()) for value in values)
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.ndim and not value.is_floating_point() and not value.is_complex()
-    return isinstance(value, int | np.integer) and type(value) is not bool
 
 
 def _at(before: Snapshot, path: Path) -> Any:

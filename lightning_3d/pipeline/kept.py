@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes
+from lightning_3d.pipeline.counts import Counts
 from lightning_3d.pipeline.microbatch import form, map_leaves, split_batch
 from lightning_3d.pipeline.prints import differ, fingerprint
 
@@ -22,35 +24,44 @@ def unlike_joined(module: Any, loss_of: Callable[[Any, int], float | None], batc
         loss_of: runs the step on some rows of the batch, with random streams from a seed.
         batch: all of it.
         sizes: of the microbatches, of which the first two are compared with both together.
+
+    Raises `UnsupportedError` where microbatches fail with what those of the batch before left.
     """
     if len(sizes) < 2:
         return None
     both = split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]])[0]
-    whole = _kept(module, loss_of, [both], [sizes[0] + sizes[1]], 0)
+    counts = Counts()
+    whole = _kept(module, loss_of, [both], [sizes[0] + sizes[1]], 0, counts)
     if not whole:
         return None
-    again = _kept(module, loss_of, [both], [sizes[0] + sizes[1]], 1)
+    again = _kept(module, loss_of, [both], [sizes[0] + sizes[1]], 1, counts)
     sure = {name: change for name, change in whole.items() if name in again and not _unlike(again[name], change)}
     try:
-        apart = _kept(module, loss_of, split_batch(batch, sizes)[:2], sizes[:2], 0)
+        apart = _kept(module, loss_of, split_batch(batch, sizes)[:2], sizes[:2], 0, counts)
     except Exception as error:  # of any kind: it is the user's code, on values of other shapes
-        return _said(list(whole), f": the next batch's microbatches fail with it ({error})")
+        fail = f": the next batch's microbatches fail with it ({type(error).__name__}: {error})"
+        raise UnsupportedError(f"pipeline_parallel_size cuts batches, but {_said(list(whole), fail)}") from error
     other = [name for name, change in sure.items() if name not in apart or _unlike(apart[name], change)]
     return _said(other, "") if other else None
 
 
 def _kept(
-    module: Any, loss_of: Callable[[Any, int], float | None], pieces: list[Any], sizes: list[int], seed: int
+    module: Any,
+    loss_of: Callable[[Any, int], float | None],
+    pieces: list[Any],
+    sizes: list[int],
+    seed: int,
+    counts: Counts,
 ) -> dict[str, Any]:
     """The attributes that a few batches of these microbatches change, as they leave them."""
     with Attributes(module).apart() as kept:
         for _ in range(_BATCHES):
-            attributes, runs = Attributes(module), list[Changes]()
+            attributes, runs = Attributes(module, counts), list[Changes]()
             for piece in pieces:
                 with attributes.apart() as changes:
                     loss_of(piece, seed)
                 runs.append(changes)
-            attributes.put(join_changes(runs, sizes, attributes.before))
+            attributes.put(join_changes(runs, sizes, attributes.before, counts))
     return {f"self.{'.'.join(map(str, path))}": value for path, (_, value) in kept.items()}
 
 

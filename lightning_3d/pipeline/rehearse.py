@@ -79,7 +79,7 @@ def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
 def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
     whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
-    attributes = Attributes(pipeline.module)
+    attributes = Attributes(pipeline.module, pipeline.counts)
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
         result = pipeline.call(step, args, seed)

@@ -15,6 +15,7 @@ from lightning_3d.comm.ledger import Ledger
 from lightning_3d.local import local
 from lightning_3d.pipeline import seeds
 from lightning_3d.pipeline.conductor import Conductor
+from lightning_3d.pipeline.counts import Counts
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.logs import LogTap
@@ -110,6 +111,7 @@ class Pipeline:
         """Stages whose backward is not to be run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
         """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
+        self.counts = Counts()
         self.stash: dict[nn.Parameter, Tensor] = {}
         self.older: dict[nn.Parameter, Tensor] = {}
         """Gradients of earlier windows that may have to stay."""

@@ -130,5 +130,6 @@ class StagePlay(Tape):
 
 _DIFFERENT = (
     "The step ran differently than in its rehearsal on the same shapes: which blocks run, and in which order, must"
-    " depend on the shapes of the batch only."
+    " depend on the shapes of the batch only, not on batch_idx, the epoch or values. Run the same blocks in every step"
+    " and multiply what is not to count by 0, or use pipeline_parallel_size=1."
 )

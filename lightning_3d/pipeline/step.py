@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from lightning_3d.apart import alone
+from lightning_3d.between import is_absent
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes, sendable
 from lightning_3d.pipeline.buffers import put, undone
+from lightning_3d.pipeline.counts import exact
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.head import choose_head
-from lightning_3d.pipeline.microbatch import detached, join_outputs, microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import detached, join_outputs, leaves, microbatch_sizes, split_batch
 from lightning_3d.pipeline.records import Record, combine
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.schedule import actions
@@ -49,7 +51,7 @@ class TrainingStep:
         """What the whole batch's step would have returned and logged, on every rank."""
         self._cut_batch()
         pipeline = self.pipeline
-        self.attributes = Attributes(pipeline.module)
+        self.attributes = Attributes(pipeline.module, pipeline.counts)
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
             self._head if self.whole else None, pipeline.unsplit,
@@ -90,7 +92,7 @@ class TrainingStep:
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep what a step returned; what backward starts from."""
         refuse_stand_ins(list(changes.values()))
-        self.outputs.append(detached(output))
+        self.outputs.append(exact(detached(output)))
         self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
@@ -128,7 +130,7 @@ class TrainingStep:
         mine, last = None, self.pipeline.holds_last
         if last:
             record = combine(self.records, self.sizes)
-            changes = sendable(join_changes(self.changes, self.sizes, self.attributes.before))
+            changes = sendable(join_changes(self.changes, self.sizes, self.attributes.before, self.pipeline.counts))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
@@ -160,10 +162,30 @@ def play(
             output = pipeline.call(name, args, seed)
         except Cut:
             return player.outputs()
+        except (RuntimeError, TypeError) as error:
+            if is_absent(error):
+                raise _absent(title, str(error)) from error
+            raise
     if not player.final:
-        raise PipelineSplitError(f"{title}: the step ended before it reached a block of a later stage.")
+        raise PipelineSplitError(
+            f"{title}: the step ended before it reached a block of a later stage, which in its rehearsal on the same"
+            " shapes it called. Which blocks run must not depend on batch_idx, the epoch or values (`return None` for"
+            " some batches): leave these batches out of the loader, multiply their loss by 0, or use"
+            " pipeline_parallel_size=1."
+        )
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
+        raise _absent(title, "what it returns has no values")
     refuse_stand_ins(output)
     return untrace(output)
+
+
+def _absent(title: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{title}: the step reads a weight or buffer of a block that another stage holds, which it did not before"
+        f" training ({why}): does a penalty, or what is logged of weights, come in after some batches? Compute it in"
+        " every step, multiplied by 0 until then, so that this stage has it too; for a penalty use the optimizer's"
+        " weight_decay; or use pipeline_parallel_size=1."
+    )
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.attributes import Attributes, join_changes
+from lightning_3d.pipeline.counts import Counts
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
@@ -116,7 +117,7 @@ def test_each_run_begins_as_the_first():
     attributes.put(join_changes(runs, [2, 2], attributes.before))
     assert module.notes == [1, 0]
     assert module.many[20_000:] == [0]
-    assert module.new == 0
+    assert module.new == 1  # integers that differ are counts
     assert not hasattr(module, "gone")
 
 
@@ -129,6 +130,39 @@ def test_counts_are_added_up_and_batches_counted_once(made, whole):
     runs = [{("count",): ("set", 10 + number)} for number in made if number]
     sizes = [2] * len(runs)
     assert join_changes(runs, sizes, {"count": (10, None)})["count",] == ("set", 10 + whole)
+
+
+def _labels(module, labels):
+    for label in labels:
+        module.seen[label] = module.seen.get(label, 0) + 1
+
+
+INTEGERS = {
+    "set to what all have": (lambda module, rows, at: setattr(module, "n", 2 * at + 7), [7, 9, 11]),
+    "set to what it was": (lambda module, rows, at: setattr(module, "n", 2 * at), [0, 2, 4]),
+    "rows": (lambda module, rows, at: setattr(module, "n", module.n + len(rows)), [6, 12, 18]),
+    "batches": (lambda module, rows, at: setattr(module, "n", module.n + 1), [1, 2, 3]),
+    "found in the data": (lambda module, rows, at: setattr(module, "n", module.n + rows.count(1)), [2, 4, 6]),
+    "classes": (lambda module, rows, at: _labels(module, rows), [{0: 3, 1: 2, 2: 1}, {0: 6, 1: 4, 2: 2}]),
+}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_are_added_to_or_set(kind):
+    """As of the second batch a value that moved by two for each microbatch of two rows tells nothing."""
+    step, wanted = INTEGERS[kind]
+    module, counts, left = Plain(), Counts(), []
+    module.n, module.seen = 0, {}
+    for at, _ in enumerate(wanted):
+        attributes, runs = Attributes(module, counts), []
+        for rows in ([0, 1], [0, 2], [0, 1]):
+            with attributes.apart() as changes:
+                step(module, rows, at)
+            runs.append(changes)
+        attributes.put(join_changes(runs, [2, 2, 2], attributes.before, counts))
+        assert type(module.n) is int
+        left.append(dict(sorted(module.seen.items())) or module.n)
+    assert left == wanted
 
 
 def test_tables_of_counts_are_added_up():

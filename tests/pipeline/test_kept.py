@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.kept import unlike_joined
 
 
@@ -30,14 +31,12 @@ KEEPS = {
     "total": lambda module, rows: setattr(module, "total", module.total + rows.sum().item()),
     "lengths": lambda module, rows: module.losses.append({"length": len(rows)}),
     "hidden": _hidden,
-    "fails": _fails,
     "queue": lambda module, rows: setattr(module, "queue", torch.cat([module.queue, rows])[-6:]),
 }
 TOLD = {
     "lengths": "self.losses",
     "total": "self.total",
     "hidden": "self.hidden",
-    "fails": "fail with it",
     "queue": "self.queue",
 }
 
@@ -54,3 +53,12 @@ def test_what_does_not_join_is_named(keeps):
     assert TOLD.get(keeps, "None") in str(text)
     assert module.total == module.rows == 0
     assert module.losses == []
+
+
+def test_what_the_next_batch_fails_with_is_refused():
+    """The hidden state of two layers, joined along dimension 0, is one of four."""
+    module = Plain()
+    with pytest.raises(
+        UnsupportedError, match=r"keeps in self.hidden .*microbatches fail with it .*num_microbatches=1"
+    ):
+        unlike_joined(module, lambda rows, seed: _fails(module, rows), torch.arange(8.0), [2, 2, 2, 2])

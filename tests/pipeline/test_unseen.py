@@ -18,6 +18,7 @@ REFUSED = {
     "SmallHook": "PipelineSplitError: .* another gradient .*: 'blocks.0.0', which is inside of a block, has a forward hook",
     "Replaced": "PipelineSplitError: Cut into stages, the step leaves another value in the buffer 'blocks.1.last'",
     "Twice": "UnsupportedError: The step calls 'blocks.0' .* twice cannot be pipelined",
+    "Bags": r"UnsupportedError: training_step runs on a batch, and fails .* of the 4 .*: 2 of 8",
     "GraphHooks": "PipelineSplitError: Cut into stages, the step gives .* another gradient than the whole module",
 }
 WHOLE_BATCH = ["Conv", "Statistics", "Noted"]
@@ -29,7 +30,7 @@ EXACT = [
     name
     for name, kind in vars(unseen).items()
     if isinstance(kind, type) and issubclass(kind, unseen.Awkward) and kind is not unseen.Awkward
-    if name not in REFUSED and name not in ("Selected", "Warmed")
+    if name not in REFUSED and name not in ("Selected", "Warmed", "Skipping")
 ]
 
 
@@ -54,6 +55,17 @@ def test_a_shape_that_depends_on_values_is_named():
         WorkerError, match=r"PipelineSplitError: stage 0.* shape \(\d+, 8\).* must not depend on values"
     ):
         run(selected, world=2)
+
+
+def skipping():
+    fit(partial(unseen.build, "Skipping"), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+
+
+def test_a_batch_that_is_left_out_is_named():
+    with pytest.raises(
+        WorkerError, match=r"PipelineSplitError: stage 0.* ended before .* must not depend on batch_idx"
+    ):
+        run(skipping, world=2)
 
 
 def warmed():

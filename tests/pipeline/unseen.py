@@ -1018,6 +1018,31 @@ class Warmed(Awkward):
         return loss if batch_idx < 2 else loss + early.square().mean()
 
 
+class Skipping(Deep):
+    """Leaves the third batch out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+
+
+class Bags(Awkward):
+    """Words of all samples in one tensor, and where each sample's begin: only the first microbatch begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.blocks = nn.EmbeddingBag(9, 6, mode="sum"), nn.Sequential(*(dense(6, 6) for _ in range(4)))
+        self.out = nn.Linear(6, 3)
+
+    def batches(self, steps: int) -> list[Any]:
+        return [
+            vectors(8, seed) | {"words": torch.arange(20) % 9, "begin": torch.arange(8) * 2} for seed in range(steps)
+        ]
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"] + self.bags(batch["words"], batch["begin"])
+        return F.cross_entropy(self.out(self.blocks(x)), batch["y"])
+
+
 def build(name: str, steps: int = 5) -> tuple[Any, list[Any]]:
     """A seeded module of this file, and its batches."""
     torch.manual_seed(1)

@@ -116,6 +116,40 @@ class Residual(Follower):
         return slope.square().mean()
 
 
+class Synced(Follower):
+    """`load_state_dict` takes any error, and raises one of its own."""
+
+    def follow(self):
+        self.target.load_state_dict(self.net.state_dict())
+
+
+class SyncedWithin(Synced):
+    def training_step(self, batch, batch_idx):
+        Synced.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Normed(Follower):
+    """Logs a norm of one stage's weights."""
+
+    def follow(self):
+        self.log("norm", self.target[-1][-1].weight.norm())
+
+
+class Penalized(Follower):
+    """A penalty on an early weight comes in with the third batch."""
+
+    def loss(self, batch):
+        late = self.target[0][0].weight.square().sum() if self.trainer.global_step > 1 else 0.0
+        return super().loss(batch) + late
+
+    def follow(self):
+        pass
+
+
 class Following(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         InPlace.follow(module)
@@ -380,7 +414,7 @@ def test_weights_change_in_the_step_on_tensor_ranks():
     assert_parity("tests.same.test_between:Within", 2, {"tensor_parallel_size": 2})
 
 
-@pytest.mark.parametrize("name", ["Within", "Inside"])
+@pytest.mark.parametrize("name", ["Within", "Inside", "SyncedWithin"])
 def test_weights_changed_in_the_step_are_refused_under_a_pipeline(name):
     with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* each microbatch would do"):
         assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2})
@@ -392,7 +426,7 @@ def test_an_embedding_with_max_norm_is_the_same(axis):
 
 
 def test_derivatives_across_stages_are_refused_before_training():
-    with pytest.raises(WorkerError, match=r"PipelineSplitError: Cut into stages, the step fails, .* differentiated"):
+    with pytest.raises(WorkerError, match=r"Cut into stages, the step fails, .* takes derivatives by itself"):
         assert_parity("tests.same.test_between:Residual", 2, {"pipeline_parallel_size": 2})
 
 
@@ -401,12 +435,25 @@ def test_derivatives_across_stages_are_refused_before_training():
     [
         ("Follower", "Follower.on_train_batch_end", {}),
         ("InPlace", "InPlace.on_train_batch_end", {}),
+        ("Synced", "Synced.on_train_batch_end", {}),
         ("by_callback", "Following.on_train_batch_start", {"callbacks": [Following]}),
     ],
 )
 def test_stages_are_not_mixed_in_silence(name, where, trainer):
     with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor that this rank has"):
         assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Normed", "Normed.on_train_batch_end reads numbers of a weight that another stage"),
+        ("Penalized", "stage 1, microbatch 0: the step reads a weight or buffer of a block that another stage holds"),
+    ],
+)
+def test_reading_weights_of_another_stage_is_named(name, says):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {says}"):
+        assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_3d import peers
 from lightning_3d.compose import Composed
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.parted import is_absent
 from lightning_3d.shards import Shards
 from lightning_3d.writes import assigns_data
 
@@ -217,11 +218,6 @@ class Between(TorchFunctionMode):
                 f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
                 " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
             ) from error
-
-
-def is_absent(error: Exception) -> bool:
-    """Whether torch says that a tensor is on meta, where only those of other stages are."""
-    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
 
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:

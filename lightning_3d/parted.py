@@ -34,5 +34,10 @@ def said_of_parts(layout: object) -> Iterator[None]:
         raise
 
 
+def is_absent(error: Exception) -> bool:
+    """Whether torch says that a tensor is on meta, where only those of other stages are."""
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
+
+
 def _first(text: str) -> str:
     return text.partition("\n")[0][:120].rstrip(".! ")

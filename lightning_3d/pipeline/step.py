@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.apart import alone
-from lightning_3d.between import is_absent
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.parted import is_absent
 from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes, sendable
 from lightning_3d.pipeline.buffers import put, undone
 from lightning_3d.pipeline.counts import exact

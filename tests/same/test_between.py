@@ -314,7 +314,7 @@ def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
         ("Drawn", HALVES[1], r"on_train_start draws random numbers \(bernoulli\) by the values of a tensor"),
         ("SlicedRows", HALVES[0], "on_train_batch_end writes into a slice of a tensor"),
         ("SlicedRows", HALVES[1], "on_train_batch_end writes into a slice of a tensor"),
-        ("Listed", STAGES, "on_train_batch_end reads a number from a tensor that another stage"),
+        ("Listed", STAGES, "on_train_batch_end reads numbers of a weight that another stage"),
         ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)"),
         ("Grown", {"zero_stage": 0}, "was given 2 parameters"),
     ],

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d import peers
 from lightning_3d.compose import Composed
@@ -26,6 +26,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.parted import is_absent
 from lightning_3d.shards import Shards
 from lightning_3d.writes import assigns_data
+from lightning_3d.zero.sync import DataParallel
 
 HOOKS = (
     "on_fit_start",
@@ -55,6 +56,8 @@ HOOKS = (
 )
 _WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Those that belong to a backward: what is gathered for it has its gradients."""
+_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
+"""Those that most users have. Within a window of accumulation, letting go of weights would gather them once more."""
 _TORCH = os.path.dirname(torch.__file__)
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
@@ -64,7 +67,7 @@ def watch_hooks(
     module: LightningModule,
     callbacks: Sequence[Callback],
     composed: Callable[[], Composed | None],
-    rest: Callable[[], None],
+    data: Callable[[], DataParallel],
 ) -> Callable[[], None]:
     """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
 
@@ -72,7 +75,7 @@ def watch_hooks(
         module: the user's.
         callbacks: the Trainer's.
         composed: what was made of the module, by the time that a hook runs.
-        rest: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
+        data: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
             in place of what it saw before, and what it writes to them is lost.
     """
     watched = []
@@ -83,8 +86,9 @@ def watch_hooks(
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
                 at = f"{type(owner).__name__}.{name}"
-                before = _nothing if name in _WITHIN else rest
-                owner.__dict__[name] = _watched(hook, at, module, composed, before)
+                look = _watched_within if name in _WITHIN else _watched
+                run = _refusing_absent_logs(look(hook, at, composed, data), at, module)
+                owner.__dict__[name] = wraps(hook)(run)  # Lightning looks at what it takes
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -94,23 +98,43 @@ def watch_hooks(
     return undo
 
 
-def _nothing() -> None: ...
+Hook = Callable[..., Any]
 
 
-def _watched(
-    hook: Callable[..., Any],
-    name: str,
-    module: LightningModule,
-    composed: Callable[[], Composed | None],
-    rest: Callable[[], None],
-) -> Callable[..., Any]:
+def _watched_within(
+    hook: Hook, name: str, composed: Callable[[], Composed | None], data: Callable[[], DataParallel]
+) -> Hook:
     read: set[str] = set()
 
-    @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        rest()
         with Between(name, composed(), read):
+            return hook(*args, **kwargs)
+
+    return run
+
+
+def _watched(hook: Hook, name: str, composed: Callable[[], Composed | None], data: Callable[[], DataParallel]) -> Hook:
+    read: set[str] = set()
+    of_batch = name.rpartition(".")[2] in _OF_BATCHES
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        gathered = data().gathered()
+        if gathered and not of_batch:
+            data().rest()
+            gathered = ()
+        before = [shard._version for _, shard in gathered]
+        with Between(name, composed(), read, gathered):
             result = hook(*args, **kwargs)
+        if before != [shard._version for _, shard in gathered]:
+            data().rest()  # what is gathered is out of date
+        return result
+
+    return run
+
+
+def _refusing_absent_logs(hook: Hook, name: str, module: LightningModule) -> Hook:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
         _refuse_absent_logs(name, module)
         return result
 
@@ -141,10 +165,18 @@ class Between(TorchFunctionMode):
         name: for errors.
         composed: None before the module is placed.
         read: places in the code at which numbers were read from weights.
+        gathered: parameters that are whole for now, with the shards that the hook is to see in their place.
     """
 
-    def __init__(self, name: str, composed: Composed | None, read: set[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        composed: Composed | None,
+        read: set[str],
+        gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
+    ) -> None:
         super().__init__()
+        self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read = name, read
         self.shards = None if composed is None else Shards(name, composed)
         self.refused: UnsupportedError | None = None
@@ -155,6 +187,8 @@ class Between(TorchFunctionMode):
             raise self.refused from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.shard_of:
+            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
         try:
             return self._call(func, args, kwargs or {}, sys._getframe(1))
         except UnsupportedError as error:

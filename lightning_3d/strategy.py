@@ -236,7 +236,7 @@ class Strategy3D(Running):
             check_hooks(module, self.layout)
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        hooked = watch_hooks(module, callbacks, lambda: self._composed, lambda: self._data.rest())
+        hooked = watch_hooks(module, callbacks, lambda: self._composed, lambda: self._data)
         self._patches.append(hooked)
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:

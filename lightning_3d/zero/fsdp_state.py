@@ -107,6 +107,12 @@ def rest(groups: Sequence[Any]) -> None:
         group.reshard()
 
 
+def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each parameter that is whole, and its shard."""
+    params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in params]
+
+
 def open_step(root: nn.Module) -> None:
     """What the root's pre-forward hook would do once per forward: order the streams, claim the iteration."""
     state = state_of(root)

@@ -1,5 +1,6 @@
 """ZeRO stage 0: every data rank holds everything; gradients are averaged bucket by bucket during backward."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,6 +39,9 @@ class ReplicatedData:
     def drop(self) -> None: ...
 
     def rest(self) -> None: ...
+
+    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        return ()
 
     def undo(self) -> None:
         self.replicas.detach()

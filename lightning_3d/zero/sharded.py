@@ -1,6 +1,6 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +180,9 @@ class ShardedData:
 
     def rest(self) -> None:
         fsdp_state.rest(self.groups)
+
+    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        return fsdp_state.gathered(self.groups)
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):

@@ -1,5 +1,6 @@
 """What the strategy asks of a data-parallel engine, whatever the ZeRO stage."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -39,6 +40,9 @@ class DataParallel(Protocol):
     def rest(self) -> None:
         """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
 
+    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        """Each parameter that is whole now, and the shard that it was made of."""
+
     def undo(self) -> None:
         """Take the axis off the module again. Collective."""
 
@@ -73,6 +77,9 @@ class NoData:
     def drop(self) -> None: ...
 
     def rest(self) -> None: ...
+
+    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
+        return ()
 
     def undo(self) -> None: ...
 

@@ -352,6 +352,29 @@ def test_averaged_weights_are_swapped_in_for_validation(layout, window):
     assert_parity("tests.same.test_between:Validated", 2, layout, trainer=trainer)
 
 
+class Counted(Follower):
+    """Has hooks of batches, as most modules and callbacks do, and reads weights in them."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.before = self._sent()
+        self.norm = float(self.net[0][0].weight.detach().norm())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        Base.on_train_batch_end(self, outputs, batch, batch_idx)
+        if batch_idx == 2:  # the third of a window of four
+            assert self._sent() == self.before
+
+    def _sent(self):
+        if not isinstance(self.trainer.strategy, Strategy3D):
+            return None
+        return self.trainer.strategy._sending.ledger.rows()
+
+
+def test_hooks_of_batches_gather_nothing_within_a_window():
+    trainer = {"accumulate_grad_batches": 4}
+    assert_parity("tests.same.test_between:Counted", 2, {"zero_stage": 1}, trainer=trainer)
+
+
 class Swapped(Follower):
     """Weights are assigned for a test, and back."""
 

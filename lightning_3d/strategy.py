@@ -305,9 +305,9 @@ class Strategy3D(Running):
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
-            self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             pipelined = composed.split is not None
             self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce, pipelined))
+            self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
             )
@@ -336,7 +336,7 @@ class Strategy3D(Running):
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for undo in self._undo:
+        for undo in reversed(self._undo):
             undo()
         self._hooks, self._undo = [], []
         if self._steps is not None:

@@ -489,3 +489,17 @@ def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, s
 
 def test_weights_of_blocks_change_in_the_step_where_they_are_gathered_later():
     assert_parity("tests.same.test_between:Within", 2, {"zero_stage": 3})
+
+
+def after_fit(strategy):
+    seed_everything(7, verbose=False)
+    module = Follower()
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), max_epochs=1, limit_val_batches=0)
+    trainer.fit(module)
+    return [optimizer.step.__func__.__module__ for optimizer in trainer.optimizers]
+
+
+def test_an_optimizer_steps_by_itself_after_fit():
+    """What was put around its step is taken off, the last first."""
+    for steps in run(after_fit, {"zero_stage": 1}, world=2):
+        assert [step.partition(".")[0] for step in steps] == ["torch"]

@@ -179,6 +179,7 @@ class Between(TorchFunctionMode):
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read = name, read
         self.shards = None if composed is None else Shards(name, composed)
+        self.one_stage = composed is not None and composed.stages is None
         self.refused: UnsupportedError | None = None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -189,6 +190,8 @@ class Between(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.shard_of:
             args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
+        if self.one_stage and not any(map(_may_be_parts, (*args, *(kwargs or {}).values()))):
+            return func(*args, **(kwargs or {}))  # nearly all that hooks do
         try:
             return self._call(func, args, kwargs or {}, sys._getframe(1))
         except UnsupportedError as error:
@@ -252,6 +255,10 @@ class Between(TorchFunctionMode):
                 f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
                 " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
             ) from error
+
+
+def _may_be_parts(value: Any) -> bool:
+    return isinstance(value, DTensor | list | tuple | dict)
 
 
 def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:

@@ -56,8 +56,9 @@ HOOKS = (
 )
 _WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 """Those that belong to a backward: what is gathered for it has its gradients."""
-_OF_BATCHES = ("on_train_batch_start", "on_train_batch_end")
-"""Those that most users have. Within a window of accumulation, letting go of weights would gather them once more."""
+_IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
+"""Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
+_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _TORCH = os.path.dirname(torch.__file__)
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
@@ -115,11 +116,11 @@ def _watched_within(
 
 def _watched(hook: Hook, name: str, composed: Callable[[], Composed | None], data: Callable[[], DataParallel]) -> Hook:
     read: set[str] = set()
-    of_batch = name.rpartition(".")[2] in _OF_BATCHES
+    in_window = name.rpartition(".")[2] in _IN_WINDOWS
 
     def run(*args: Any, **kwargs: Any) -> Any:
         gathered = data().gathered()
-        if gathered and not of_batch:
+        if gathered and not in_window:
             data().rest()
             gathered = ()
         before = [shard._version for _, shard in gathered]
@@ -188,7 +189,7 @@ class Between(TorchFunctionMode):
             raise self.refused from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.shard_of:
+        if self.shard_of and func != _GRAD:  # gradients of a window are where it is gathered
             args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
         if self.one_stage and not any(map(_may_be_parts, (*args, *(kwargs or {}).values()))):
             return func(*args, **(kwargs or {}))  # nearly all that hooks do

@@ -375,6 +375,24 @@ def test_hooks_of_batches_gather_nothing_within_a_window():
     assert_parity("tests.same.test_between:Counted", 2, {"zero_stage": 1}, trainer=trainer)
 
 
+class Looked(Follower):
+    """Looks at gradients where a validation begins within a window; changes no weights there."""
+
+    on_train_batch_end = Base.on_train_batch_end
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_validation_start(self):
+        if self.trainer.fit_loop.batch_idx == 0:
+            assert all(weight.grad is not None for weight in self.net.parameters())
+
+
+def test_a_validation_within_a_window_finds_its_gradients():
+    trainer = {"limit_val_batches": 1, "val_check_interval": 1, "accumulate_grad_batches": 4}
+    assert_parity("tests.same.test_between:Looked", 2, {"zero_stage": 1}, trainer=trainer)
+
+
 class Swapped(Follower):
     """Weights are assigned for a test, and back."""
 

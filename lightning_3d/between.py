@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d import peers
@@ -25,7 +24,7 @@ from lightning_3d.compose import Composed
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.parted import is_absent
 from lightning_3d.shards import Shards
-from lightning_3d.writes import assigns_data
+from lightning_3d.writes import Insisting, assigns_data
 from lightning_3d.zero.sync import DataParallel
 
 HOOKS = (
@@ -87,9 +86,7 @@ def watch_hooks(
                 continue
             if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
                 at = f"{type(owner).__name__}.{name}"
-                look = _watched_within if name in _WITHIN else _watched
-                run = _refusing_absent_logs(look(hook, at, composed, data), at, module)
-                owner.__dict__[name] = wraps(hook)(run)  # Lightning looks at what it takes
+                owner.__dict__[name] = _watched(hook, at, module, composed, data)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -99,44 +96,30 @@ def watch_hooks(
     return undo
 
 
-Hook = Callable[..., Any]
-
-
-def _watched_within(
-    hook: Hook, name: str, composed: Callable[[], Composed | None], data: Callable[[], DataParallel]
-) -> Hook:
+def _watched(
+    hook: Callable[..., Any],
+    name: str,
+    module: LightningModule,
+    composed: Callable[[], Composed | None],
+    data: Callable[[], DataParallel],
+) -> Callable[..., Any]:
     read: set[str] = set()
+    kind = name.rpartition(".")[2]
 
+    @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
-        with Between(name, composed(), read):
-            return hook(*args, **kwargs)
-
-    return run
-
-
-def _watched(hook: Hook, name: str, composed: Callable[[], Composed | None], data: Callable[[], DataParallel]) -> Hook:
-    read: set[str] = set()
-    in_window = name.rpartition(".")[2] in _IN_WINDOWS
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        gathered = data().gathered()
-        if gathered and not in_window:
+        gathered = () if kind in _WITHIN else data().gathered()
+        if gathered and kind not in _IN_WINDOWS:
             data().rest()
             gathered = ()
         before = [shard._version for _, shard in gathered]
-        with Between(name, composed(), read, gathered):
+        placed = composed()
+        with Between(name, placed, read, gathered):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
             data().rest()  # what is gathered is out of date
-        return result
-
-    return run
-
-
-def _refusing_absent_logs(hook: Hook, name: str, module: LightningModule) -> Hook:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = hook(*args, **kwargs)
-        _refuse_absent_logs(name, module)
+        if placed is not None and placed.stages is not None:
+            _refuse_absent_logs(name, module)
         return result
 
     return run
@@ -159,7 +142,7 @@ def _absent(name: str, why: object) -> UnsupportedError:
     )
 
 
-class Between(TorchFunctionMode):
+class Between(Insisting):
     """Entered around a hook called `name` of a module that is `composed`.
 
     Args:
@@ -181,12 +164,6 @@ class Between(TorchFunctionMode):
         self.name, self.read = name, read
         self.shards = None if composed is None else Shards(name, composed)
         self.one_stage = composed is not None and composed.stages is None
-        self.refused: UnsupportedError | None = None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if self.refused is not None and error is not self.refused:  # `load_state_dict` makes another of it
-            raise self.refused from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.shard_of and func != _GRAD:  # gradients of a window are where it is gathered

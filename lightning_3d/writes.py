@@ -15,18 +15,29 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_3d.errors import WritesError
+from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.local import local
 
 
-class Writes(TorchFunctionMode):
+class Insisting(TorchFunctionMode):
+    """What it has `refused` is what who entered it gets, also where code inside makes something else of the error, as
+    `load_state_dict` does."""
+
+    refused: UnsupportedError | None = None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.refused is not None and error is not self.refused:
+            raise self.refused from error
+
+
+class Writes(Insisting):
     """While entered, sees parameters change in place, also through `.data` or another view of them.
 
     Args:
         named: the parameters, asked for at each write: what a module has may change within a step.
         before: called with a parameter's name and itself before what looks like a write.
-        after: called with its name and the function after what was one. What it raises is what who entered gets, also
-            where code inside makes something else of it, as `load_state_dict` does.
+        after: called with its name and the function after what was one.
     """
 
     def __init__(
@@ -38,7 +49,6 @@ class Writes(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.named, self.before, self.after = named, before, after
-        self.refused: WritesError | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         targets = self._targets(func, args, kwargs or {})
@@ -53,11 +63,6 @@ class Writes(TorchFunctionMode):
                     self.refused = error
                     raise
         return result
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if self.refused is not None and error is not self.refused:
-            raise self.refused from error
 
     def _targets(self, func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor, Tensor, int]]:
         """What `func` may write to of parameters: name, parameter, the tensor that it is given and its version."""

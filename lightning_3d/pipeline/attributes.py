@@ -6,7 +6,7 @@ returns, and put on every rank. Objects of the user's own classes are left alone
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
@@ -58,7 +58,7 @@ class Attributes:
         self.before = _snapshot(_own(module))
         self.integers = set[Path]()
         """Those that the code that runs was lent."""
-        self.places = list(_places(vars(module), self.before, (), memory_of(module)))
+        self.places = list(_places(vars(module), self.before, (), cache(lambda: memory_of(module))))
         """Of what is written into, and the dicts that hold it."""
 
     @contextmanager
@@ -140,7 +140,9 @@ def _snapshot(values: dict[Any, Any]) -> Snapshot:
     return {key: (value, _content(value)) for key, value in values.items()}
 
 
-def _places(holder: Any, values: Snapshot, path: Path, shared: set[int]) -> Iterator[tuple[Path, dict[Any, Any]]]:
+def _places(
+    holder: Any, values: Snapshot, path: Path, shared: Callable[[], set[int]]
+) -> Iterator[tuple[Path, dict[Any, Any]]]:
     for key, (value, content) in values.items():
         if isinstance(content, dict):
             yield from _places(value, content, (*path, key), shared)

@@ -3,6 +3,7 @@
 The originals are written to once, when all runs are done: until then a backward may need the values that they had.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +43,11 @@ def lend(holder: dict[Any, Any], key: Any, copies: dict[int, Any]) -> Loan:
     return Loan(holder, key, original, copy)
 
 
-def can_lend(value: Any, shared: set[int]) -> bool:
+def can_lend(value: Any, shared: Callable[[], set[int]]) -> bool:
     """Whether nothing but a step's own code looks at what is in `value`.
 
     Args:
-        shared: memory of parameters and buffers, see `memory_of`.
+        shared: memory of parameters and buffers, see `memory_of`: not looked for unless a tensor may be in it.
     """
     if isinstance(value, np.ndarray):
         return value.flags.owndata and value.flags.writeable and value.dtype.kind in "biufc" and value.size <= _LARGE
@@ -54,7 +55,7 @@ def can_lend(value: Any, shared: set[int]) -> bool:
         return False
     if value.requires_grad or value._is_view() or value.numel() > _LARGE:
         return False
-    return value.untyped_storage()._cdata not in shared
+    return value.untyped_storage()._cdata not in shared()
 
 
 def memory_of(module: Any) -> set[int]:

@@ -200,9 +200,8 @@ def prove(pipeline: Pipeline, whole: Whole) -> None:
                 " pipeline_parallel_size=1; tensor, ZeRO and data parallelism can do this."
             ) from error
         raise PipelineSplitError(
-            f"{failed} Does its"
-            " code read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
-            " Pass it from block to block, or keep both on one stage with pipeline_split."
+            f"{failed} Does its code read from a block of another stage what only the rank of that stage has (a tensor"
+            " kept on a module)? Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
     everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
     dist.all_gather_object(everyone, problem)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.attributes import Attributes
-from lightning_3d.pipeline.microbatch import children, rebuild
+from lightning_3d.pipeline.microbatch import map_leaves, unshared
 from lightning_3d.pipeline.step import loss_of
 
 _ELSE = "Use verify='replicas', or no verify."
@@ -96,7 +96,8 @@ def _computed(module: nn.Module) -> dict[int, Tensor]:
 
 def _copied(value: Any) -> Any:
     """Containers too: what a step takes out of a batch (`batch.pop`) is still in the other."""
-    inner = children(value)
-    if inner is not None:
-        return rebuild(value, [_copied(item) for item in inner])
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return map_leaves(_cloned, unshared(value))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

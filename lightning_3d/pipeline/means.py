@@ -106,7 +106,7 @@ def _another(one: Seen, other: Seen | None, rounding: float) -> bool:
 
 
 def _same(one: float, other: float, rounding: float) -> bool:
-    return one != one or abs(one - other) <= min(1e-3, rounding / 10) * max(abs(one), abs(other), 1e-6)
+    return one != one or abs(one - other) <= min(_ROUNDING, rounding / 10) * max(abs(one), abs(other), 1e-6)
 
 
 def _off(together: Tensor, parts: list[Tensor], weights: list[float]) -> float:

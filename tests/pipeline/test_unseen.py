@@ -45,8 +45,8 @@ def test_packed_sequences_beside_tensor_ranks():
     check(partial(unseen.build, "Packed"), 4, layout)
 
 
-def selected():
-    fit(partial(unseen.build, "Selected"), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+def fitted(name):
+    fit(partial(unseen.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4})
 
 
 def test_a_shape_that_depends_on_values_is_named():
@@ -54,22 +54,14 @@ def test_a_shape_that_depends_on_values_is_named():
     with pytest.raises(
         WorkerError, match=r"PipelineSplitError: stage 0.* shape \(\d+, 8\).* must not depend on values"
     ):
-        run(selected, world=2)
-
-
-def skipping():
-    fit(partial(unseen.build, "Skipping"), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+        run(fitted, "Selected", world=2)
 
 
 def test_a_batch_that_is_left_out_is_named():
     with pytest.raises(
         WorkerError, match=r"PipelineSplitError: stage 0.* ended before .* must not depend on batch_idx"
     ):
-        run(skipping, world=2)
-
-
-def warmed():
-    fit(partial(unseen.build, "Warmed"), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+        run(fitted, "Skipping", world=2)
 
 
 def test_a_term_that_comes_in_later_is_named():
@@ -77,7 +69,7 @@ def test_a_term_that_comes_in_later_is_named():
     with pytest.raises(
         WorkerError, match=r"PipelineSplitError: training_step returns, logs or keeps a value of an ear"
     ):
-        run(warmed, world=2)
+        run(fitted, "Warmed", world=2)
 
 
 @pytest.mark.long

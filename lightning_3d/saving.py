@@ -126,8 +126,7 @@ class Saving(Processes):
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 
     def _own_state(self) -> Mapping[str, Any]:
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        if self._left and (self._steps is None or not fitting):
+        if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
             return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
         if self._steps is None or self._communication is None:
             return {}

@@ -387,3 +387,13 @@ def test_a_strategy_in_the_middle_of_a_run_can_be_pickled():
     strategy = Strategy3D()
     strategy._give_samplers_back = lambda: None
     pickle.loads(pickle.dumps(strategy))._give_samplers_back()
+
+
+def test_a_module_that_is_only_connected_can_be_saved(tmp_path):
+    """As `Trainer.save_checkpoint` allows with Lightning's own strategies; nothing is known of a run yet."""
+    trainer = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    module = MLP()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, module.state_dict())

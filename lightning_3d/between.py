@@ -1,20 +1,19 @@
-"""The user's hooks between steps that compute with parameters: a target network that follows, clamped weights.
+"""The user's code between steps that computes with parameters: hooks (`hooks.py`), optimizers that are not torch's.
 
-What they do with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
-or refused: parameters of other pipeline stages are on meta, and adding such a one to a real one changes nothing. See
-`shards.py` for single operations.
+What it does with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
+or refused: numbers read from a part are read from the whole; parameters of other pipeline stages are on meta, and
+adding such a one to a real one changes nothing. See `shards.py` for single operations.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -23,118 +22,17 @@ from lightning_3d import peers
 from lightning_3d.compose import Composed
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.parted import is_absent
-from lightning_3d.shards import Shards
+from lightning_3d.shards import Shards, is_copy
 from lightning_3d.writes import Insisting, assigns_data
-from lightning_3d.zero.sync import DataParallel
 
-HOOKS = (
-    "on_fit_start",
-    "on_sanity_check_start",
-    "on_sanity_check_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_test_start",
-    "on_test_epoch_start",
-    "on_test_epoch_end",
-    "on_test_end",
-    "on_predict_start",
-    "on_predict_epoch_start",
-    "on_predict_epoch_end",
-    "on_predict_end",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-)
-_WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-"""Those that belong to a backward: what is gathered for it has its gradients."""
-_IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
-"""Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _TORCH = os.path.dirname(torch.__file__)
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
-def watch_hooks(
-    module: LightningModule,
-    callbacks: Sequence[Callback],
-    composed: Callable[[], Composed | None],
-    data: Callable[[], DataParallel],
-) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
-
-    Args:
-        module: the user's.
-        callbacks: the Trainer's.
-        composed: what was made of the module, by the time that a hook runs.
-        data: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
-            in place of what it saw before, and what it writes to them is lost.
-    """
-    watched = []
-    for owner in (module, *callbacks):
-        for name in HOOKS:
-            hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
-            if hook is None:
-                continue
-            if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
-                at = f"{type(owner).__name__}.{name}"
-                owner.__dict__[name] = _watched(hook, at, module, composed, data)
-                watched.append((owner, name))
-
-    def undo() -> None:
-        for owner, name in watched:
-            owner.__dict__.pop(name, None)
-
-    return undo
-
-
-def _watched(
-    hook: Callable[..., Any],
-    name: str,
-    module: LightningModule,
-    composed: Callable[[], Composed | None],
-    data: Callable[[], DataParallel],
-) -> Callable[..., Any]:
-    read: set[str] = set()
-    kind = name.rpartition(".")[2]
-
-    @wraps(hook)  # Lightning looks at what it takes
-    def run(*args: Any, **kwargs: Any) -> Any:
-        gathered = () if kind in _WITHIN else data().gathered()
-        if gathered and kind not in _IN_WINDOWS:
-            data().rest()
-            gathered = ()
-        before = [shard._version for _, shard in gathered]
-        placed = composed()
-        with Between(name, placed, read, gathered):
-            result = hook(*args, **kwargs)
-        if before != [shard._version for _, shard in gathered]:
-            data().rest()  # what is gathered is out of date
-        if placed is not None and placed.stages is not None:
-            _refuse_absent_logs(name, module)
-        return result
-
-    return run
-
-
-def _refuse_absent_logs(name: str, module: LightningModule) -> None:
-    """What was logged of other stages' weights is read long after the hook, by Lightning."""
-    logged = module._trainer._results if module._trainer is not None else None
-    for key, metric in (logged or {}).items():
-        if isinstance(metric.value, Tensor) and metric.value.is_meta:
-            raise _absent(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
-
-
-def _absent(name: str, why: object) -> UnsupportedError:
-    """What to raise where the hook `name` reads what is not on this rank."""
+def not_here(name: str, why: object) -> UnsupportedError:
+    """What to raise where `name` reads what is not on this rank."""
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). Compute them in"
         " training_step, where what it logs is the same on every rank, or use pipeline_parallel_size=1; tensor"
@@ -143,13 +41,14 @@ def _absent(name: str, why: object) -> UnsupportedError:
 
 
 class Between(Insisting):
-    """Entered around a hook called `name` of a module that is `composed`.
+    """Entered around code called `name` beside a module that is `composed`.
 
     Args:
-        name: for errors.
+        name: of a hook or an optimizer's step, for errors.
         composed: None before the module is placed.
         read: places in the code at which numbers were read from weights.
-        gathered: parameters that are whole for now, with the shards that the hook is to see in their place.
+        gathered: parameters that are whole for now, with the shards that the code is to see in their place.
+        remedy: what to do instead of what is refused.
     """
 
     def __init__(
@@ -158,17 +57,18 @@ class Between(Insisting):
         composed: Composed | None,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
+        remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
     ) -> None:
         super().__init__()
         self.shard_of = {id(whole): shard for whole, shard in gathered}
-        self.name, self.read = name, read
-        self.shards = None if composed is None else Shards(name, composed)
+        self.name, self.read, self.remedy = name, read, remedy
+        self.shards = None if composed is None else Shards(name, composed, remedy)
         self.one_stage = composed is not None and composed.stages is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.shard_of and func != _GRAD:  # gradients of a window are where it is gathered
             args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
-        if self.one_stage and not any(map(_may_be_parts, (*args, *(kwargs or {}).values()))):
+        if self.one_stage and (func == _GRAD or not any(map(_may_be_parts, (*args, *(kwargs or {}).values())))):
             return func(*args, **(kwargs or {}))  # nearly all that hooks do
         try:
             return self._call(func, args, kwargs or {}, sys._getframe(1))
@@ -177,7 +77,7 @@ class Between(Insisting):
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
-        for operands in _together(func, (*args, *kwargs.values())):
+        for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
             if _of_two_stages(operands):
                 raise UnsupportedError(
                     f"{self.name} computes with a tensor that this rank has and one that another stage of the pipeline"
@@ -186,7 +86,7 @@ class Between(Insisting):
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
-                return self._run(Tensor.copy_, args, {})
+                return self._run(Tensor.copy_, args, {}, nullcontext())
         if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
             args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
@@ -195,7 +95,16 @@ class Between(Insisting):
                 f" {caller.f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
                 " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
             )
-        return self._run(func, args, kwargs)
+        harmless = _is_plain(func) and not any(map(is_copy, args))
+        result = self._run(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
+        if isinstance(result, list | tuple):
+            return tree_map(lambda leaf: self._summed(leaf, caller), result)
+        return self._summed(result, caller)
+
+    def _summed(self, leaf: Any, caller: FrameType) -> Any:
+        """A number that was made of a whole tensor (a norm) as a plain one, to be put beside those of tensors that
+        every rank has whole."""
+        return self._read(leaf, caller) if _is_partial(leaf) else leaf
 
     def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
         """What numbers are read from: those of this rank's part would be others.
@@ -204,7 +113,7 @@ class Between(Insisting):
         time at each place in the code, before messages meet others that are not meant for them.
         """
         if tensor.is_meta:
-            raise _absent(self.name, "a number is read from it")
+            raise not_here(self.name, "a number is read from it")
         if not isinstance(tensor, DTensor):
             return tensor
         if not all(placement.is_replicate() for placement in tensor.placements):
@@ -219,20 +128,43 @@ class Between(Insisting):
         owner = self.shards.owner(tensor, "reads numbers from")
         return tensor.full_tensor() if owner is None else self.shards.composed.whole(owner, tensor)
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:
-            with self.shards or nullcontext():
-                return func(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
+            with within:
+                return _by_mesh(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
+        except (RuntimeError, TypeError, AssertionError) as error:
             if is_absent(error):
-                raise _absent(self.name, error) from error
-            if not any(text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")):
+                raise not_here(self.name, error) from error
+            ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
+            if not ours and not any(
+                text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")
+            ):
                 raise
             raise UnsupportedError(
                 f"{self.name} computes something with parameters that cannot be done with the part that a rank holds"
                 f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
-                " are put in by load_state_dict. Or do it in setup, or use data parallelism with zero_stage=0."
+                f" are put in by load_state_dict. {self.remedy}"
             ) from error
+
+
+def _is_partial(value: Any) -> bool:
+    return isinstance(value, DTensor) and not value.dim() and any(each.is_partial() for each in value.placements)
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether torch says that it draws nothing and makes no view, so that it can do without `Shards`, which costs more
+    than most of what optimizers do."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
+    bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
+    packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, each) for each in packet.overloads()]
+    first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
+    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return not draws and all(alias is None or alias.is_write for alias in first)
 
 
 def _may_be_parts(value: Any) -> bool:
@@ -244,12 +176,37 @@ def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:
     name = getattr(func, "__name__", "")
     if name == "__deepcopy__":  # comes with a memo of everything that was copied before
         return
-    if not name.startswith("_foreach"):
+    if not _is_foreach(func):
         yield [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return
     lists = [value for value in values if isinstance(value, list | tuple)]
     for row in zip(*lists, strict=False):
         yield [item for item in row if isinstance(item, Tensor)]
+
+
+def _is_foreach(func: Any) -> bool:
+    return getattr(func, "__name__", "").startswith("_foreach")
+
+
+def _by_mesh(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` on lists, of which it takes tensors that are divided among the same ranks only."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    meshes = [
+        next((item.device_mesh for item in row if isinstance(item, DTensor)), None) for row in zip(*lists, strict=False)
+    ]
+    if len(set(meshes)) < 2:
+        return func(*args, **kwargs)
+    results: list[Any] = [None] * len(meshes)
+    for mesh in set(meshes):
+        chosen = [index for index, other in enumerate(meshes) if other == mesh]
+
+        def pick(value: Any, chosen: list[int] = chosen) -> Any:
+            return [value[index] for index in chosen] if isinstance(value, list | tuple) else value
+
+        some = func(*map(pick, args), **{key: pick(value) for key, value in kwargs.items()})
+        for index, result in zip(chosen, some or [], strict=False):
+            results[index] = result
+    return results
 
 
 def _of_two_stages(tensors: list[Tensor]) -> bool:

@@ -5,7 +5,7 @@ one decision of all ranks on whether scaled gradients have overflowed.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class Precision3D(Precision):
 
     clip_norm: ClipNorm | None = None
     """Set by the strategy: clips in place, returns the norm."""
-    after_backward: Callable[[], None] | None = None
-    """Set by the strategy: synchronises gradients, before `on_after_backward` looks at them."""
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Set by the strategy: at its end gradients are synchronised, before `on_after_backward` looks at them."""
     root_device: torch.device | None = None
     """What this process computes on and the ranks communicate from, once `compute_on` has been told."""
 
@@ -62,9 +62,8 @@ class Precision3D(Precision):
         self.root_device = device
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        super().backward(*args, **kwargs)
-        if self.after_backward is not None:
-            self.after_backward()
+        with self.around_backward():
+            super().backward(*args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self.clip_norm is None:

@@ -72,11 +72,10 @@ class Running(Resuming):
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._running.before_backward(closure_loss)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+    @contextmanager
+    def _around_backward(self) -> Generator[None, None, None]:
         with said_of_parts(self.layout):
-            return super().backward(*args, **kwargs)
-
-    def _after_backward(self) -> None:
+            yield
         self._running.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operations of a hook on tensors of which ranks hold parts that torch gets wrong in silence.
+"""Operations of the user's code on tensors of which ranks hold parts that torch gets wrong in silence.
 
 Random numbers: each rank would draw its own part's from the same stream, so that parts repeat each other. And views:
 where a slice crosses the parts of several ranks, it is a copy, and what is written into it is lost.
@@ -18,15 +18,25 @@ from lightning_3d.local import like, local
 
 _COPY = "_lightning_3d_copy"
 """Set on a tensor that would be a view on one device, and is a copy here."""
-_REMEDY = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0."
+
+
+def is_copy(tensor: Any) -> bool:
+    """Whether it would be a view on one device."""
+    return hasattr(tensor, _COPY)
 
 
 class Shards(TorchDispatchMode):
-    """Entered around one call of the hook called `name`, of a module that is `composed`."""
+    """Entered around one operation of the code called `name`, beside a module that is `composed`.
 
-    def __init__(self, name: str, composed: Composed) -> None:
+    Args:
+        name: for errors.
+        composed: tells which parameter is divided how.
+        remedy: what to do instead of what is refused.
+    """
+
+    def __init__(self, name: str, composed: Composed, remedy: str) -> None:
         super().__init__()
-        self.name, self.composed = name, composed
+        self.name, self.composed, self.remedy = name, composed, remedy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,12 +44,12 @@ class Shards(TorchDispatchMode):
             return self._draw(func, args, kwargs)
         arguments = func._schema.arguments
         for argument, value in zip(arguments, args, strict=False):
-            if argument.is_write and any(hasattr(leaf, _COPY) for leaf in tree_leaves(value)):
+            if argument.is_write and any(map(is_copy, tree_leaves(value))):
                 raise UnsupportedError(
                     f"{self.name} writes into a slice of a tensor of which a rank holds a part: it goes through parts"
                     " of several ranks, so that it is a copy, and the tensor would not change. Change the whole tensor"
                     " instead, element by element (torch.where, masked_fill_), or put one in by load_state_dict."
-                    f" {_REMEDY}"
+                    f" {self.remedy}"
                 )
         result = func(*args, **kwargs)
         if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:
@@ -55,7 +65,7 @@ class Shards(TorchDispatchMode):
         if len(tensors) > 1 or not name.endswith(("_", "_like")):
             raise UnsupportedError(
                 f"{self.name} draws random numbers ({name}) by the values of a tensor of which a rank holds a part:"
-                f" they would not be those of one device. Draw them with torch.rand_like(weight) first. {_REMEDY}"
+                f" they would not be those of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
             )
         if self.composed.stages is not None and self._is_gradient(drawn_for):
             raise UnsupportedError(
@@ -107,19 +117,19 @@ class Shards(TorchDispatchMode):
     def _unknown(self, tensor: Tensor, does: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.name} {does} a tensor of shape {tuple(tensor.shape)} of which a rank holds a part, and which is no"
-            f" parameter or gradient, so that nothing tells which part. Do so with the parameter itself. {_REMEDY}"
+            f" parameter or gradient, so that nothing tells which part. Do so with the parameter itself. {self.remedy}"
         )
 
     def _note_copies(self, source: Any, result: Any) -> None:
         for view in tree_leaves(result):
-            if isinstance(view, DTensor) and (hasattr(source, _COPY) or _memory(view) != _memory(source)):
+            if isinstance(view, DTensor) and (is_copy(source) or _memory(view) != _memory(source)):
                 owner = self.owner(source, "takes a slice of") if isinstance(source, DTensor) else None
                 split = None if owner is None else self.composed.splits.get(owner)
                 if split is not None and max(map(len, split.pieces)) > 1:
                     raise UnsupportedError(
                         f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}), of whose sections"
                         " each tensor rank holds a part, one after the other: here its rows are in another order. Take"
-                        f" it from state_dict(), called on every rank. {_REMEDY}"
+                        f" it from state_dict(), called on every rank. {self.remedy}"
                     )
                 setattr(view, _COPY, True)
 

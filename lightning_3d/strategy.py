@@ -20,7 +20,7 @@ from lightning_3d import peers, place, precision, state
 from lightning_3d.added import refuse_new_parameters
 from lightning_3d.auto import LayoutChoice, auto_layout
 from lightning_3d.batchnorm import DataBatchNorm
-from lightning_3d.between import watch_hooks
+from lightning_3d.between import Between
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
@@ -32,6 +32,7 @@ from lightning_3d.data import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
+from lightning_3d.hooks import watch_hooks
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.materialize import materialize
 from lightning_3d.metrics import gather_over
@@ -305,8 +306,12 @@ class Strategy3D(Running):
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
-            pipelined = composed.split is not None
-            self._undo.append(step_as_on_one_device(optimizer, composed.whole, composed.part, self.reduce, pipelined))
+            stepping = step_as_on_one_device(
+                optimizer, composed.whole, composed.part, self.reduce,
+                watch=lambda name, remedy: Between(name, composed, set(), remedy=remedy),
+                pipelined=composed.split is not None,
+            )  # fmt: skip
+            self._undo.append(stepping)
             self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             self._hooks += state.whole_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, peers.meet
@@ -315,7 +320,7 @@ class Strategy3D(Running):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         self.precision_plugin.clip_norm = self._clip_norm
-        self.precision_plugin.after_backward = self._after_backward
+        self.precision_plugin.around_backward = self._around_backward
 
     def model_to_device(self) -> None:
         materialize(self._module, self.root_device)

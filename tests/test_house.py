@@ -38,7 +38,7 @@ ORDER = [
     {"clip", "compose", "torch_clip", "twin"},
     {"verify", "shards"},
     {"precision", "checkpoint", "processes", "steps", "between"},
-    {"clones"},
+    {"clones", "hooks"},
     {"place", "checked", "resume", "auto", "forecast"},
     {"dryrun"},
     {"saving"},

@@ -1,13 +1,17 @@
-"""Optimizers that are not torch's own: what of theirs cannot be done with parts of parameters is said, by name."""
+"""Optimizers that are not torch's own: what they compute from whole tensors, and what of it cannot be done here."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.zero.mixing import mixes
 from lightning_3d.zero.replaced_step import replace_step
+
+Watch = Callable[[str, str], AbstractContextManager[Any]]
 
 
 def check_state(optimizer: Optimizer) -> None:
@@ -20,15 +24,27 @@ def check_state(optimizer: Optimizer) -> None:
         )
 
 
-def step_as_told(optimizer: Optimizer, pipelined: bool) -> Callable[[], None]:
-    """Have `optimizer.step` say what it cannot do here; returns what undoes it."""
+def step_as_told(optimizer: Optimizer, watch: Watch, pipelined: bool) -> Callable[[], None]:
+    """Have `optimizer.step` see whole numbers, and say what it cannot do here; returns what undoes it.
+
+    Args:
+        optimizer: one that is none of torch's own; its parameters are DTensors.
+        watch: what to enter around what it does itself, given its name and what to do instead.
+        pipelined: whether the rank holds some stages only.
+    """
     original, kind = optimizer.step, type(optimizer).__name__
+    watched = watch(f"{kind}.step", "An optimizer that needs whole tensors works with data parallelism, zero_stage=0.")
+    tried = not pipelined
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        calls, failed = 0, False
+        nonlocal tried
+        calls = 0
+        if not tried:
+            _refuse_mixing(self)
+            tried = True
 
         def counted() -> Any:
-            nonlocal calls, failed
+            nonlocal calls
             assert closure is not None
             calls += 1
             if calls > 1 and pipelined:
@@ -36,23 +52,33 @@ def step_as_told(optimizer: Optimizer, pipelined: bool) -> Callable[[], None]:
                     f"{kind} evaluates the loss several times per step, between which it looks at gradients of which a"
                     " pipeline rank holds only its stage's. Use another optimizer, or pipeline_parallel_size=1."
                 )
-            failed = True
-            loss = closure()
-            failed = False
-            return loss
+            watched.__exit__(None, None, None)  # a training step is no part of what is watched
+            try:
+                return closure()
+            finally:
+                watched.__enter__()
 
-        try:
+        with watched:
             return original(**kwargs) if closure is None else original(closure=counted, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            parted = any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
-            # not that a rank is gone with which it exchanges something
-            of_parts = isinstance(error, AssertionError | NotImplementedError) or "DTensor" in str(error)
-            if failed or not parted or not of_parts:
-                raise
-            raise UnsupportedError(
-                f"{kind}.step could not compute with parameters of which a rank holds only a part"
-                f" ({type(error).__name__}: {error}). An optimizer that mixes several parameters, as in a norm of all"
-                " gradients, works with data parallelism and zero_stage=0."
-            ) from error
 
     return replace_step(optimizer, step)
+
+
+def _refuse_mixing(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    try:
+        mixed = mixes(optimizer)
+    except Exception as error:  # of any kind: it is the user's code, on parameters that it was not built with
+        rank_zero_warn(
+            f"{kind} could not be tried on small parameters of its kind ({type(error).__name__}: {error}). If it"
+            " computes something from several parameters at once (a norm of all gradients), that is now of a stage's"
+            " parameters only; with pipeline_parallel_size=1 it is of all."
+        )
+        return
+    if mixed:
+        raise UnsupportedError(
+            f"{kind} steps a parameter otherwise where there are others beside it: by a number that it computes from"
+            " all of them (a norm of all gradients), or with random numbers that it draws for one after another. A"
+            " pipeline rank holds only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
+            " of all with gradient_clip_val), or pipeline_parallel_size=1."
+        )

@@ -1,0 +1,274 @@
+"""Optimizers that are not torch's: what they compute from whole tensors, from all parameters, or draw."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import optim
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.zero.mixing import mixes
+from tests.modules import UntiedGPT
+from tests.parity import QUIET, assert_parity
+from tests.workers import run
+
+LAYOUTS = {
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "zero1": (2, {"zero_stage": 1}),
+    "zero3": (2, {"zero_stage": 3}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+}
+
+
+class Own(optim.Optimizer):
+    """Steps one parameter at a time by what `direction` makes of its gradient."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.direction(p, p.grad, self.state[p]), alpha=-group["lr"])
+        return loss
+
+
+class Lion(Own):
+    def direction(self, p, grad, state):
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        update = torch.tanh(100 * (mean * 0.9 + grad * 0.1))  # a sign would round differently
+        mean.lerp_(grad, 0.01)
+        return update
+
+
+class Lamb(Own):
+    def direction(self, p, grad, state):
+        square = state.setdefault("square", torch.zeros_like(p))
+        square.mul_(0.9).addcmul_(grad, grad, value=0.1)
+        update = grad / (square.sqrt() + 1e-4) + 0.01 * p
+        trust = torch.where(p.norm() > 0, p.norm() / (update.norm() + 1e-6), 1.0)
+        return update * trust
+
+
+class LambInNumbers(Lamb):
+    def direction(self, p, grad, state):
+        update = grad + 0.01 * p
+        size, change = p.norm().item(), update.norm().item()
+        return update * (size / change if size > 0 and change > 0 else 1.0)
+
+
+class Rows(Own):
+    """One second moment for each row."""
+
+    def direction(self, p, grad, state):
+        square = grad.pow(2).mean(dim=-1, keepdim=True) if p.ndim > 1 else grad.pow(2)
+        held = state.setdefault("square", torch.zeros_like(square))
+        held.lerp_(square, 0.1)
+        return grad / (held.sqrt() + 1e-4)
+
+
+class Central(Own):
+    def direction(self, p, grad, state):
+        return grad - grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True) if p.ndim > 1 else grad
+
+
+class Cautious(Own):
+    def direction(self, p, grad, state):
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        mean.lerp_(grad, 0.1)
+        mask = torch.sigmoid(1e6 * mean * grad)  # a step would round differently
+        return mean * mask / mask.mean().clamp(min=1e-3)
+
+
+class Langevin(Own):
+    def direction(self, p, grad, state):
+        return grad + 0.01 * torch.randn_like(p)
+
+
+class Orthogonal(Own):
+    """Newton-Schulz as in Muon."""
+
+    def direction(self, p, grad, state):
+        if p.ndim != 2:
+            return grad
+        x = grad / (grad.norm() + 1e-7)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ x.T @ x
+        return x
+
+
+class Clipped(Own):
+    """By the norm of all gradients."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.grad.mul_(torch.clamp(0.1 / norm, max=1.0))
+        super().step()
+        return loss
+
+    def direction(self, p, grad, state):
+        return grad
+
+
+class Adapts(Own):
+    """A rate found from how far all parameters have come, as in Prodigy."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        far, steep = 0.0, 0.0
+        with torch.no_grad():
+            for p in held:
+                start = self.state[p].setdefault("start", p.detach().clone())
+                far += (p.grad * (start - p)).sum().item()
+                steep += p.grad.abs().sum().item()
+        self.rate = 1.0 + 100 * max(far, 0.0) / steep
+        super().step()
+        return loss
+
+    def direction(self, p, grad, state):
+        return grad * self.rate
+
+
+class Perturbs(optim.SGD):
+    """Looks for a sharper loss along the gradient, by the norm of all, and steps by the gradient there."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        moved = [p.grad * (0.05 / norm) for p in held]
+        torch._foreach_add_(held, moved)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(held, moved)
+        super().step()
+        return loss
+
+
+class Twice(Own):
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+    def direction(self, p, grad, state):
+        return grad
+
+
+class Ahead(Own):
+    """Steps by another optimizer."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, lr)
+        self.inner = optim.SGD(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Wraps(optim.SGD):
+    """Has what torch's optimizers have, without their `__init__`."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Chosen(UntiedGPT):
+    def configure_optimizers(self):
+        if self.optimizer == "Wraps":
+            return Wraps(optim.SGD(self.parameters(), lr=0.05))
+        return globals()[self.optimizer](self.parameters(), lr=0.01)
+
+
+ALONE = ["Lion", "Lamb", "LambInNumbers", "Rows", "Central", "Cautious", "Orthogonal"]
+"""Those that step each parameter by itself."""
+TOGETHER = ["Langevin", "Clipped", "Adapts", "Perturbs"]
+
+
+def _some(kinds, layouts):
+    """All of them, of which each layout and each kind are in the short run."""
+    return [
+        pytest.param(kind, layout, marks=() if (at + place) % 3 == 0 else pytest.mark.long)
+        for at, kind in enumerate(kinds)
+        for place, layout in enumerate(layouts)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "layout"), _some(ALONE, LAYOUTS) + _some(TOGETHER, ["tensor", "zero1", "zero3"]))
+def test_steps_are_those_of_one_device(kind, layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Chosen", world, strategy, attributes={"optimizer": kind})
+
+
+def _fit(kind, strategy):
+    module = Chosen()
+    module.optimizer = kind
+    with pytest.raises(UnsupportedError) as caught:
+        Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_epochs": 1}).fit(module)
+    return str(caught.value), module.trainer.global_step
+
+
+SAID = {
+    ("Langevin", "pipeline"): "Langevin steps a parameter otherwise where there are others beside it",
+    ("Clipped", "pipeline"): "Clipped steps a parameter otherwise where there are others beside it",
+    ("Adapts", "pipeline"): "Adapts steps a parameter otherwise where there are others beside it",
+    ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
+    ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), SAID)
+def test_what_cannot_be_done_is_said_before_the_first_step(kind, layout):
+    for said, steps in run(_fit, kind, LAYOUTS[layout][1], world=2):
+        assert said.startswith(SAID[kind, layout])
+        assert steps == 0
+
+
+def test_one_that_steps_what_it_was_not_given_is_not_tried():
+    with pytest.raises(ValueError, match="inner holds a SGD"):
+        mixes(Ahead(torch.nn.Linear(2, 2).parameters()))
+
+
+def _warned(strategy):
+    module = Chosen()
+    module.optimizer = "Ahead"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1}).fit(module)
+    return [str(each.message) for each in caught if "could not be tried" in str(each.message)]
+
+
+def test_one_that_cannot_be_tried_is_warned_of_once():
+    first, other = run(_warned, LAYOUTS["pipeline"][1], world=2)
+    assert [text.partition(" (")[0] for text in first] == ["Ahead could not be tried on small parameters of its kind"]
+    assert not other
+
+
+@pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
+def test_mixing_is_found_without_a_trace(kind):
+    optimizer = globals()[kind](torch.nn.Linear(2, 2).parameters(), lr=0.01)
+    random = torch.get_rng_state()
+    kept = vars(optimizer).copy()
+    assert mixes(optimizer) is (kind in TOGETHER)
+    assert vars(optimizer) == kept
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random)

@@ -21,12 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d import peers
 from lightning_3d.compose import Composed
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.numbers import Numbers, is_view
 from lightning_3d.parted import is_absent
 from lightning_3d.shards import Shards, is_copy
 from lightning_3d.writes import Insisting, assigns_data
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-_TORCH = os.path.dirname(torch.__file__)
+_DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_TORCH, _OURS = os.path.dirname(torch.__file__), os.path.dirname(__file__)
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
@@ -34,9 +36,9 @@ _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__form
 def not_here(name: str, why: object) -> UnsupportedError:
     """What to raise where `name` reads what is not on this rank."""
     return UnsupportedError(
-        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). Compute them in"
-        " training_step, where what it logs is the same on every rank, or use pipeline_parallel_size=1; tensor"
-        " parallelism and ZeRO can do this."
+        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). The norm"
+        " of all gradients is trainer.strategy.grad_norm(). Compute other things in training_step, where what it logs"
+        " is the same on every rank, or use pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
     )
 
 
@@ -48,6 +50,7 @@ class Between(Insisting):
         composed: None before the module is placed.
         read: places in the code at which numbers were read from weights.
         gathered: parameters that are whole for now, with the shards that the code is to see in their place.
+        numbers: gives numbers of other stages' tensors; those of this stage only are told without.
         remedy: what to do instead of what is refused.
     """
 
@@ -57,12 +60,14 @@ class Between(Insisting):
         composed: Composed | None,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
+        numbers: Numbers | None = None,
         remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
     ) -> None:
         super().__init__()
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read, self.remedy = name, read, remedy
         self.shards = None if composed is None else Shards(name, composed, remedy)
+        self.numbers = numbers
         self.one_stage = composed is not None and composed.stages is None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,8 +75,13 @@ class Between(Insisting):
             args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
         if self.one_stage and (func == _GRAD or not any(map(_may_be_parts, (*args, *(kwargs or {}).values())))):
             return func(*args, **(kwargs or {}))  # nearly all that hooks do
+        caller = sys._getframe(1)
+        if self.numbers is not None and caller.f_code.co_filename.startswith(_OURS):
+            return func(*args, **(kwargs or {}))  # knows what it has
         try:
-            return self._call(func, args, kwargs or {}, sys._getframe(1))
+            if self.numbers is not None and func in (_GRAD, _DEVICE):
+                return self.numbers.gradient(args[0]) if func == _GRAD else self.numbers.device(args[0])
+            return self._call(func, args, kwargs or {}, caller)
         except UnsupportedError as error:
             self.refused = error
             raise
@@ -97,14 +107,16 @@ class Between(Insisting):
             )
         harmless = _is_plain(func) and not any(map(is_copy, args))
         result = self._run(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
-        if isinstance(result, list | tuple):
-            return tree_map(lambda leaf: self._summed(leaf, caller), result)
-        return self._summed(result, caller)
+        if isinstance(result, DTensor | list | tuple) and not is_view(func):
+            result = tree_map(lambda leaf: self._plain(leaf, caller), result)
+        if self.numbers is None:
+            return result
+        return self.numbers.passed_on(func, args, kwargs, result, _place(self.name, caller))
 
-    def _summed(self, leaf: Any, caller: FrameType) -> Any:
+    def _plain(self, leaf: Any, caller: FrameType) -> Any:
         """A number that was made of a whole tensor (a norm) as a plain one, to be put beside those of tensors that
         every rank has whole."""
-        return self._read(leaf, caller) if _is_partial(leaf) else leaf
+        return self._read(leaf, caller) if isinstance(leaf, DTensor) and not leaf.dim() else leaf
 
     def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
         """What numbers are read from: those of this rank's part would be others.
@@ -112,14 +124,15 @@ class Between(Insisting):
         All ranks that hold a part must read. A rank that is alone in it (`if trainer.is_global_zero:`) shows the first
         time at each place in the code, before messages meet others that are not meant for them.
         """
-        if tensor.is_meta:
+        held = self.numbers.held(tensor) if self.numbers is not None else None
+        if tensor.is_meta and (held is None or tensor.dim()):
             raise not_here(self.name, "a number is read from it")
         if not isinstance(tensor, DTensor):
-            return tensor
+            if held is None or self.numbers is None or tensor.dim():
+                return tensor
+            return self.numbers.shared(tensor, held, "item", _place(self.name, frame))
         if not all(placement.is_replicate() for placement in tensor.placements):
-            while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-                frame = frame.f_back
-            place = f"reading a weight in {self.name} (line {frame.f_lineno})"
+            place = _place(self.name, frame)
             if place not in self.read:
                 self.read.add(place)
                 peers.meet(place, tensor.device_mesh.mesh.flatten().tolist())
@@ -131,7 +144,7 @@ class Between(Insisting):
     def _run(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:
             with within:
-                return _by_mesh(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
+                return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
         except (RuntimeError, TypeError, AssertionError) as error:
             if is_absent(error):
                 raise not_here(self.name, error) from error
@@ -147,8 +160,11 @@ class Between(Insisting):
             ) from error
 
 
-def _is_partial(value: Any) -> bool:
-    return isinstance(value, DTensor) and not value.dim() and any(each.is_partial() for each in value.placements)
+def _place(name: str, frame: FrameType) -> str:
+    """The line of the user's code that is run in `frame`, for errors."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return f"reading a weight in {name} (line {frame.f_lineno})"
 
 
 @cache
@@ -188,17 +204,15 @@ def _is_foreach(func: Any) -> bool:
     return getattr(func, "__name__", "").startswith("_foreach")
 
 
-def _by_mesh(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on lists, of which it takes tensors that are divided among the same ranks only."""
+def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` on lists, of which it takes tensors that are divided among the same ranks, or all on meta, only."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
-    meshes = [
-        next((item.device_mesh for item in row if isinstance(item, DTensor)), None) for row in zip(*lists, strict=False)
-    ]
-    if len(set(meshes)) < 2:
+    kinds = [_kind(row) for row in zip(*lists, strict=False)]
+    if len(set(kinds)) < 2:
         return func(*args, **kwargs)
-    results: list[Any] = [None] * len(meshes)
-    for mesh in set(meshes):
-        chosen = [index for index, other in enumerate(meshes) if other == mesh]
+    results: list[Any] = [None] * len(kinds)
+    for kind in set(kinds):
+        chosen = [index for index, other in enumerate(kinds) if other == kind]
 
         def pick(value: Any, chosen: list[int] = chosen) -> Any:
             return [value[index] for index in chosen] if isinstance(value, list | tuple) else value
@@ -207,6 +221,12 @@ def _by_mesh(func: Any, args: Any, kwargs: Any) -> Any:
         for index, result in zip(chosen, some or [], strict=False):
             results[index] = result
     return results
+
+
+def _kind(tensors: Sequence[Any]) -> tuple[Any, bool]:
+    """The mesh that they are divided over, and whether they are of another stage."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    return mesh, any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors)
 
 
 def _of_two_stages(tensors: list[Tensor]) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_3d.between import Between, not_here
 from lightning_3d.compose import Composed
+from lightning_3d.numbers import Numbers
 from lightning_3d.zero.sync import DataParallel
 
 HOOKS = (
@@ -33,11 +34,12 @@ HOOKS = (
     "on_before_zero_grad",
     "on_after_backward",
     "on_before_optimizer_step",
+    "configure_gradient_clipping",
     "on_train_batch_end",
     "on_train_epoch_end",
     "on_train_end",
 )
-_WITHIN = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
 """Those that belong to a backward: what is gathered for it has its gradients."""
 _IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
 """Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
@@ -94,7 +96,7 @@ def _watched(
             gathered = ()
         before = [shard._version for _, shard in gathered]
         placed = composed()
-        with Between(name, placed, read, gathered):
+        with Between(name, placed, read, gathered, _numbers(name, placed, read, kind in _WITHIN)):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
             data().rest()  # what is gathered is out of date
@@ -103,6 +105,12 @@ def _watched(
         return result
 
     return run
+
+
+def _numbers(name: str, placed: Composed | None, read: set[str], within: bool) -> Numbers | None:
+    if placed is None or placed.stages is None:
+        return None
+    return Numbers(name, placed.stages, read, placed.stages.with_gradient() if within else set())
 
 
 def _refuse_absent_logs(name: str, module: LightningModule) -> None:

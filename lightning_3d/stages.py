@@ -24,6 +24,8 @@ class Stages:
         self.rank = dist.get_rank(group)
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
         self._elsewhere: set[nn.Parameter] = set()
+        self.apart: dict[nn.Parameter, tuple[str, int]] = {}
+        """Parameters that some ranks do not have: their names, and the first rank that does. Alike on every rank."""
 
     def locate_parameters(self, module: nn.Module) -> None:
         """Note which of the parameters that are registered now another rank of the pipeline counts and saves."""
@@ -32,6 +34,30 @@ class Stages:
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
         }
+        holders = {name: self._holders(name) for name, _ in module.named_parameters()}
+        self.apart = {
+            parameter: (name, holders[name][0])
+            for name, parameter in module.named_parameters()
+            if len(set(holders[name])) < dist.get_world_size(self.group)
+        }
+
+    def _holders(self, name: str) -> list[int]:
+        """Ranks that have the parameter called `name`."""
+        if name in self.split.everywhere:
+            return list(range(dist.get_world_size(self.group)))
+        stages = next((tie.stages for tie in self.split.ties if name in tie.names), ()) or next(
+            (stages for unit, stages in self.split.holders.items() if name.startswith(f"{unit}.")), ()
+        )
+        return [self.stage_rank[stage] for stage in stages] or list(range(dist.get_world_size(self.group)))
+
+    def with_gradient(self) -> set[str]:
+        """Names of those `apart` of which a rank that has them has a gradient. Collective."""
+        if not self.apart:
+            return set()
+        mask = torch.tensor([parameter.grad is not None for parameter in self.apart], dtype=torch.uint8)
+        mask = mask.to(self.device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.group)
+        return {name for (name, _), has in zip(self.apart.values(), mask.tolist(), strict=True) if has}
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts `parameter` in norms and provides it to the others."""
@@ -57,12 +83,12 @@ class Stages:
         if source == self.rank:
             tensor = mine[key][name].detach().contiguous()
         else:
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         cuda = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

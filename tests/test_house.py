@@ -36,7 +36,7 @@ ORDER = [
     {"ahead"},
     {"state"},
     {"clip", "compose", "torch_clip", "twin"},
-    {"verify", "shards"},
+    {"verify", "shards", "numbers"},
     {"precision", "checkpoint", "processes", "steps", "between"},
     {"clones", "hooks"},
     {"place", "checked", "resume", "auto", "forecast"},

@@ -17,7 +17,7 @@ from torch import distributed as dist
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_3d import auto, communication, data, peers, place, processes, samples, verify
+from lightning_3d import auto, communication, data, numbers, peers, place, processes, samples, stages, verify
 from lightning_3d.comm import replicate, ring
 from lightning_3d.comm.engine import Engine, Handle, Job
 from lightning_3d.dryrun import rehearsal
@@ -59,6 +59,9 @@ def stand_alone(world: World, strategy: Any) -> None:
         (processes.Processes, "from_rank_zero", _decide),
         (processes.Processes, "_streams", property(lambda _: world.streams)),
         (peers, "all_failed", lambda: False),
+        (peers, "meet", _nothing),
+        (stages.Stages, "with_gradient", lambda _: set()),
+        (numbers.Numbers, "shared", _any_number),
         (communication, "Engine", InlineEngine),
         (data.SampleCheck, "check", _nothing),
         (verify.FirstStep, "compare", _nothing),
@@ -116,6 +119,10 @@ class InlineEngine(Engine):
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def _any_number(numbers: Any, value: Tensor, *_: Any) -> Tensor:
+    return torch.zeros((), dtype=value.dtype) if value.is_meta else value
 
 
 def _decide(strategy: Any, decide: Callable[[], Any]) -> Any:

@@ -1,0 +1,106 @@
+"""Numbers that hooks compute from weights and gradients which only some ranks of a pipeline have: all get them.
+
+What comes from such a tensor carries a mark with the rank that has it, and so do the stand-ins on meta from which the
+others compute. A number that is computed from a marked tensor is exchanged, at once, by the name of what it is of.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_3d import peers
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.local import local
+from lightning_3d.stages import Stages
+
+_MARK = "_lightning_3d_held"
+Held = tuple[str, int]
+"""A parameter's name, and the rank of the pipeline that has it."""
+
+
+class Numbers:
+    """For one call of a hook.
+
+    Args:
+        name: of the hook, for errors.
+        stages: who holds what.
+        read: places in the code at which numbers were read.
+        with_gradient: names of the parameters that have a gradient on the rank that has them.
+    """
+
+    def __init__(self, name: str, stages: Stages, read: set[str], with_gradient: set[str]) -> None:
+        self.name, self.stages, self.read, self.with_gradient = name, stages, read, with_gradient
+        self.standing_in: dict[nn.Parameter, Tensor] = {}
+        """Gradients on meta, which others than this rank have."""
+
+    def gradient(self, parameter: Any) -> Tensor | None:
+        """What `parameter.grad` is in a hook."""
+        held = self.held(parameter)
+        if held is None:
+            return parameter.grad  # type: ignore[no-any-return]
+        grad = parameter.grad
+        if parameter.is_meta and held[0] in self.with_gradient:
+            grad = self.standing_in.setdefault(parameter, torch.empty_like(parameter, requires_grad=False))
+        if grad is not None:
+            setattr(grad, _MARK, held)
+        return grad  # type: ignore[no-any-return]
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where numbers are summed up that come from `tensor`: its own device, were it here."""
+        if any(tensor is grad for grad in self.standing_in.values()):
+            return self.stages.device
+        return tensor.device
+
+    def held(self, value: Any) -> Held | None:
+        """Who has `value`, None where all ranks do."""
+        return self.stages.apart.get(value) or getattr(value, _MARK, None)
+
+    def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
+        """`result` of `func`: what is a number on every rank, and marked what is none."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        held = next((found for found in map(self.held, tensors) if found is not None), None)
+        if held is None:
+            return result
+        if isinstance(args[0], list | tuple) and isinstance(result, list | tuple):  # each of its own
+            rows = zip(args[0], result, strict=True)
+            return [self._one(func, self.held(source), [source], each, place) for source, each in rows]
+        return tree_map(lambda leaf: self._one(func, held, tensors, leaf, place), result)
+
+    def _one(self, func: Any, held: Held | None, tensors: list[Any], result: Any, place: str) -> Any:
+        if held is None or not isinstance(result, Tensor) or any(result is tensor for tensor in tensors):
+            return result
+        if not result.dim() and any(tensor.dim() for tensor in tensors) and not is_view(func):
+            return self.shared(result, held, func.__name__, place)
+        setattr(result, _MARK, held)
+        return result
+
+    def shared(self, value: Tensor, held: Held, what: str, place: str) -> Tensor:
+        """`value` of the rank that has it. Collective over the pipeline."""
+        group, (name, source) = self.stages.group, held
+        place = f"{place} of other stages"
+        if place not in self.read:
+            self.read.add(place)
+            peers.meet(place, dist.get_process_group_ranks(group))
+        device = self.stages.device
+        mine = torch.zeros(2, dtype=torch.float64, device=device)
+        mine[0] = zlib.crc32(f"{name} {what}".encode())
+        if not value.is_meta:
+            mine[1] = local(value.detach()).to(device)
+        table = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(table, mine, group=group)
+        if any(row[0] != mine[0] for row in table):
+            raise UnsupportedError(
+                f"{self.name} computes numbers from weights or gradients in another order on another stage of the"
+                f" pipeline (here {what} of {name}). For the norm of all gradients use trainer.strategy.grad_norm(), or"
+                " go through named_parameters() on every rank."
+            )
+        return table[source][1].to(value.dtype)
+
+
+def is_view(func: Any) -> bool:
+    """Of an attribute, or of a place in a tensor: what is written into it is to arrive."""
+    return getattr(func, "__name__", "") in ("__get__", "__getitem__", "select", "view", "reshape", "squeeze", "detach")

@@ -1,0 +1,144 @@
+"""Numbers that hooks compute from weights and gradients, of which a pipeline rank has its stages' only."""
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch.nn.utils import get_total_norm
+
+from tests.modules import GPT, UntiedGPT
+from tests.parity import assert_parity
+from tests.workers import WorkerError
+
+LAYOUTS = {
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "zero1": (2, {"zero_stage": 1}),
+    "zero3": (2, {"zero_stage": 3}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+    "pipeline-tensor": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+}
+
+
+class ByLightning(GPT):
+    """What Lightning's documentation says for gradients that are to be looked at."""
+
+    def on_before_optimizer_step(self, optimizer):
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.seen += [float(norms[name]) for name in sorted(norms)]
+
+
+class ByHand(UntiedGPT):
+    def on_after_backward(self):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        total = torch.stack([grad.detach().norm(2) for grad in grads]).norm(2)
+        largest = max(grad.abs().max().item() for grad in grads)
+        self.log("total", total)
+        self.seen += [float(total), largest, len(grads)]
+
+
+class OfOne(GPT):
+    """The first block is held by one stage."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.blocks[0].c_attn.weight.grad.data.norm(1).item())
+
+
+class OfWeights(GPT):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for name, weight in self.named_parameters():
+            self.log(f"norm/{name}", weight.norm())
+            self.seen += [weight.mean().item(), float((weight.detach() > 0).float().mean()), int((weight == 0).sum())]
+
+
+class Together(UntiedGPT):
+    """Several numbers and several tensors at once, and what is made of them."""
+
+    def on_after_backward(self):
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        for weight in matrices:
+            spread, mean = torch.var_mean(weight)
+            largest, _ = weight.grad.max(dim=0)
+            self.seen += [float(spread), float(mean), float(largest.sum() * 2)]
+        self.seen += [float(norm) for norm in torch._foreach_norm([weight.detach() for weight in matrices])]
+
+
+class Scaled(GPT):
+    """A weight is scaled by a number of another one, wherever they are."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.blocks[-1].c_attn.weight.div_(1 + 0.01 * self.blocks[0].c_attn.weight.norm())
+
+
+class Halved(GPT):
+    def on_after_backward(self):
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+
+
+def _some(names):
+    """Each with two layouts in the short run."""
+    return [
+        pytest.param(name, layout, marks=() if (at + place) % 3 == 0 else pytest.mark.long)
+        for at, name in enumerate(names)
+        for place, layout in enumerate(LAYOUTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), _some(["ByLightning", "ByHand", "OfOne", "OfWeights", "Together", "Scaled", "Halved"])
+)
+def test_numbers_are_those_of_one_device(name, layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:{name}", world, strategy)
+
+
+class ByTorch(GPT):
+    """Its first parameter is on every stage."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(float(get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.seen.append(float(get_total_norm(grads, 1.0)))
+
+
+@pytest.mark.parametrize("layout", ["zero3", "pipeline-tensor"])
+def test_the_norm_that_torch_computes_of_parts_is_that_of_the_whole(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:ByTorch", world, strategy)
+
+
+class Summed(UntiedGPT):
+    def on_after_backward(self):
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        total = torch.zeros((), device=grads[0].device)
+        for grad in grads:
+            total += grad.pow(2).sum()
+        self.seen += [float(total.sqrt()), float(get_total_norm(grads))]
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pipeline", "pipeline-tensor"])
+def test_numbers_are_summed_up_where_the_first_gradient_is(layout):
+    """Which only its stage has."""
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:Summed", world, strategy)
+
+
+class Unlike(GPT):
+    """Goes through what is here first."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for weight in sorted(self.parameters(), key=lambda weight: weight.is_meta):
+            self.seen.append(float(weight.grad.norm()))
+
+
+def test_another_order_is_named():
+    said = "Unlike.on_before_optimizer_step computes numbers from weights or gradients in another order"
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {said}"):
+        assert_parity(f"{__name__}:Unlike", 2, {"pipeline_parallel_size": 2})

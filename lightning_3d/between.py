@@ -79,8 +79,10 @@ class Between(Insisting):
         if self.numbers is not None and caller.f_code.co_filename.startswith(_OURS):
             return func(*args, **(kwargs or {}))  # knows what it has
         try:
-            if self.numbers is not None and func in (_GRAD, _DEVICE):
-                return self.numbers.gradient(args[0]) if func == _GRAD else self.numbers.device(args[0])
+            if self.numbers is not None and func == _GRAD:
+                return self.numbers.gradient(args[0])
+            if self.numbers is not None and func == _DEVICE:
+                return self.numbers.device(args[0])
             return self._call(func, args, kwargs or {}, caller)
         except UnsupportedError as error:
             self.refused = error

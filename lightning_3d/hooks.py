@@ -90,13 +90,17 @@ def _watched(
 
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
-        gathered = () if kind in _WITHIN else data().gathered()
-        if gathered and kind not in _IN_WINDOWS:
+        placed, gathered = composed(), data().gathered()
+        if gathered and kind not in (*_WITHIN, *_IN_WINDOWS):
             data().rest()
             gathered = ()
+        numbers = None
+        if placed is not None and placed.stages is not None:
+            numbers = Numbers(name, placed.stages, read, gathered, gradients=kind in _WITHIN)
+        if kind in _WITHIN:
+            gathered = ()
         before = [shard._version for _, shard in gathered]
-        placed = composed()
-        with Between(name, placed, read, gathered, _numbers(name, placed, read, kind in _WITHIN)):
+        with Between(name, placed, read, gathered, numbers):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
             data().rest()  # what is gathered is out of date
@@ -105,12 +109,6 @@ def _watched(
         return result
 
     return run
-
-
-def _numbers(name: str, placed: Composed | None, read: set[str], within: bool) -> Numbers | None:
-    if placed is None or placed.stages is None:
-        return None
-    return Numbers(name, placed.stages, read, placed.stages.with_gradient() if within else set())
 
 
 def _refuse_absent_logs(name: str, module: LightningModule) -> None:

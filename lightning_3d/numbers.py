@@ -5,6 +5,7 @@ others compute. A number that is computed from a marked tensor is exchanged, at 
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_3d.local import local
 from lightning_3d.stages import Stages
 
 _MARK = "_lightning_3d_held"
+_VIEWS = ("__get__", "__getitem__", "__iter__", "unbind", "select", "view", "view_as", "reshape", "squeeze", "detach")
 Held = tuple[str, int]
 """A parameter's name, and the rank of the pipeline that has it."""
 
@@ -29,20 +31,33 @@ class Numbers:
         name: of the hook, for errors.
         stages: who holds what.
         read: places in the code at which numbers were read.
-        with_gradient: names of the parameters that have a gradient on the rank that has them.
+        gathered: parameters that are whole for now, with their shards.
+        gradients: whether gradients of other stages' parameters are stood in for. Then this is collective.
     """
 
-    def __init__(self, name: str, stages: Stages, read: set[str], with_gradient: set[str]) -> None:
-        self.name, self.stages, self.read, self.with_gradient = name, stages, read, with_gradient
+    def __init__(
+        self,
+        name: str,
+        stages: Stages,
+        read: set[str],
+        gathered: Sequence[tuple[Tensor, nn.Parameter]],
+        *,
+        gradients: bool,
+    ) -> None:
+        self.name, self.stages, self.read = name, stages, read
+        self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
         self.standing_in: dict[nn.Parameter, Tensor] = {}
         """Gradients on meta, which others than this rank have."""
+        self.with_gradient: set[str] = set()
+        if gradients:
+            self._meet(name)
+            self.with_gradient = stages.with_gradient({shard: whole for whole, shard in gathered})
 
     def gradient(self, parameter: Any) -> Tensor | None:
         """What `parameter.grad` is in a hook."""
-        held = self.held(parameter)
+        held, grad = self.held(parameter), parameter.grad
         if held is None:
-            return parameter.grad  # type: ignore[no-any-return]
-        grad = parameter.grad
+            return grad  # type: ignore[no-any-return]
         if parameter.is_meta and held[0] in self.with_gradient:
             grad = self.standing_in.setdefault(parameter, torch.empty_like(parameter, requires_grad=False))
         if grad is not None:
@@ -57,7 +72,7 @@ class Numbers:
 
     def held(self, value: Any) -> Held | None:
         """Who has `value`, None where all ranks do."""
-        return self.stages.apart.get(value) or getattr(value, _MARK, None)
+        return self.stages.apart.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
 
     def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
         """`result` of `func`: what is a number on every rank, and marked what is none."""
@@ -81,10 +96,7 @@ class Numbers:
     def shared(self, value: Tensor, held: Held, what: str, place: str) -> Tensor:
         """`value` of the rank that has it. Collective over the pipeline."""
         group, (name, source) = self.stages.group, held
-        place = f"{place} of other stages"
-        if place not in self.read:
-            self.read.add(place)
-            peers.meet(place, dist.get_process_group_ranks(group))
+        self._meet(place)
         device = self.stages.device
         mine = torch.zeros(2, dtype=torch.float64, device=device)
         mine[0] = zlib.crc32(f"{name} {what}".encode())
@@ -100,7 +112,14 @@ class Numbers:
             )
         return table[source][1].to(value.dtype)
 
+    def _meet(self, place: str) -> None:
+        """A rank that comes alone shows the first time, as where weights are read that it has a part of."""
+        place = f"{place}, with gradients and weights of all stages,"
+        if place not in self.read:
+            self.read.add(place)
+            peers.meet(place, dist.get_process_group_ranks(self.stages.group))
+
 
 def is_view(func: Any) -> bool:
     """Of an attribute, or of a place in a tensor: what is written into it is to arrive."""
-    return getattr(func, "__name__", "") in ("__get__", "__getitem__", "select", "view", "reshape", "squeeze", "detach")
+    return getattr(func, "__name__", "") in _VIEWS

@@ -50,11 +50,16 @@ class Stages:
         )
         return [self.stage_rank[stage] for stage in stages] or list(range(dist.get_world_size(self.group)))
 
-    def with_gradient(self) -> set[str]:
-        """Names of those `apart` of which a rank that has them has a gradient. Collective."""
+    def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
+        """Names of those `apart` of which a rank that has them has a gradient. Collective.
+
+        Args:
+            gathered: what has the gradient in the place of a parameter.
+        """
         if not self.apart:
             return set()
-        mask = torch.tensor([parameter.grad is not None for parameter in self.apart], dtype=torch.uint8)
+        here = [gathered.get(parameter, parameter).grad is not None for parameter in self.apart]
+        mask = torch.tensor(here, dtype=torch.uint8)
         mask = mask.to(self.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.group)
         return {name for (name, _), has in zip(self.apart.values(), mask.tolist(), strict=True) if has}

@@ -60,7 +60,7 @@ def stand_alone(world: World, strategy: Any) -> None:
         (processes.Processes, "_streams", property(lambda _: world.streams)),
         (peers, "all_failed", lambda: False),
         (peers, "meet", _nothing),
-        (stages.Stages, "with_gradient", lambda _: set()),
+        (stages.Stages, "with_gradient", lambda *_: set()),
         (numbers.Numbers, "shared", _any_number),
         (communication, "Engine", InlineEngine),
         (data.SampleCheck, "check", _nothing),

@@ -28,13 +28,13 @@ def step_as_told(optimizer: Optimizer, watch: Watch, pipelined: bool) -> Callabl
     """Have `optimizer.step` see whole numbers, and say what it cannot do here; returns what undoes it.
 
     Args:
-        optimizer: one that is none of torch's own; its parameters are DTensors.
+        optimizer: one of which it is not known how it steps parts.
         watch: what to enter around what it does itself, given its name and what to do instead.
         pipelined: whether the rank holds some stages only.
     """
     original, kind = optimizer.step, type(optimizer).__name__
     watched = watch(f"{kind}.step", "An optimizer that needs whole tensors works with data parallelism, zero_stage=0.")
-    tried = not pipelined
+    tried = not pipelined or type(optimizer).__module__.startswith("torch.")
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         nonlocal tried

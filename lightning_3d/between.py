@@ -80,7 +80,7 @@ class Between(Insisting):
             return func(*args, **(kwargs or {}))  # knows what it has
         try:
             if self.numbers is not None and func == _GRAD:
-                return self.numbers.gradient(args[0])
+                return self.numbers.gradient(args[0], _place(self.name, caller))
             if self.numbers is not None and func == _DEVICE:
                 return self.numbers.device(args[0])
             return self._call(func, args, kwargs or {}, caller)

@@ -96,7 +96,7 @@ def _watched(
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None:
-            numbers = Numbers(name, placed.stages, read, gathered, gradients=kind in _WITHIN)
+            numbers = Numbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
         if kind in _WITHIN:
             gathered = ()
         before = [shard._version for _, shard in gathered]

@@ -32,7 +32,7 @@ class Numbers:
         stages: who holds what.
         read: places in the code at which numbers were read.
         gathered: parameters that are whole for now, with their shards.
-        gradients: whether gradients of other stages' parameters are stood in for. Then this is collective.
+        of_gradients: whether the hook is about gradients. Then this is collective, else the first look at one is.
     """
 
     def __init__(
@@ -42,23 +42,24 @@ class Numbers:
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]],
         *,
-        gradients: bool,
+        of_gradients: bool,
     ) -> None:
         self.name, self.stages, self.read = name, stages, read
         self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
         self.standing_in: dict[nn.Parameter, Tensor] = {}
         """Gradients on meta, which others than this rank have."""
-        self.with_gradient: set[str] = set()
-        if gradients:
-            self._meet(name)
-            self.with_gradient = stages.with_gradient({shard: whole for whole, shard in gathered})
+        self.with_gradient: set[str] | None = None
+        """Names of parameters that have a gradient on the rank that has them."""
+        if of_gradients:
+            self._look(name)
 
-    def gradient(self, parameter: Any) -> Tensor | None:
+    def gradient(self, parameter: Any, place: str) -> Tensor | None:
         """What `parameter.grad` is in a hook."""
         held, grad = self.held(parameter), parameter.grad
         if held is None:
             return grad  # type: ignore[no-any-return]
-        if parameter.is_meta and held[0] in self.with_gradient:
+        found = self._look(place) if self.with_gradient is None else self.with_gradient
+        if parameter.is_meta and held[0] in found:
             grad = self.standing_in.setdefault(parameter, torch.empty_like(parameter, requires_grad=False))
         if grad is not None:
             setattr(grad, _MARK, held)
@@ -111,6 +112,11 @@ class Numbers:
                 " go through named_parameters() on every rank."
             )
         return table[source][1].to(value.dtype)
+
+    def _look(self, place: str) -> set[str]:
+        self._meet(place)
+        self.with_gradient = self.stages.with_gradient({shard: whole for whole, shard in self.shard_of.items()})
+        return self.with_gradient
 
     def _meet(self, place: str) -> None:
         """A rank that comes alone shows the first time, as where weights are read that it has a part of."""

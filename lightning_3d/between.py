@@ -134,10 +134,7 @@ class Between(Insisting):
                 return tensor
             return self.numbers.shared(tensor, held, "item", _place(self.name, frame))
         if not all(placement.is_replicate() for placement in tensor.placements):
-            place = _place(self.name, frame)
-            if place not in self.read:
-                self.read.add(place)
-                peers.meet(place, tensor.device_mesh.mesh.flatten().tolist())
+            peers.meet_first(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
         if self.shards is None:
             return tensor.full_tensor()
         owner = self.shards.owner(tensor, "reads numbers from")

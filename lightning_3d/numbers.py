@@ -46,8 +46,8 @@ class Numbers:
     ) -> None:
         self.name, self.stages, self.read = name, stages, read
         self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
-        self.standing_in: dict[nn.Parameter, Tensor] = {}
-        """Gradients on meta, which others than this rank have."""
+        self.standing_in: dict[str, Tensor] = {}
+        """Gradients on meta, which others than this rank have, by the name of the parameter."""
         self.with_gradient: set[str] | None = None
         """Names of parameters that have a gradient on the rank that has them."""
         if of_gradients:
@@ -60,16 +60,16 @@ class Numbers:
             return grad  # type: ignore[no-any-return]
         found = self._look(place) if self.with_gradient is None else self.with_gradient
         if parameter.is_meta and held[0] in found:
-            grad = self.standing_in.setdefault(parameter, torch.empty_like(parameter, requires_grad=False))
+            grad = self.standing_in.setdefault(held[0], torch.empty_like(parameter, requires_grad=False))
         if grad is not None:
             setattr(grad, _MARK, held)
         return grad  # type: ignore[no-any-return]
 
     def device(self, tensor: Tensor) -> torch.device:
         """Where numbers are summed up that come from `tensor`: its own device, were it here."""
-        if any(tensor is grad for grad in self.standing_in.values()):
-            return self.stages.device
-        return tensor.device
+        held = getattr(tensor, _MARK, None)
+        stands_in = held is not None and self.standing_in.get(held[0]) is tensor
+        return self.stages.device if stands_in else tensor.device
 
     def held(self, value: Any) -> Held | None:
         """Who has `value`, None where all ranks do."""
@@ -120,10 +120,8 @@ class Numbers:
 
     def _meet(self, place: str) -> None:
         """A rank that comes alone shows the first time, as where weights are read that it has a part of."""
-        place = f"{place}, with gradients and weights of all stages,"
-        if place not in self.read:
-            self.read.add(place)
-            peers.meet(place, dist.get_process_group_ranks(self.stages.group))
+        what = f"{place}, with gradients and weights of all stages,"
+        peers.meet_first(what, dist.get_process_group_ranks(self.stages.group), self.read)
 
 
 def is_view(func: Any) -> bool:

@@ -1,0 +1,25 @@
+"""Each layout trains, sends and tries out steps as it was recorded before the package was put in order."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.yardsticks.measure import LAYOUTS, measure
+
+RECORDED = json.loads((Path(__file__).parent / "recorded.json").read_text())
+BF16 = [name for name in RECORDED if name.endswith("-bf16")]
+ENCODER = [pytest.param(name, marks=pytest.mark.long) for name in RECORDED if name.startswith("Encoder")]
+
+
+@pytest.mark.parametrize("name", [*(f"GPT-{layout}" for layout in LAYOUTS), *BF16, *ENCODER])
+def test_layout_is_as_recorded(name):
+    kind, layout, *precision = name.split("-")
+    rows = measure(kind, layout, "bf16-mixed" if precision else "32-true")
+    for rank, (got, wanted) in enumerate(zip(rows, RECORDED[name], strict=True)):
+        assert got["sent"] == wanted["sent"], f"rank {rank} sends something else"
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert got["weights"] == pytest.approx(wanted["weights"], rel=1e-5)
+        assert all(runs <= before for runs, before in zip(got["runs"], wanted["runs"], strict=True)), (
+            f"training_step runs more often (before, in the first, in the last batch): {got['runs']}"
+        )

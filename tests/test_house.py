@@ -32,7 +32,7 @@ ORDER = [
     {"communication", "batchnorm", "fitloop", "planner"},
     {"tensor", "pipeline", "zero"},
     {"holding", "added"},
-    {"stages", "samples", "opening", "measured"},
+    {"stages", "samples", "same_batch", "opening", "measured"},
     {"ahead"},
     {"state"},
     {"clip", "compose", "torch_clip", "twin"},

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from lightning_3d import register
 from lightning_3d.errors import Lightning3DError
 from lightning_3d.front.train import VERBS, train
+from lightning_3d.printable import printable
 
 COMMANDS = {
     "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(COMMANDS[name][0])
         return int(command.run(_parser_of(name, command).parse_args(arguments[1:])))
     except Lightning3DError as error:
-        print(f"lightning-3d {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(printable(f"lightning-3d {name}: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted; stdout is closed so that the interpreter does not flush it again.

@@ -13,7 +13,7 @@ from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
 from lightning_3d.compose import Composed
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
-from lightning_3d.measured import Measured, Meter, write
+from lightning_3d.measured import Measured, Meter, write, write_failure
 from lightning_3d.opening import step_line
 from lightning_3d.parted import said_of_parts
 from lightning_3d.peek import loader_batch_size
@@ -129,6 +129,12 @@ class Running(Resuming):
         folder = job_folder()
         if folder is not None and self.global_rank == 0:
             write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        folder = job_folder()
+        if folder is not None:
+            write_failure(folder, self.global_rank, exception)
+        super().on_exception(exception)
 
     def on_validation_end(self) -> None:
         self._data.rest()

@@ -14,6 +14,7 @@ from lightning_3d.planner.report import job_data, plan_data
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
 from lightning_3d.planner.units import parse_dollars
+from lightning_3d.printable import printable
 
 EXAMPLE = """\
 examples:
@@ -46,7 +47,7 @@ def run(args: Namespace) -> int:
     refuse_ignored(args)
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
-    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else result.text)
+    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else printable(result.text))
     if args.plot is not None:
         from lightning_3d.planner.plots import draw
 

@@ -9,6 +9,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.units import show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.printable import printable
 
 HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
 RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
@@ -16,6 +17,7 @@ RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; numbers to the right."""
+    rows = [[printable(text) for text in row] for row in rows]
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return "\n".join(
         "  ".join(_cell(*cell) for cell in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)

@@ -14,7 +14,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.here import catalogue_name
 from lightning_3d.planner.plain_yaml import read_plain
 from lightning_3d.planner.report import table
-from lightning_3d.planner.units import show_bytes, show_dollars, show_hours, show_seconds
+from lightning_3d.planner.units import real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.printable import printable
 
 EXAMPLE = """\
@@ -56,7 +56,7 @@ def configure(parser: ArgumentParser) -> None:
     """Add the flags of `lightning-3d compare`."""
     parser.add_argument("folder", help="directory of a sweep, such as multirun/2026-01-31/12-00-00")
     parser.add_argument("--metric", metavar="NAME", help="what was logged as NAME (default: the loss)")
-    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of a device-hour (default: the catalogue's)")
+    parser.add_argument("--price", type=real, metavar="DOLLARS", help="of a device-hour (default: the catalogue's)")
     parser.add_argument("--plot", metavar="FILE", help='also draw a picture (pip install "lightning-3d[plots]")')
 
 

@@ -100,7 +100,7 @@ def _refuse_others(made: Any, dotted: str) -> None:
             raise PlannerError(f"what {dotted} returns cannot be looked up: {said(error)}.") from error
     if not isclass(kind) or not issubclass(kind, nn.Module):
         raise PlannerError(
-            f"{dotted} is neither a LightningModule or nn.Module nor a function that says it returns one"
+            f"{dotted} is not a LightningModule or nn.Module, nor a function that says it returns one"
             " (`-> nn.Module`). It is not called."
         )
 

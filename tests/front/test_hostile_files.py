@@ -139,5 +139,5 @@ def test_inspect_builds_classes_and_functions_that_return_a_module(capsys):
 def test_inspect_calls_nothing_else(capsys, tmp_path, dotted):
     mark = tmp_path / "called"
     err = refused(capsys, "inspect", dotted, "--arg", f"command=touch {mark}")
-    assert f"{dotted} is neither a LightningModule or nn.Module nor a function that says it returns one" in err
+    assert f"{dotted} is not a LightningModule or nn.Module, nor a function that says it returns one" in err
     assert not mark.exists()

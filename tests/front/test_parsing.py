@@ -10,7 +10,7 @@ import yaml
 from lightning_3d.cli import main
 from lightning_3d.planner import report
 
-FIT = "fit --model=tests.modules.MLP --trainer.accelerator=cpu"
+FIT = "fit --seed_everything=1 --model=tests.modules.MLP --trainer.accelerator=cpu"
 
 
 def refused(capsys, line):

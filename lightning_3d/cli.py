@@ -1,15 +1,15 @@
 """`lightning-3d`: the command line. Each subcommand's module is imported when it is used, so that `--help` is quick."""
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NoReturn
 
 from lightning_3d import register
-from lightning_3d.errors import Lightning3DError
+from lightning_3d.errors import ConfigurationError, Lightning3DError
 from lightning_3d.front.train import VERBS, train
+from lightning_3d.printable import printable
 
 COMMANDS = {
     "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns 0, or 2 with one line on stderr where the input cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
-    if name is None or name not in {**COMMANDS, **VERBS}:
-        return _top_level(arguments)
+    prog = f"lightning-3d {name}" if name in {**COMMANDS, **VERBS} else "lightning-3d"
     try:
+        if name is None or name not in {**COMMANDS, **VERBS}:
+            return _top_level(arguments)
         if name not in LIGHT and "--help" not in arguments:
             register()
         if name in VERBS:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(COMMANDS[name][0])
         return int(command.run(_parser_of(name, command).parse_args(arguments[1:])))
     except Lightning3DError as error:
-        print(f"lightning-3d {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(printable(f"{prog}: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (`| head`) has what it wanted; stdout is closed so that the interpreter does not flush it again.
@@ -50,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _top_level(arguments: list[str]) -> int:
     commands = {name: line for name, (_, line) in COMMANDS.items()} | VERBS
     lines = "\n".join(f"  {name:<12} {line}" for name, line in commands.items())
-    parser = _Parser(
+    parser = _parser_class()(
         prog="lightning-3d",
         description="Plan and run 3D-parallel training of an unchanged LightningModule.",
         epilog=f"commands:\n{lines}\n\n`lightning-3d COMMAND --help` shows a worked example of each.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=commands, metavar="COMMAND", help="one of the commands below")
+    parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands below")
     if not arguments:
         parser.print_help()
         return 2
@@ -64,35 +65,23 @@ def _top_level(arguments: list[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line on stderr and exit code 2, without the usage of every flag."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(None if args is None else _with_amounts(args), namespace)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help shows examples)\n")
-
-
-def _with_amounts(arguments: Sequence[str]) -> list[str]:
-    """`--tokens -5B` as `--tokens=-5B`: argparse takes it for a flag of its own and says nothing of the amount."""
-    joined: list[str] = []
-    for argument in arguments:
-        amount = argument[:1] == "-" and (argument[1:2].isdigit() or argument[1:2] == ".")
-        if amount and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined
+def _parser_class() -> type[ArgumentParser]:
+    try:
+        from lightning_3d.front.parsing import OneLine
+    except ImportError as error:
+        raise ConfigurationError(
+            f"the command line reads its options with jsonargparse, which cannot be imported ({error}):"
+            " pip install 'jsonargparse[signatures]'."
+        ) from error
+    return OneLine
 
 
-def _parser_of(name: str, command: ModuleType) -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser_of(name: str, command: ModuleType) -> ArgumentParser:
+    parser = _parser_class()(
         prog=f"lightning-3d {name}",
         description=(command.__doc__ or "").partition("\n\n")[0],
         epilog=command.EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     command.configure(parser)
     return parser

@@ -4,13 +4,14 @@ import os
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,10 @@ from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 
 BATCHES = 2
 """How many batches of each kind of step are compared; of training in each epoch, else in each run over a loader."""
+SEED = (
+    "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
+    " shard by global rank, but by trainer.distributed_sampler_kwargs."
+)
 
 
 def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
@@ -104,26 +109,38 @@ class SampleCheck:
         sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
         return (
             f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
-            f" same samples (equal on: {sets}). Where data is made, split or augmented at random, call"
-            " seed_everything(1, workers=True) first; do not shuffle or shard by global rank, but by"
-            " trainer.distributed_sampler_kwargs."
+            f" same samples (equal on: {sets}). {SEED}"
         )
+
+
+def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor, number and text in `value`, in order, with the expression that finds it."""
+    if isinstance(value, Tensor | str | int | float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for field in value._fields:
+            yield from named_leaves(getattr(value, field), f"{name}.{field}")
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for index, item in enumerate(value):
+            yield from named_leaves(item, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from named_leaves(getattr(value, each.name, None), f"{name}.{each.name}")
 
 
 def fingerprint(batch: Any) -> int:
     """A number that depends on every tensor, number and text in `batch`, in order."""
     mark = 0
-
-    def add(leaf: Any) -> Any:
-        nonlocal mark
-        mark = zlib.crc32(_bytes(leaf), mark)
-        return leaf  # what holds it is built again, and a PackedSequence is built of tensors only
-
-    apply_to_collection(batch, (Tensor, str, int, float), add)
+    for _, leaf in named_leaves(batch, "batch"):
+        mark = zlib.crc32(leaf_bytes(leaf), mark)
     return mark
 
 
-def _bytes(leaf: Any) -> bytes | memoryview:
+def leaf_bytes(leaf: Any) -> bytes | memoryview:
+    """What two leaves have in common that are equal."""
     if not isinstance(leaf, Tensor):
         return repr(leaf).encode()
     if leaf.layout != torch.strided:

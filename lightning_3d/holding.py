@@ -1,5 +1,8 @@
 """What a rank holds of a module, counted from its own parameters, before anything is placed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import nn
 
 from lightning_3d.layout import Layout
@@ -41,7 +44,8 @@ def stages_of(layout: Layout, split: PipelineSplit | None, pipeline_rank: int) -
 def expected_states(
     module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None
 ) -> list[StateBytes]:
-    """Bytes of weights, gradients and Adam's two moments on a rank of each pipeline rank, as the ZeRO table has them.
+    """Bytes of weights, gradients and one optimizer state (`with_states` makes it those of an optimizer), as the ZeRO
+    table has them, on a rank of each pipeline rank.
 
     Under a pipeline, weights are gathered and gradients reduced once per step, so that stages 2 and 3 hold as much as
     stage 1 there.
@@ -54,9 +58,14 @@ def expected_states(
         held = held_on_stages(module, stages_of(layout, split, pipeline_rank), split, tensor)
         weights = sum(size * parameter.element_size() for parameter, size in held.items())
         trained = sum(size * parameter.element_size() for parameter, size in held.items() if parameter.requires_grad)
-        whole = StateBytes(weights=weights, gradients=trained, optimizer=2 * trained)
+        whole = StateBytes(weights=weights, gradients=trained, optimizer=trained)
         expected.append(offloaded(sharded_states(whole, 1, stage=stage, ranks=ranks), layout)[0])
     return expected
+
+
+def with_states(expected: Sequence[StateBytes], moments: float) -> list[StateBytes]:
+    """`expected` with `moments` states of a parameter's size: Adam keeps 2, SGD without momentum none."""
+    return [replace(each, optimizer=moments * each.optimizer) for each in expected]
 
 
 def _holding(name: str, split: PipelineSplit | None) -> tuple[int, ...] | None:

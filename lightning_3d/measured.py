@@ -1,6 +1,7 @@
 """What a training took: seconds of a step, memory, and where that is written down for `lightning-3d compare`."""
 
 import json
+import logging
 import sys
 import time
 from collections import deque
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_3d.errors import PeerError
 from lightning_3d.layout import Layout
 
 FILE = "lightning_3d.json"
 """In the directory of a Hydra job."""
+FAILED = "lightning_3d_failed.json"
+"""In its place where `fit` failed: why."""
 REMEMBERED = 1000
 """Batches of which the time is kept."""
 
@@ -87,3 +91,18 @@ def write(
         **asdict(measured),
     }
     (folder / FILE).write_text(json.dumps(report, indent=2))
+    (folder / FAILED).unlink(missing_ok=True)
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Say in `folder` and in the job's log why it failed. Each failing rank calls it.
+
+    That of a rank that failed because of another stands only where there is no other.
+    """
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    logging.getLogger("lightning_3d").error("The job failed on rank %d: %s", rank, reason)
+    file = folder / FAILED
+    if not isinstance(error, PeerError) or not file.exists():
+        part = file.with_suffix(f".{rank}.part")
+        part.write_text(json.dumps({"rank": rank, "reason": reason}))
+        part.replace(file)

@@ -1,10 +1,11 @@
 """What is said when training starts: which rank holds what, what stayed whole, what makes up one optimizer step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_3d.holding import expected_states
+from lightning_3d.holding import with_states
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.pipeline.microbatch import auto_microbatches
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
@@ -13,6 +14,7 @@ from lightning_3d.planner.bubble import bubble_share
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.units import show_bytes
 from lightning_3d.tensor.plan import TensorPlan
+from lightning_3d.zero.moments import moments
 
 WIDE = 4
 """Data ranks, and tensor ranks of each, that are drawn one by one; of more, the first and the last are."""
@@ -26,8 +28,20 @@ def opening(module: nn.Module, layout: Layout, split: PipelineSplit | None, tens
         names = f"{', '.join(kept[:3])}{' ...' if len(kept) > 3 else ''}"
         whole = f"{_count(len(kept), 'part')} stayed whole ({names})" if kept else "nothing large stayed whole"
         lines.append(f"  tensor: {len(tensor.splits)} parameters divided, {whole}")
-    lines.append(f"  memory of a rank: {_memory(expected_states(module, layout, split, tensor))}")
     return "\n".join(lines)
+
+
+def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer]) -> str:
+    """What the fullest rank holds once `optimizers` have stepped; `expected` is that of `expected_states`."""
+    kept = moments(optimizers)
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    states = with_states(expected, kept or 0.0)
+    stage, most = max(enumerate(states), key=lambda item: item[1].total)
+    where = f" on stage {stage}" if len({state.total for state in states}) > 1 else ""
+    parts = {"weights": most.weights, "gradients": most.gradients, names: most.optimizer}
+    said = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
+    rest = "activations" if kept is not None else f"what {names} keeps, and activations"
+    return f"memory of a rank: {show_bytes(most.total)}{where} ({said or 'all of it is in host memory'}), and {rest}"
 
 
 def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:
@@ -81,15 +95,6 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     holder = stage_ranks(layout.schedule, size, split.num_stages // size)
     lines = split.describe().splitlines()
     return ", ".join(lines[stage].partition(": ")[2] for stage, at in enumerate(holder) if at == rank)
-
-
-def _memory(states: list[StateBytes]) -> str:
-    """What the fullest rank holds."""
-    stage, most = max(enumerate(states), key=lambda item: item[1].total)
-    where = f" on stage {stage}" if len({state.total for state in states}) > 1 else ""
-    parts = {"weights": most.weights, "gradients": most.gradients, "Adam": most.optimizer}
-    said = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
-    return f"{show_bytes(most.total)}{where} ({said or 'all of it is in host memory'}), and activations"
 
 
 def _microbatches(layout: Layout, batch: int | None) -> str:

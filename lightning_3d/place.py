@@ -17,6 +17,7 @@ from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.runner import Hooks, Pipeline
 from lightning_3d.precision import Precision3D
 from lightning_3d.randomness import StepRandom
+from lightning_3d.same_batch import compare_first_batch
 from lightning_3d.samples import observe_one_batch, record_one_batch
 from lightning_3d.steps import PipelinedSteps, PlacedSteps, PlainSteps, prove
 from lightning_3d.tensor.infer import plan_tensor
@@ -49,6 +50,7 @@ def make_plans(
     plugin: Precision3D,
 ) -> Plans:
     """Decide on the whole module what will be done to it, the same on every rank."""
+    compare_first_batch(trainer, layout)
     anatomy = Anatomy.of(module)
     split = plan_pipeline(module, anatomy, layout, None)
     whole = None

@@ -1,6 +1,6 @@
 """Lightning's step hooks on a placed module."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,13 +10,15 @@ from torch.optim import Optimizer
 
 from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.clip import clip_grad_norm, counted_here, grad_norm
-from lightning_3d.compose import Composed
+from lightning_3d.compose import Composed, Plans
 from lightning_3d.faults import flight
+from lightning_3d.holding import expected_states
 from lightning_3d.launch import job_folder
-from lightning_3d.measured import Measured, Meter, write
-from lightning_3d.opening import step_line
+from lightning_3d.measured import Measured, Meter, write, write_failure
+from lightning_3d.opening import memory_line, opening, step_line
 from lightning_3d.parted import said_of_parts
 from lightning_3d.peek import loader_batch_size
+from lightning_3d.planner.states import StateBytes
 from lightning_3d.resuming import Resuming
 from lightning_3d.steps import OwnSteps, PlacedSteps, Steps
 from lightning_3d.zero import DataParallel, NoData
@@ -27,6 +29,8 @@ class Running(Resuming):
 
     measured: Measured | None = None
     """Seconds of a step and memory of the last `fit`."""
+    _expected: Sequence[StateBytes] = ()
+    """Of each pipeline rank, counted before the module is placed."""
     _steps: PlacedSteps | None = None
     _in_step = False
     _evaluations = 0
@@ -113,11 +117,18 @@ class Running(Resuming):
         finally:
             self._running.hold(False)
 
+    def _say_opening(self, plans: Plans) -> None:
+        self._expected = expected_states(self._module, self.layout, plans.split, plans.tensor)
+        if not self._quiet:
+            rank_zero_info(opening(self._module, self.layout, plans.split, plans.tensor))
+
     def on_train_start(self) -> None:
         super().on_train_start()
         self._meter = Meter(self.root_device)
         if not self._quiet:
             trainer = self._module.trainer
+            if self.global_rank == 0:
+                rank_zero_info(memory_line(self._expected, self.optimizers))
             rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -129,6 +140,12 @@ class Running(Resuming):
         folder = job_folder()
         if folder is not None and self.global_rank == 0:
             write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        folder = job_folder()
+        if folder is not None:
+            write_failure(folder, self.global_rank, exception)
+        super().on_exception(exception)
 
     def on_validation_end(self) -> None:
         self._data.rest()

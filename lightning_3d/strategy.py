@@ -13,7 +13,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d import peers, place, precision, state
@@ -37,7 +36,6 @@ from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Sch
 from lightning_3d.materialize import materialize
 from lightning_3d.metrics import gather_over
 from lightning_3d.names import NAMES
-from lightning_3d.opening import opening
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.place import Choices, LossScope, make_steps
 from lightning_3d.planner.choose import Fixed
@@ -256,8 +254,8 @@ class Strategy3D(Running):
         plans = place.make_plans(
             trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin
         )
-        if fitting and not self._quiet:
-            rank_zero_info(opening(module, self.layout, plans.split, plans.tensor))
+        if fitting:
+            self._say_opening(plans)
         make = place.pipelines(
             plans, self.layout, self._choices, mesh=self.mesh, device=self.root_device, ledger=self._sending.ledger
         )

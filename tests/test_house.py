@@ -11,7 +11,7 @@ FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.rela
 # A part may import those before it. What shares a line does not know of each other.
 ORDER = [
     {"errors"},
-    {"layout", "anatomy", "local", "materialize", "resources", "names"},
+    {"layout", "anatomy", "local", "materialize", "resources", "names", "printable"},
     {"randomness", "order", "apart", "early", "writes", "parted"},
     {"workers"},
     {
@@ -32,7 +32,7 @@ ORDER = [
     {"communication", "batchnorm", "fitloop", "planner"},
     {"tensor", "pipeline", "zero"},
     {"holding", "added"},
-    {"stages", "samples", "opening", "measured"},
+    {"stages", "samples", "same_batch", "opening", "measured"},
     {"ahead"},
     {"state"},
     {"clip", "compose", "torch_clip", "twin"},

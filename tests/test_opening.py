@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from lightning_3d.holding import expected_states
 from lightning_3d.layout import Layout
-from lightning_3d.opening import draw, opening, step_line
+from lightning_3d.opening import draw, memory_line, opening, step_line
 from lightning_3d.peek import loader_batch_size
 from lightning_3d.pipeline.split import plan_split
 from lightning_3d.tensor.infer import plan_tensor
@@ -41,13 +41,15 @@ def test_virtual_stages_are_told_by_the_rank_that_holds_them():
 def test_the_layout_and_the_memory_of_the_fullest_rank_are_told():
     layout = Layout(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     module = GPT()
-    text = opening(module, layout, plan_split(module, num_stages=2), plan_tensor(module, 2))
+    split, tensor = plan_split(module, num_stages=2), plan_tensor(module, 2)
+    text = opening(module, layout, split, tensor)
     assert text.startswith("Strategy3D on 8 ranks: data 2 x tensor 2 x pipeline 2, ZeRO 1\n")
     assert "parameters divided" in text
-    assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", text)
+    said = memory_line(expected_states(module, layout, split, tensor), [torch.optim.Adam(module.parameters())])
+    assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", said)
 
 
-@pytest.mark.parametrize(("stage", "states"), [(0, (4, 4, 8)), (1, (4, 4, 4)), (2, (4, 2, 4)), (3, (2, 2, 4))])
+@pytest.mark.parametrize(("stage", "states"), [(0, (4, 4, 4)), (1, (4, 4, 2)), (2, (4, 2, 2)), (3, (2, 2, 2))])
 def test_expected_memory_is_that_of_the_module_s_own_parameters(stage, states):
     module = MLP()
     next(module.parameters()).requires_grad_(False)
@@ -69,7 +71,9 @@ def test_stages_hold_what_they_share_twice_and_the_rest_once():
 
 def test_offloaded_states_are_not_on_the_device():
     layout = Layout(data_parallel_size=2, zero_stage=3, offload="all")
-    assert "0 B (all of it is in host memory)" in opening(MLP(), layout, None, None)
+    module = MLP()
+    said = memory_line(expected_states(module, layout, None, None), [torch.optim.Adam(module.parameters())])
+    assert "0 B (all of it is in host memory)" in said
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def stand_alone(world: World, strategy: Any) -> None:
         (auto, "plan_tensor", plan_on_numbers),
         (place, "make_plans", decision.make_plans),
         (place, "plan_tensor", plan_on_numbers),
+        (place, "compare_first_batch", _nothing),
         (samples, "unlike_its_mean", _as_large_as_two),
         (samples, "unlike_joined", _nothing),
         (samples, "unlike_in_buffers", _nothing),

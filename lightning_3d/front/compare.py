@@ -2,19 +2,20 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.measured import FILE
+from lightning_3d.measured import FAILED, FILE
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.here import catalogue_name
+from lightning_3d.planner.plain_yaml import read_plain
 from lightning_3d.planner.report import table
-from lightning_3d.planner.units import show_bytes, show_dollars, show_hours, show_seconds
+from lightning_3d.planner.units import real, show_bytes, show_dollars, show_hours, show_seconds
+from lightning_3d.printable import printable
 
 EXAMPLE = """\
 examples:
@@ -23,6 +24,9 @@ examples:
 """
 OVERRIDES = "overrides.yaml"
 """What Hydra writes into `.hydra` of each job that it starts."""
+REASON = 300
+"""Characters that are shown of it."""
+AXES = ("data", "tensor", "pipeline")
 HEADER = ("job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost")
 
 
@@ -33,6 +37,8 @@ class JobReport:
     name: str
     overrides: tuple[str, ...]
     report: dict[str, Any] | None
+    reason: str = ""
+    """Why there is no report."""
 
     def metric(self, wanted: str | None) -> float | None:
         """The value of `wanted`, else of what was logged as a loss."""
@@ -50,7 +56,7 @@ def configure(parser: ArgumentParser) -> None:
     """Add the flags of `lightning-3d compare`."""
     parser.add_argument("folder", help="directory of a sweep, such as multirun/2026-01-31/12-00-00")
     parser.add_argument("--metric", metavar="NAME", help="what was logged as NAME (default: the loss)")
-    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of a device-hour (default: the catalogue's)")
+    parser.add_argument("--price", type=real, metavar="DOLLARS", help="of a device-hour (default: the catalogue's)")
     parser.add_argument("--plot", metavar="FILE", help='also draw a picture (pip install "lightning-3d[plots]")')
 
 
@@ -58,6 +64,8 @@ def run(args: Namespace) -> int:
     """Print a line for each job, those that failed too."""
     jobs = read_jobs(Path(args.folder))
     print(compared(jobs, metric=args.metric, price=args.price))
+    for line in _failures(jobs):
+        print(printable(line))
     if args.plot:
         draw(jobs, args.metric, Path(args.plot))
         print(f"drawn to {args.plot}")
@@ -76,6 +84,7 @@ def read_jobs(folder: Path) -> list[JobReport]:
     if all(job.report is None for job in jobs):
         raise ConfigurationError(
             f"none of the {len(jobs)} jobs in {folder} left a {FILE}: Strategy3D writes it when `fit` ends."
+            f" {next(_failures(jobs))}"
         )
     return jobs
 
@@ -89,6 +98,12 @@ def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: flo
     header = (*HEADER[:3], metric or "loss", *HEADER[4:], "overrides")
     rows = [(*_cells(job, metric, price), _differing(job, common)) for job in jobs]
     return table(header, rows)
+
+
+def _failures(jobs: Sequence[JobReport]) -> Iterator[str]:
+    for job in jobs:
+        if job.report is None:
+            yield f"job {job.name} did not finish: {shorten(job.reason, REASON, placeholder=' ...')}"
 
 
 def draw(jobs: Sequence[JobReport], metric: str | None, file: Path) -> None:
@@ -114,9 +129,39 @@ def draw(jobs: Sequence[JobReport], metric: str | None, file: Path) -> None:
 
 def _read(home: Path, folder: Path) -> JobReport:
     said = home / ".hydra" / OVERRIDES
-    overrides = OmegaConf.to_container(OmegaConf.load(said)) if said.exists() else ()
-    report = json.loads((home / FILE).read_text()) if (home / FILE).exists() else None
-    return JobReport(name=str(home.relative_to(folder)), overrides=tuple(map(str, overrides or ())), report=report)
+    overrides = read_plain(said, "the file of overrides") if said.exists() else ()
+    if not isinstance(overrides, list | tuple):
+        raise ConfigurationError(f"{said} is no list of overrides, as Hydra writes it.")
+    name = str(home.relative_to(folder))
+    report, reason = _report(home)
+    return JobReport(name=name, overrides=tuple(map(str, overrides)), report=report, reason=reason)
+
+
+def _report(home: Path) -> tuple[dict[str, Any] | None, str]:
+    """What `fit` left in `home`, or why it left nothing."""
+    for file in (FILE, FAILED):
+        if not (home / file).exists():
+            continue
+        try:
+            found = json.loads((home / file).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            return None, f"{file} cannot be read ({type(error).__name__})"
+        if file == FILE:
+            return (found, "") if _is_report(found) else (None, f"{FILE} is none of Strategy3D")
+        return None, str(found.get("reason", "")) if isinstance(found, dict) else f"{FAILED} is none of Strategy3D"
+    return None, "no reason on record: it failed outside of `fit`, or was killed"
+
+
+def _is_report(found: Any) -> bool:
+    """Whether `found` has all that the table shows, as `measured.write` writes it."""
+    try:
+        layout, metrics, step = found["layout"], found["metrics"], found["step_seconds"]
+        numbers = [found["devices"], found["seconds"], found["memory_bytes"], *metrics.values()]
+        numbers += [layout[f"{axis}_parallel_size"] for axis in AXES] + ([] if step is None else [step])
+        texts = [layout["said"], found["device"]]
+    except (TypeError, KeyError, AttributeError):
+        return False
+    return all(isinstance(number, int | float) for number in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def _in_order(home: Path) -> tuple[int, str]:
@@ -160,5 +205,5 @@ def _differing(job: JobReport, common: set[str]) -> str:
 
 def _short(report: dict[str, Any]) -> str:
     layout = report["layout"]
-    sizes = [layout[f"{axis}_parallel_size"] for axis in ("data", "tensor", "pipeline")]
+    sizes = [layout[f"{axis}_parallel_size"] for axis in AXES]
     return f"d{sizes[0]} t{sizes[1]} p{sizes[2]} z{layout['zero_stage']}"

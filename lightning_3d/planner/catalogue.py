@@ -7,14 +7,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.entries import NUMBERS, accelerator_of_entry, near, number
 from lightning_3d.planner.hardware import Accelerator, Cluster, Price, split_cluster
+from lightning_3d.planner.plain_yaml import read_plain
 from lightning_3d.resources import conf_folder
+
+MOST_LIKE = 50
+"""Entries that one may be like in turn."""
 
 
 class Catalogue:
@@ -91,6 +91,8 @@ class Catalogue:
             raise PlannerError(
                 f"{where} is `like: {base}`, which {'does not exist' if other is None else 'is like it in turn'}."
             )
+        if len(seen) == MOST_LIKE:
+            raise PlannerError(f"{where} ends a chain of more than {MOST_LIKE} `like:`. Write its numbers out.")
         return {**self._resolve(other, (*seen, key)), **entry}
 
 
@@ -137,13 +139,7 @@ def apply_overrides(accelerator: Accelerator, overrides: list[str]) -> Accelerat
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except FileNotFoundError:
-        raise PlannerError(f"hardware file {path} does not exist.") from None
-    except (OmegaConfBaseException, YAMLError, OSError, ValueError, RecursionError) as error:
-        # ValueError: bytes that are not UTF-8, numbers of thousands of digits.
-        raise PlannerError(f"hardware file {path} cannot be read: {error}") from error
+    content = read_plain(path, "hardware file")
     if not isinstance(content, dict):
         raise PlannerError(f"hardware file {path} must map accelerators to their numbers.")
     for name, entry in content.items():

@@ -13,7 +13,8 @@ from lightning_3d.planner.question import refuse_ignored
 from lightning_3d.planner.report import job_data, plan_data
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
-from lightning_3d.planner.units import parse_dollars
+from lightning_3d.planner.units import parse_dollars, real
+from lightning_3d.printable import printable
 
 EXAMPLE = """\
 examples:
@@ -46,7 +47,7 @@ def run(args: Namespace) -> int:
     refuse_ignored(args)
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
-    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else result.text)
+    print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else printable(result.text))
     if args.plot is not None:
         from lightning_3d.planner.plots import draw
 
@@ -64,7 +65,9 @@ def _data(result: Answer) -> dict[str, object]:
     }
 
 
-def _dollars(text: str) -> float:
+def _dollars(text: str | float) -> float:
+    if isinstance(text, float):  # jsonargparse reads what was read once more
+        return text
     try:
         return parse_dollars(text, "budget")
     except PlannerError as error:
@@ -96,7 +99,7 @@ def _data_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the training")
     group.add_argument("--tokens", help="tokens seen, as in 300B (default: 20 a parameter)")
     group.add_argument("--samples", help="samples seen, in place of --tokens")
-    group.add_argument("--epochs", type=float, help="times that they are seen (default 1)")
+    group.add_argument("--epochs", type=real, help="times that they are seen (default 1)")
     group.add_argument("--batch", type=int, metavar="N", help="samples per optimizer step, all devices together")
     group.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
     group.add_argument("--optimizer", choices=get_args(Optimizer), default="adam")
@@ -109,9 +112,9 @@ def _hardware_flags(parser: ArgumentParser) -> None:
     group.add_argument("--gpus-for", metavar="TIME", help='fewest devices (above one node: nodes) for "30 days"')
     group.add_argument("--max-cost", type=_dollars, metavar="DOLLARS", help="fastest plan within a budget: 50000, 50k")
     group.add_argument("--compare", metavar="NAME,NAME", help="the same question for several accelerators")
-    group.add_argument("--price", type=float, metavar="DOLLARS", help="per device and hour, in place of the list price")
+    group.add_argument("--price", type=real, metavar="DOLLARS", help="per device and hour, in place of the list price")
     group.add_argument(
-        "--sustained", type=float, metavar="TFLOPS", help="known rate per device, in place of the estimate"
+        "--sustained", type=real, metavar="TFLOPS", help="known rate per device, in place of the estimate"
     )
     group.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="override any catalogue number"

@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import isclass, isfunction
 from math import prod
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ FAILURES = (Exception, SystemExit)
 
 def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
     """An instance of the class at `dotted`. Call under `FakeTensorMode`, so that weights take no memory."""
-    made = _class_of(dotted)
+    made = _named(dotted)
+    _refuse_others(made, dotted)
     given = dict(_argument(text) for text in arguments)
     try:
         module = made(**given)
@@ -74,7 +76,7 @@ def _tensor(text: str) -> Tensor:
     return torch.zeros(sizes, dtype=getattr(torch, dtype))
 
 
-def _class_of(dotted: str) -> Any:
+def _named(dotted: str) -> Any:
     module_name, _, name = dotted.rpartition(".")
     register()  # it may use a strategy's name
     if os.getcwd() not in sys.path:
@@ -86,6 +88,21 @@ def _class_of(dotted: str) -> Any:
     except FAILURES as error:
         raise PlannerError(f"{module_name!r} of {dotted!r} cannot be imported: {said(error)}.") from error
     raise PlannerError(f"{module_name!r} has no {name!r}.")
+
+
+def _refuse_others(made: Any, dotted: str) -> None:
+    """Only what says that it makes a module is called: a call of anything else may do anything."""
+    kind = made
+    if isfunction(made):
+        try:
+            kind = get_type_hints(made).get("return")
+        except FAILURES as error:
+            raise PlannerError(f"what {dotted} returns cannot be looked up: {said(error)}.") from error
+    if not isclass(kind) or not issubclass(kind, nn.Module):
+        raise PlannerError(
+            f"{dotted} is not a LightningModule or nn.Module, nor a function that says it returns one"
+            " (`-> nn.Module`). It is not called."
+        )
 
 
 def _argument(text: str) -> tuple[str, Any]:

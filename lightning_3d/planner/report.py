@@ -1,7 +1,11 @@
 """Plans as tables for people and as plain data for programs."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from importlib.util import find_spec
+from io import StringIO
+from shutil import get_terminal_size
 from typing import Any
 
 from lightning_3d.layout import Layout
@@ -9,17 +13,39 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory
 from lightning_3d.planner.plan import Plan
 from lightning_3d.planner.units import show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.printable import printable
 
 HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
 RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Columns as wide as their widest cell; numbers to the right. On a terminal drawn by rich where it is there."""
+    rows = [[printable(text) for text in row] for row in rows]
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        return _drawn(header, rows)
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return "\n".join(
         "  ".join(_cell(*cell) for cell in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
     )
+
+
+def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As wide as the terminal: long cells are folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, name in enumerate(header):
+        numbers = all(_is_number(row[column]) for row in rows)
+        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    console = Console(file=StringIO(), width=get_terminal_size().columns, color_system=None)
+    console.print(drawn)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
 
 
 def plans_table(plans: Sequence[Plan]) -> str:
@@ -136,4 +162,8 @@ def job_data(job: Job) -> dict[str, Any]:
 
 
 def _cell(text: str, width: int) -> str:
-    return text.rjust(width) if text[:1].isdigit() or text[:1] == "$" else text.ljust(width)
+    return text.rjust(width) if _is_number(text) else text.ljust(width)
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in ("$", "-")

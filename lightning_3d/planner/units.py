@@ -59,6 +59,11 @@ def _sane(amount: float, shown: str) -> float:
     return amount
 
 
+def real(text: str | float) -> float:
+    """A number of an option, also `nan` and `inf`, which are refused where it is known what it is for."""
+    return float(text)
+
+
 def show_bytes(amount: float) -> str:
     """Bytes in the largest decimal unit that leaves at least 1: `12.3 GB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

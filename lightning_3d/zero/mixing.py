@@ -35,7 +35,7 @@ def _stepped(optimizer: Optimizer, count: int) -> Tensor:
             return torch.randn(8, 8, generator=generator).to(device, kind.dtype)
 
         parameters = [nn.Parameter(small()) for _ in range(2)][:count]
-        twin = _twin(optimizer, {**group, "params": parameters})
+        twin = twin_of(optimizer, {**group, "params": parameters})
         for _ in range(_STEPS):
             gradients = [small() for _ in range(2)]
 
@@ -48,7 +48,7 @@ def _stepped(optimizer: Optimizer, count: int) -> Tensor:
     return parameters[0].detach()
 
 
-def _twin(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def twin_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """A copy with one `group` and no state."""
     twin = object.__new__(type(optimizer))
     instead = {"state": defaultdict[Any, Any](dict), "param_groups": [group]}

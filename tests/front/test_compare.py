@@ -39,11 +39,12 @@ def rows(text):
 
 def test_each_job_has_a_line_in_the_order_of_the_sweep(sweep, capsys):
     assert main(["compare", str(sweep), "--price", "2"]) == 0
-    header, first, failed, third, last = rows(capsys.readouterr().out)
+    header, first, failed, third, last, why = rows(capsys.readouterr().out)
     assert header == ["job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost", "overrides"]
     said = ["data", "2", "x", "tensor", "1", "x", "pipeline", "1,", "ZeRO", "1"]
     assert first == ["0", *said, "2", "4", "250", "ms", "2", "GB", "1", "$2.00", "layout=a"]
     assert failed[:4] == ["1", "did", "not", "finish"]
+    assert why[:5] == ["job", "1", "did", "not", "finish:"]
     assert third[0] == "2"
     assert "3.25" in third
     assert last == ["10", *said, "2", "-", "-", "1", "GB", "1", "$2.00", "layout=c"]

@@ -30,8 +30,10 @@ def test_a_failed_job_does_not_harm_the_next(tmp_path, capsys):
     assert_right(jobs, {1: (2, ["layout@trainer.strategy=pp2", "trainer.devices=2", "fail_job=0"])})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight", "out"]  # the failed job left its record
     assert main(["compare", str(tmp_path / "out")]) == 0
-    failed, ended = capsys.readouterr().out.splitlines()[1:]
+    failed, ended, why = capsys.readouterr().out.splitlines()[1:]
     assert failed.split() == ["0", "did", "not", "finish", *["-"] * 6, "layout@trainer.strategy=zero1"]
+    assert why == "job 0 did not finish: RuntimeError: this job was made to fail"
+    assert "The job failed on rank 0" in next((tmp_path / "out" / "0").glob("*.log")).read_text()
     assert "data 1 x tensor 1 x pipeline 2, ZeRO 1" in ended
     assert f"{jobs[1][0]['losses'][-1]:.6g}" in ended
 

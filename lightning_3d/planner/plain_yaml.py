@@ -1,0 +1,45 @@
+"""YAML files that others may have written, read as plain values: nothing is resolved, and nothing can grow."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_3d.errors import PlannerError
+
+MOST_VALUES = 20_000
+"""With every alias written out; a catalogue has some five hundred."""
+
+
+def read_plain(path: Path, what: str) -> Any:
+    """What `path` holds; interpolations stay text. `what` names the file in errors."""
+    try:
+        text = path.read_text()
+        _refuse_growth(yaml.compose(text, Loader=yaml.SafeLoader))
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except FileNotFoundError:
+        raise PlannerError(f"{what} {path} does not exist.") from None
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        # ValueError: bytes that are not UTF-8, numbers of thousands of digits.
+        raise PlannerError(f"{what} {path} cannot be read: {error}") from error
+
+
+def _refuse_growth(root: yaml.Node | None) -> None:
+    """Raise where aliases stand for more than `MOST_VALUES` values, or for themselves."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES  # what is inside itself has no end
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            sizes[id(node)] = 1 + sum(size(each) for part in parts for each in _nodes(part))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MOST_VALUES:
+        raise ValueError(f"it stands for more than {MOST_VALUES:,} values; write out what its aliases (*name) repeat")
+
+
+def _nodes(part: Any) -> tuple[yaml.Node, ...]:
+    return part if isinstance(part, tuple) else (part,)

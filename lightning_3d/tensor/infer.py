@@ -105,10 +105,10 @@ def _vocabulary(
 ) -> tuple[dict[str, TensorSplit], list[str]]:
     """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
     units = find_units(module)
-    headed = [] if calls is None else holding_heads(module, units, size)
+    headed = [] if calls is None else holding_heads(module, units, calls.heads, size)
     elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
     blocks = [unit for unit in units if unit not in headed]
-    found = find_vocabulary(module, blocks, elsewhere, size, seen=calls is not None)
+    found = find_vocabulary(module, blocks, elsewhere, size, ends=None if calls is None else calls.heads)
     headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
     for name, way in told.items():
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)

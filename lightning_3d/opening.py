@@ -1,5 +1,6 @@
 """What is said when training starts: which rank holds what, what stayed whole, what makes up one optimizer step."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -19,15 +20,15 @@ from lightning_3d.zero.moments import moments
 WIDE = 4
 """Data ranks, and tensor ranks of each, that are drawn one by one; of more, the first and the last are."""
 
+SMALL = 0.02
+"""Share of the module's bytes below which what stayed whole on the tensor ranks is not named."""
+
 
 def opening(module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None) -> str:
     """A few lines about where `module` is about to be."""
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
-        kept = [name for name in tensor.whole if name]
-        names = f"{', '.join(kept[:3])}{' ...' if len(kept) > 3 else ''}"
-        whole = f"{_count(len(kept), 'part')} stayed whole ({names})" if kept else "nothing large stayed whole"
-        lines.append(f"  tensor: {len(tensor.splits)} parameters divided, {whole}")
+        lines.append(f"  tensor: {len(tensor.splits)} parameters divided, {_whole(module, tensor)}")
     return "\n".join(lines)
 
 
@@ -95,6 +96,21 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     holder = stage_ranks(layout.schedule, size, split.num_stages // size)
     lines = split.describe().splitlines()
     return ", ".join(lines[stage].partition(": ")[2] for stage, at in enumerate(holder) if at == rank)
+
+
+def _whole(module: nn.Module, tensor: TensorPlan) -> str:
+    """How many bytes every tensor rank holds whole; the largest parameters by name, blocks of a kind together."""
+    sizes = {name: item.numel() * item.element_size() for name, item in module.named_parameters()}
+    kinds: dict[str, int] = {}
+    for name in sizes.keys() - tensor.splits.keys():
+        kind = re.sub(r"\d+", "*", name)
+        kinds[kind] = kinds.get(kind, 0) + sizes[name]
+    kept, total = sum(kinds.values()), sum(sizes.values())
+    text = f"{show_bytes(kept)} of {show_bytes(total)} ({kept / max(total, 1):.0%}) stayed whole"
+    if kept < SMALL * total:
+        return text
+    largest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
+    return f"{text}: {', '.join(f'{show_bytes(size)} {kind}' for kind, size in largest)}{' ...' * (len(kinds) > 3)}"
 
 
 def _microbatches(layout: Layout, batch: int | None) -> str:

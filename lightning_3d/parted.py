@@ -1,11 +1,14 @@
 """Steps that compute with weights of which a rank holds only a part: what torch says of it, in a user's words."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_3d.errors import RunError, UnsupportedError
 
 _FREED = "storage of size 0"
+_IN_PLACE = re.compile(r"aten\.\w+_\.")
+"""An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
 _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
 
 
@@ -23,6 +26,12 @@ def said_of_parts(layout: object) -> Iterator[None]:
                 "training_step differentiates through blocks (torch.autograd.grad, as in a gradient penalty or a"
                 f" physics-informed loss), and backward needs weights again that are freed by then ({layout}). Use"
                 " zero_stage=0; tensor parallelism can do this."
+            ) from error
+        if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
+            raise UnsupportedError(
+                f"training_step changes weights in place of which this rank holds a part ({layout}; {_first(text)}). A"
+                " network that follows another (an EMA teacher) mixes parts with whole weights there. Do so in"
+                " on_train_batch_start or on_train_batch_end, where each rank changes its part."
             ) from error
         if any(word in text for word in _MIXED):
             raise UnsupportedError(

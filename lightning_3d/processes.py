@@ -1,5 +1,6 @@
 """The processes of one job as Lightning sees them: who is where, how they start, talk and fail."""
 
+import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d import apart, peers
+from lightning_3d.asking import data_code_that_asks
 from lightning_3d.axes import borrow, give_back
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
@@ -68,6 +70,9 @@ class Processes(ParallelStrategy):
         self._give_samplers_back: Callable[[], None] = _nothing
         self._shares_order = False
         """Whether the run had several data ranks when it was saved: then it goes on in the order of Lightning's."""
+        self._world_asked_by: str | None = None
+        """Method of the user's that makes data and read `trainer.world_size`."""
+        self._world_warned = False
         self._chooses = False
         """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
 
@@ -125,6 +130,38 @@ class Processes(ParallelStrategy):
         return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
 
     @property
+    def data_parallel_size(self) -> int:
+        """Ranks that work on different samples: by this a batch size is divided, not by `trainer.world_size`."""
+        return self.layout.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the parts of the samples this rank works on; equal on tensor and pipeline peers."""
+        return self.coordinate.data
+
+    @property
+    def world_size(self) -> int:
+        asking = data_code_that_asks(sys._getframe(1))
+        if asking is not None and self._world_asked_by is None:
+            self._world_asked_by = asking
+            self._warn_of_world_size()
+        return super().world_size
+
+    def _warn_of_world_size(self) -> None:
+        """Warn once of data that is divided by all ranks, where some of them share their samples."""
+        if self._world_asked_by is None or self._mesh is None or self._world_warned:
+            return
+        data, world = self.data_parallel_size, super().world_size
+        if data != world:
+            self._world_warned = True
+            rank_zero_warn(
+                f"{self._world_asked_by} reads trainer.world_size ({world}), but tensor and pipeline peers work on the"
+                f" same samples: data is divided over {data} here. A batch size divided by the world size makes an"
+                " optimizer step of fewer samples than you mean. Divide by trainer.strategy.data_parallel_size, and"
+                " shard by trainer.strategy.data_parallel_rank."
+            )
+
+    @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
@@ -177,6 +214,7 @@ class Processes(ParallelStrategy):
         self._mesh, self._communication = axes.mesh, Communication(axes, self._comm_config(), streams=self._streams)
         self._module._device_mesh = self._mesh
         self._settle_samplers()
+        self._warn_of_world_size()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_give_samplers_back": _nothing}  # those of this process's trainer

@@ -36,7 +36,7 @@ from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Sch
 from lightning_3d.materialize import materialize
 from lightning_3d.metrics import gather_over
 from lightning_3d.names import NAMES
-from lightning_3d.pipeline.limits import check_supported
+from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.place import Choices, LossScope, make_steps
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.processes import StartMethod
@@ -233,6 +233,8 @@ class Strategy3D(Running):
             self._open_axes()
         if fitting:
             check_hooks(module, self.layout)
+            if self.layout.pipeline_parallel_size > 1:
+                check_automatic(module)  # before anything is looked for that only other modules have
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         hooked = watch_hooks(module, callbacks, lambda: self._composed, lambda: self._data)

@@ -31,7 +31,7 @@ from lightning_3d.pipeline.microbatch import leaves, split_batch
 from lightning_3d.pipeline.traced import Traced
 from lightning_3d.tensor import infer, sample
 from lightning_3d.tensor.record import record_calls
-from lightning_3d.tensor.sample import plain_tensor
+from lightning_3d.tensor.sample import plain_tensor, working_dtype
 
 
 def stand_alone(world: World, strategy: Any) -> None:
@@ -192,7 +192,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, FakeTensor):
         return plain_tensor(tensor)
     if tensor.is_floating_point():
-        return torch.empty(tensor.shape, device="meta")
+        return torch.empty(tensor.shape, dtype=working_dtype(tensor.dtype), device="meta")
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 

@@ -11,17 +11,22 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_3d.errors import UnsupportedError
 
 
-def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
-
-    A `backward` of the user's own is warned of: it may do no more than Lightning's.
-    """
+def check_automatic(module: Any) -> None:
+    """Raise `UnsupportedError` for manual optimization (a GAN)."""
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
             " has run for the next one, so training_step cannot call it. Use automatic optimization, or"
             " pipeline_parallel_size=1."
         )
+
+
+def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
+
+    A `backward` of the user's own is warned of: it may do no more than Lightning's.
+    """
+    check_automatic(module)
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(

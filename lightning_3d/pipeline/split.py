@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.materialize import ABSENT
+from lightning_3d.pipeline.absent import absent_like
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.pipeline.whole import Whole
 
@@ -309,20 +309,11 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
                     if tensor is None or id(tensor) in kept:
                         continue
                     if id(tensor) not in replaced:
-                        replaced[id(tensor)] = _absent_like(tensor)
+                        replaced[id(tensor)] = absent_like(tensor)
                         kept.add(id(replaced[id(tensor)]))
                     tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
                     absent[f"{prefix}.{name}"] = stages[0]
     return AppliedSplit(module, split, absent)
-
-
-def _absent_like(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    empty.__dict__.update(tensor.__dict__)
-    setattr(empty, ABSENT, True)
-    return empty
 
 
 def move_present(module: nn.Module, device: torch.device) -> None:

@@ -5,6 +5,7 @@ the output projection without calling it, and the encoder layer has a fused shor
 here computes the same from `num_heads`, `head_dim` and calls to modules. (Written against torch 2.13.)
 """
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -38,7 +39,9 @@ class OpenAttention:
         elif not module.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         q, k, v = (part.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for part in (q, k, v))
-        mask = self._mask(attn_mask, key_padding_mask, q)
+        # torch takes the flag for the mask where it needs no weights and pads no keys.
+        causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
+        mask = self._mask(None if causal else attn_mask, key_padding_mask, q)
         rate = module.dropout if module.training else 0.0
         weights = None
         if need_weights:
@@ -47,7 +50,7 @@ class OpenAttention:
             weights = F.dropout(weights, rate) if rate else weights
             mixed = weights @ v
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
         mixed = mixed.transpose(1, 2).flatten(2)
         if not batched:
             mixed = mixed.squeeze(0)
@@ -90,20 +93,20 @@ class OpenAttention:
         return padding if mask is None else mask + padding
 
 
-def use_open_attention(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Open every attention in `module` and close torch's fused shortcuts past it; what to restore, for the undo."""
-    replaced: list[tuple[nn.Module, str, Any]] = []
+def use_open_attention(module: nn.Module, put: Callable[[nn.Module, str, Any], None]) -> None:
+    """Open every attention in `module` and close torch's fused shortcuts past it.
+
+    Args:
+        module: the block.
+        put: sets an instance attribute, past `nn.Module.__setattr__`.
+    """
     for child in module.modules():
         if _can_open(child):
-            replaced.append((child, "forward", None))
-            child.__dict__["forward"] = OpenAttention(child)
+            put(child, "forward", OpenAttention(child))
         if isinstance(child, nn.TransformerEncoderLayer) and child.activation_relu_or_gelu:
-            replaced.append((child, "activation_relu_or_gelu", child.activation_relu_or_gelu))
-            child.activation_relu_or_gelu = 0  # 0: an activation that the fused shortcut does not know
+            put(child, "activation_relu_or_gelu", 0)  # 0: an activation that the fused shortcut does not know
         if isinstance(child, nn.TransformerEncoder) and child.use_nested_tensor:
-            replaced.append((child, "use_nested_tensor", True))
-            child.use_nested_tensor = False
-    return replaced
+            put(child, "use_nested_tensor", False)
 
 
 def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
@@ -115,6 +118,9 @@ def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    if mask is None or mask.dtype != torch.bool:
-        return mask
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        # torch's kernels read a float32 mask wrongly where the queries are float64.
+        return mask.to(torch.promote_types(mask.dtype, like.dtype))
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

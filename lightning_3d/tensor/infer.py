@@ -18,7 +18,7 @@ from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.record import Recording
-from lightning_3d.tensor.sample import Sample, shortened
+from lightning_3d.tensor.sample import Sample, shortened, working_dtype
 from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.search import Study, find_plan, with_sequence
 from lightning_3d.tensor.told import Way, declared_plan, read_plan
@@ -105,10 +105,10 @@ def _vocabulary(
 ) -> tuple[dict[str, TensorSplit], list[str]]:
     """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
     units = find_units(module)
-    headed = [] if calls is None else holding_heads(module, units, size)
+    headed = [] if calls is None else holding_heads(module, units, calls.heads, size)
     elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
     blocks = [unit for unit in units if unit not in headed]
-    found = find_vocabulary(module, blocks, elsewhere, size, seen=calls is not None)
+    found = find_vocabulary(module, blocks, elsewhere, size, ends=None if calls is None else calls.heads)
     headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
     for name, way in told.items():
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
@@ -143,7 +143,8 @@ def _plan_unit(
         for call in calls[1:]:
             with suppress(Exception):  # one that cannot be run alone computes whole
                 samples += _samples(unit, call, most=1)
-        known = Study(lambda seed: scratch_copy(unit, SEED + seed), samples, size)
+        original = scratch_copy(unit, SEED, opened=False)
+        known = Study(lambda seed: scratch_copy(unit, SEED + seed), original, samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     try:
@@ -228,9 +229,10 @@ def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
 def _made_up(unit: nn.Module) -> Sample | None:
     parameters = inspect.signature(unit.forward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    width = next((child.in_features for child in unit.modules() if isinstance(child, nn.Linear)), None)
-    if isinstance(unit, nn.Sequential) or len(needed) == 1:
-        return None if width is None else Sample((torch.zeros(2, 8, width).add_(2.0),), {})
+    first = next((child for child in unit.modules() if isinstance(child, nn.Linear)), None)
+    if first is not None and (isinstance(unit, nn.Sequential) or len(needed) == 1):
+        dtype = working_dtype(first.weight.dtype)
+        return Sample((torch.full((2, 8, first.in_features), 2.0, dtype=dtype),), {})
     return None
 
 

@@ -7,7 +7,6 @@ access looks at before `_parameters`. So nothing is captured: FSDP2 may exchange
 import copy as copies_of
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,8 +42,7 @@ class Undo:
 def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
     """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
     undo, memo = Undo(), Memo(axis)
-    for owner, name, before in use_open_attention(unit):
-        undo.steps.append(partial(_put_back, owner, name, before))
+    use_open_attention(unit, undo.set)
     for (name, path), values in plan.attributes.items():
         _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
@@ -82,13 +80,6 @@ class _Shadow:
         if self.slice is not None:
             return local_part(copy(parameter, self.axis), self.slice, self.axis.rank)
         return copy(parameter, self.axis) if self.summed else local_shard(parameter)
-
-
-def _put_back(owner: nn.Module, name: str, before: Any) -> None:
-    if before is None:
-        del owner.__dict__[name]
-    else:
-        setattr(owner, name, before)
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:

@@ -74,25 +74,21 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
 class Prover:
     """Proves candidates for one block. What the whole block gives is computed once for each call.
 
+    That is computed by `original`, the block as its author wrote it, with the parameters of `scratch`.
+
     The calls of the first sample's form decide. A plan that computes something else in a call of another form (with a
     cache, say, as in evaluation) is right all the same: such calls are not among its proven ones, and compute whole.
     """
 
-    def __init__(self, scratch: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
+    def __init__(self, scratch: nn.Module, original: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
         self.scratch, self.ranks = scratch, ranks
         first = _form(samples[0])
-        self.cases = [self._case(training, s) for training in (True, False) for s in samples if _form(s) == first]
+        self.cases = [_case(original, training, s) for training in (True, False) for s in samples if _form(s) == first]
         self.others: list[list[Case]] = []
         for form in dict.fromkeys(_form(s) for s in samples if _form(s) != first):
             with suppress(Exception):  # such a call may not be possible without what came before it
                 alike = [s for s in samples if _form(s) == form]
-                self.others.append([self._case(s.training, s) for s in alike])
-
-    def _case(self, training: bool, sample: Sample) -> "Case":
-        self.scratch.train(training)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return training, sample, outcome(shard_copy(self.scratch, _same), sample)
+                self.others.append([_case(original, s.training, s) for s in alike])
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
         """`plan` with what the run taught about it (gathered outputs, dropouts, proven forms), or `Refused`."""
@@ -133,6 +129,13 @@ class Prover:
 
 Case = tuple[bool, Sample, Outcome]
 """Training mode, a call, and what the whole block gave."""
+
+
+def _case(original: nn.Module, training: bool, sample: Sample) -> Case:
+    original.train(training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return training, sample, outcome(shard_copy(original, _same), sample)
 
 
 def _form(sample: Sample) -> Any:

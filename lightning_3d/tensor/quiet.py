@@ -1,5 +1,6 @@
 """Random calls of a forward, silenced for a proof or listed for a plan."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,8 @@ CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 """Functions that draw a tensor, and what a silenced one returns."""
 
+ATTENTION = inspect.signature(F.multi_head_attention_forward)
+
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws a dropout mask (also inside attention) from a generator."""
@@ -49,6 +52,8 @@ class Quiet(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:  # as a whole: what it calls is not seen
+            args, kwargs = (), self._attention(args, kwargs)
         if is_random(func, args, kwargs):
             first = args[0] if args else kwargs["input" if "input" in kwargs else "query"]
             self.dropped.append(tuple(first.shape))
@@ -62,6 +67,18 @@ class Quiet(TorchFunctionMode):
             with torch.no_grad():
                 return CONSTANTS[func](func(*args, **kwargs))
         return self.call(func, args, kwargs)
+
+    def _attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of torch's whole attention, without dropout; lists what that would act on."""
+        call = ATTENTION.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        query, key, heads = given["query"], given["key"], given["num_heads"]
+        if given["training"] and given["dropout_p"] > 0:
+            batch = query.shape[1] if query.dim() > 2 else 1
+            last = key.shape[0] if given["need_weights"] else query.shape[-1] // heads
+            self.dropped.append((batch, heads, query.shape[0], last))
+        return {**given, "dropout_p": 0.0}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Everything that is not random."""

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import WritesError
 from lightning_3d.tensor.alone import PartsCalled
+from lightning_3d.tensor.ends import Ends
 from lightning_3d.tensor.sample import Sample, recorded
 from lightning_3d.tensor.units import find_units
 from lightning_3d.tensor.unproven import form_of
@@ -31,6 +32,8 @@ class Recording:
     """Parameters of embeddings and linears that were read outside their own module's forward."""
     in_parts: frozenset[str]
     """Blocks of which a part was called by itself."""
+    heads: frozenset[str]
+    """Linears as wide as an embedding has rows, whose results no other product took."""
 
 
 def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
@@ -43,17 +46,18 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     held = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     units = find_units(module)
-    watch, parts = _Elsewhere(module), PartsCalled(module, units)
+    watch, parts, ends = _Elsewhere(module), PartsCalled(module, units), Ends(module)
     handles = [
         *watch.handles,
         *parts.handles,
+        *ends.handles,
         *(
             module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
             for name in units
         ),
     ]
     try:
-        with torch.no_grad(), torch.random.fork_rng(), watch:
+        with torch.no_grad(), torch.random.fork_rng(), watch, ends:
             run()
             with suppress(Exception):  # only to see more forms of calls: what was not seen computes whole
                 if module.training:
@@ -71,7 +75,7 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
             if id(buffer) in values:
                 buffer.copy_(values[id(buffer)])
     samples = {name: tuple(forms.values()) for name, forms in calls.items()}
-    return Recording(samples, frozenset(watch.found), frozenset(parts.found))
+    return Recording(samples, frozenset(watch.found), frozenset(parts.found), ends.found)
 
 
 class _Elsewhere(TorchFunctionMode):

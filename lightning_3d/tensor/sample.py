@@ -45,7 +45,9 @@ class Sample:
         """Fresh normal numbers in place of activations; masks, indices and flags as they are."""
         return self.mapped(
             lambda _, tensor: (
-                torch.randn(tensor.shape, generator=generator).requires_grad_() if is_activation(tensor) else tensor
+                torch.randn(tensor.shape, generator=generator).to(tensor.dtype).requires_grad_()
+                if is_activation(tensor)
+                else tensor
             )
         )
 
@@ -76,7 +78,7 @@ def is_activation(tensor: Tensor) -> bool:
 
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Sample:
-    """A snapshot of a call, on the CPU and in fp32."""
+    """A snapshot of a call, on the CPU and in fp32, or fp64 where it is so."""
     return Sample(args, kwargs, training).mapped(lambda _, tensor: plain_tensor(tensor))
 
 
@@ -102,8 +104,12 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().to("cpu", copy=True)
-    return tensor.float() if tensor.is_floating_point() else tensor
+    return tensor.detach().to("cpu", working_dtype(tensor.dtype), copy=True)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which tensors of `dtype` are looked at: floats in fp32 at least."""
+    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
 
 
 def _plain(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Throw-away copies of a block to try things on: on the CPU, in fp32, with random parameters.
+"""Throw-away copies of a block to try things on: on the CPU, in fp32 (fp64 where it is so), with random parameters.
 
 Random, because fresh parameters are often zero (biases, the second matrix of an adapter, the last layer of a residual
 branch), and where a weight is zero every split of its neighbours looks right.
@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor.attention import use_open_attention
+from lightning_3d.tensor.sample import working_dtype
 
 
-def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
-    """`module` with random parameters of its own; the original, which may live on meta, is not touched."""
+def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
+    """`module` with random parameters of its own; the original, which may live on meta, is not touched.
+
+    Args:
+        module: the block.
+        seed: of its parameters.
+        opened: with torch's attention opened up; without, all code is as its author wrote it.
+    """
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
@@ -31,7 +38,8 @@ def scratch_copy(module: nn.Module, seed: int) -> nn.Module:
             if held is not None:
                 memo[id(held)] = object()
     twin = copy.deepcopy(module, memo)
-    use_open_attention(twin)
+    if opened:
+        use_open_attention(twin, lambda owner, name, value: owner.__dict__.update({name: value}))
     return twin
 
 
@@ -59,14 +67,14 @@ def names_of(module: nn.Module) -> Mapping[int, str]:
 def _random(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     if not parameter.is_floating_point():
         return parameter.detach().to("cpu", copy=True)
-    values = torch.randn(parameter.shape, generator=generator)
+    values = torch.randn(parameter.shape, generator=generator).to(working_dtype(parameter.dtype))
     if parameter.dim() > 1:
         return values / parameter.shape[-1] ** 0.5
     return values.mul_(0.1) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
 
 
 def _buffer(buffer: Tensor) -> Tensor:
+    dtype = working_dtype(buffer.dtype)
     if buffer.is_meta:
-        return torch.ones(buffer.shape, dtype=buffer.dtype if not buffer.is_floating_point() else torch.float32)
-    plain = buffer.detach().to("cpu", copy=True)
-    return plain.float() if plain.is_floating_point() else plain
+        return torch.ones(buffer.shape, dtype=dtype)
+    return buffer.detach().to("cpu", dtype, copy=True)

@@ -40,11 +40,14 @@ class Study:
 
     Args:
         make: a scratch copy of the block, with random parameters from a seed.
+        original: the copy for seed 0, with all code as its author wrote it.
         samples: calls to prove on.
         ranks: tensor ranks.
     """
 
-    def __init__(self, make: Callable[[int], nn.Module], samples: Sequence[Sample], ranks: int) -> None:
+    def __init__(
+        self, make: Callable[[int], nn.Module], original: nn.Module, samples: Sequence[Sample], ranks: int
+    ) -> None:
         self.make, self.samples, self.ranks = make, samples, ranks
         self.looks: list[Look] = []
         self.mixers: tuple[str, ...] = ()
@@ -56,7 +59,7 @@ class Study:
             trace(self.scratch.eval(), samples[0].fresh())
         self.read: Mapping[Attribute, Any] = dict(read)
         """Plain values that the block's code read, in training or eval mode."""
-        self.prover = Prover(self.scratch, samples, ranks)
+        self.prover = Prover(self.scratch, original, samples, ranks)
         self.modules: Mapping[str, nn.Module] = dict(self.scratch.named_modules())
         first = self.look(0)
         self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called

@@ -23,18 +23,20 @@ ranks."""
 
 
 def find_vocabulary(
-    module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int, *, seen: bool
+    module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int, *, ends: Collection[str] | None
 ) -> dict[str, TensorSplit]:
-    """Parameters of embeddings and heads to split, by name: the largest embeddings outside the blocks, and linears as
-    wide.
+    """Parameters of embeddings and heads to split, by name: embeddings outside the blocks, the largest or those with a
+    head, and their heads.
 
     Args:
         module: the whole module.
         units: blocks, which are left alone.
         elsewhere: parameters that are read outside their own module's forward, which are left alone too.
         size: tensor ranks.
-        seen: whether a run showed that; without one, only torch's own classes are known to be what they seem.
+        ends: linears that a run showed to be heads. None without a run: then every linear outside the blocks that is
+            as wide as an embedding is taken for one, and only torch's own classes for what they seem.
     """
+    seen = ends is not None
     total = sum(parameter.numel() for parameter in module.parameters())
     users = _users(module)
     outside = {
@@ -42,17 +44,20 @@ def find_vocabulary(
         if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
     }  # fmt: skip
     embeddings = {name: child for name, child in outside.items() if _can_split_embedding(child, seen)}
+    tables = {id(child.weight) for child in embeddings.values()}
+    heads = {
+        name: child for name, child in outside.items()
+        if _is_plain_linear(child) and (id(child.weight) in tables or ends is None or name in ends)
+    }  # fmt: skip
     most = max((child.num_embeddings for child in embeddings.values()), default=0)
+    rows = {most, *(child.out_features for child in heads.values() if ends is not None)}
     large = {
         id(child.weight): child.num_embeddings
         for child in embeddings.values()
-        if child.num_embeddings == most >= 4 * size and child.weight.numel() >= WORTH * total
+        if child.num_embeddings in rows and child.num_embeddings >= 4 * size and child.weight.numel() >= WORTH * total
     }
-    heads = {
-        name: child for name, child in outside.items()
-        if _is_plain_linear(child) and (id(child.weight) in large or child.out_features in large.values())
-    }  # fmt: skip
-    chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large} | heads
+    chosen = {name: child for name, child in embeddings.items() if id(child.weight) in large}
+    chosen |= {name: child for name, child in heads.items() if child.out_features in large.values()}
     matrices = (nn.Embedding, nn.Linear)
     free = {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} | {
         name for names in users.values() for name in names
@@ -67,12 +72,16 @@ def find_vocabulary(
     return splits
 
 
-def holding_heads(module: nn.Module, units: Collection[str], size: int) -> list[str]:
-    """Those of `units` with a linear as wide as the largest embedding outside of them: a head and what is before it."""
+def holding_heads(module: nn.Module, units: Collection[str], ends: Collection[str], size: int) -> list[str]:
+    """Those of `units` with a head of an embedding outside of them, one of `ends` or tied: it and what is before."""
     inside = lambda name: any(not unit or name.startswith(f"{unit}.") for unit in units)  # noqa: E731
     outside = [m for name, m in module.named_modules() if isinstance(m, nn.Embedding) and not inside(name)]
-    most = max((embedding.num_embeddings for embedding in outside), default=0)
-    heads = [name for name, m in module.named_modules() if _is_plain_linear(m) and m.out_features == most >= 4 * size]
+    rows = {embedding.num_embeddings for embedding in outside if embedding.num_embeddings >= 4 * size}
+    tables = {id(embedding.weight) for embedding in outside}
+    heads = [
+        name for name, m in module.named_modules()
+        if _is_plain_linear(m) and m.out_features in rows and (name in ends or id(m.weight) in tables)
+    ]  # fmt: skip
     return [unit for unit in units if unit and any(name.startswith(f"{unit}.") for name in heads)]
 
 

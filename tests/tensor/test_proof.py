@@ -17,7 +17,7 @@ from tests.tensor import models, strange
 def known(module, size=2):
     call = Sample((torch.randn(2, 8, 16),), {})
     samples = [cut.random(torch.Generator().manual_seed(n)) for n, cut in enumerate(shortened(call)[:2])]
-    return Study(lambda seed: scratch_copy(module, seed), samples, size)
+    return Study(lambda seed: scratch_copy(module, seed), scratch_copy(module, 0, opened=False), samples, size)
 
 
 @pytest.fixture(scope="module")

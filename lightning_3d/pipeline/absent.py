@@ -1,0 +1,48 @@
+"""What stands for the parameters and buffers that other stages hold: on meta, without values.
+
+Code that asks one of them for its device (`next(self.parameters()).device`, Hugging Face's `.device`) wants to make a
+tensor there, and means the device of the rank.
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.materialize import ABSENT
+
+_DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
+"""Begins the files of torch's private modules."""
+
+
+class _StandsOn:
+    stands_on: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of the rank. What torch computes on meta is computed in Python, which must know where it is."""
+        inside = sys._getframe(1).f_code.co_filename.startswith(_INSIDE)
+        return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
+
+
+class _AbsentParameter(_StandsOn, nn.Parameter):
+    pass
+
+
+class _AbsentBuffer(_StandsOn, Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def absent_like(tensor: Tensor) -> Tensor:
+    """What stands for `tensor`; its `device` is that of `tensor`."""
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        empty = _AbsentParameter(empty, requires_grad=tensor.requires_grad)
+    elif type(empty) is Tensor:  # those of a dry run are of a class of their own
+        empty = empty.as_subclass(_AbsentBuffer)
+    empty.__dict__.update(tensor.__dict__)
+    empty.__dict__.update({ABSENT: True, "stands_on": tensor.device})
+    return empty

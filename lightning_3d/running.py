@@ -132,6 +132,8 @@ class Running(Resuming):
 
     def on_validation_end(self) -> None:
         self._data.rest()
+        if self._preemption is not None:
+            self._preemption.after_validation()
 
     def on_test_end(self) -> None:
         self._data.rest()

@@ -25,7 +25,7 @@ from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_hooks, check_module, use_no_grad
+from lightning_3d.checks import check_hooks, check_module, check_same_module, use_no_grad
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, cut, divide
 from lightning_3d.data import SampleCheck
@@ -229,6 +229,7 @@ class Strategy3D(Running):
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._begin_run(trainer)
+        check_same_module(module)
         check_module(module, fitting)
         if self._auto is not None:
             self._auto.choose(trainer, module, self, self._to_device)

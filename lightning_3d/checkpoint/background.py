@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from lightning_3d import talk
+
 Gather = Callable[[Any], list[Any]]
 """What every rank says, in the order of ranks. Collective."""
 
@@ -48,9 +50,7 @@ class Background:
     def _gather(self, mine: Any) -> list[Any]:
         if self._group is None:
             return [mine]
-        everyone = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+        return talk.gather(mine, self._group)
 
     def afterwards(self, do: Callable[[], None]) -> None:
         """Call `do` once nothing is under way, unless what was has failed."""

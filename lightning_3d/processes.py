@@ -163,7 +163,7 @@ class Processes(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
-        if not dist.is_initialized():
+        if not dist.is_initialized() and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         share_seeded_state()

@@ -85,7 +85,8 @@ class Strategy3D(Running):
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
         dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
             shapes only, what ranks of that cluster would hold and send, and what would go wrong.
-        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
+        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds. To start, ranks
+            have five minutes at least.
         start_method: how processes start where no launcher started them; "popen" runs your script again, "auto" does
             so where there is a script and forks in a notebook or at a prompt.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.

@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_3d.faults.flight import flight
+
 NOTHING, END, REQUEUE = 0, 1, 2
 Agree = Callable[[list[int]], list[int]]
 """The largest numbers that any rank says. Collective over the world."""
@@ -75,6 +77,7 @@ class Preemption:
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         if self.agreed:
             self._end(self.agreed)
+        flight.at("between steps", self.trainer.global_step)
         self.advance(*args, **kwargs)
         self._agree()
 

@@ -27,7 +27,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d import apart, peers, talk
-from lightning_3d.axes import borrow, give_back
+from lightning_3d.axes import borrow, give_back, in_step
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
@@ -336,11 +336,17 @@ class Processes(ParallelStrategy):
             self._watch = None
         super().teardown()
 
+    @abstractmethod
+    def _moment(self) -> tuple[int, int] | None:
+        """Where in the run this rank is, None inside of a step whose messages may be under way."""
+
     def _close_communication(self) -> None:
         if self._communication is not None:
             self._communication.close()
-            if not self._judged:  # after an error, of all ranks even, one may have sent more than another
-                give_back(self._communication.axes)
+            axes, moment = self._communication.axes, self._moment() if self._communication.engine.idle else None
+            # after an error, of all ranks even, one may have sent more than another
+            if not self._judged or (not self._failed and in_step(axes, moment)):
+                give_back(axes)
             self._communication = None
 
 

@@ -32,6 +32,12 @@ class Running(Resuming):
     _evaluations = 0
     _quiet = False
 
+    def _moment(self) -> tuple[int, int] | None:
+        trainer = self._module.trainer
+        if self.layout.pipeline_parallel_size > 1 and (self._in_step or not trainer.training):
+            return None
+        return trainer.global_step, trainer.fit_loop.batch_idx
+
     @property
     def _applied(self) -> Composed:
         assert self._composed is not None, "the module is placed from setup on"

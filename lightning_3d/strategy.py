@@ -348,10 +348,12 @@ class Strategy3D(Running):
         self._hooks, self._undo = [], []
         if self._steps is not None:
             self._steps.close()
-        if self._composed is not None:
-            self._composed.undo(self.optimizers)
+        composed = self._composed
+        if composed is not None:
+            composed.undo(self.optimizers)
         if self._mesh is not None and self.lightning_module is not None:
-            self._share_buffers()
+            if composed is not None:  # else the run failed before anything was placed, and ranks may hold other buffers
+                self._share_buffers()
             if isinstance(self._layer_sync, DataBatchNorm):
                 self._layer_sync.revert(self._module)
 

@@ -77,6 +77,12 @@ class Background:
         if error is not None:
             raise error
 
+    def close(self) -> None:
+        """Give the group back, whose threads and sockets would add up over the runs of a process."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
 
 def _first_error(calls: list[Callable[[], None]]) -> Exception | None:
     for call in calls:

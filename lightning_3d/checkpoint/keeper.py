@@ -130,6 +130,7 @@ class Keeper:
         try:
             self.wait()
         finally:
+            self._background.close()
             self.forget()
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -69,7 +70,7 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
             the pipeline's group, on which stages send different numbers of messages.
     """
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
-    groups = [axes.mesh.get_group(name) for name in names]
+    groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
     groups += [group for group in (axes.whole, axes.shard, axes.replicate) if group is not None]
     counts = {
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()

@@ -11,11 +11,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d import talk
+from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.mesh import build_mesh
 
 
@@ -58,6 +60,30 @@ def give_back(axes: Axes) -> None:
     """Keep `axes` for a later run: on every rank, and only where no collective of theirs is unfinished."""
     if _Kept.world is not None and _Kept.world() is dist.group.WORLD:
         _Kept.axes.append(axes)
+
+
+def in_step(axes: Axes, moment: Hashable) -> bool:
+    """Whether every rank has done the same on `axes`, so that another run may use them. Collective over the world.
+
+    Args:
+        moment: where in the run this rank is, None if something that it began has not ended. Equal moments stand for
+            the pipeline's group, on which stages send different numbers of messages.
+    """
+    names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
+    groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
+    groups += [group for group in (axes.whole, axes.shard, axes.replicate) if group is not None]
+    counts = {
+        (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
+        for index, group in enumerate(groups)
+    }
+    everyone = talk.gather((moment, counts))
+    agreed: dict[tuple[int, ...], int] = {}
+    return all(
+        where is not None
+        and where == moment
+        and all(agreed.setdefault(group, count) == count for group, count in begun.items())
+        for where, begun in everyone
+    )
 
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:

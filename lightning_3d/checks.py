@@ -1,11 +1,14 @@
 """What is checked before anything is placed, on every rank, so that all raise together and none waits."""
 
+import hashlib
+from itertools import zip_longest
 from typing import Any
 
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_3d import talk
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
 
@@ -20,8 +23,7 @@ def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
             " torch.distributed.destroy_process_group() between the two, or start each job in its own process."
         )
     mine = ("error", str(layout)) if isinstance(layout, LayoutError) else ("layout", repr(layout))
-    everyone: list[tuple[str, str]] = [mine] * running
-    dist.all_gather_object(everyone, mine)
+    everyone = talk.gather(mine)
     for rank, (kind, text) in enumerate(everyone):
         if kind == "error":
             raise LayoutError(text if mine[0] == "error" else f"rank {rank}: {text}")
@@ -32,6 +34,51 @@ def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
             )
     assert isinstance(layout, Layout)
     return layout
+
+
+def check_same_module(module: nn.Module) -> None:
+    """Raise on every rank unless all have built the same parameters and buffers. Collective over the world.
+
+    Collectives on short tensors take whatever the peers send: ranks would train to the end, each with other weights.
+    """
+    mine = _tensors(module)
+    digests = talk.gather(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not others:
+        return
+    everyone = talk.gather(mine)
+    first, there = everyone[0], everyone[others[0]]
+    line = next(n for n, (here, other) in enumerate(zip_longest(first, there)) if here != other)
+    odd = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
+    raise ConfigurationError(
+        f"rank {odd} built another {type(module).__name__} than rank 0. The first difference:\n"
+        f"rank 0: {_line(first, line)}\nrank {others[0]}: {_line(there, line)}\n"
+        "Ranks would average weights that do not belong together. Build the same module in every process: let neither"
+        " its sizes nor what is frozen depend on the rank, on random numbers without a seed, or on files that only some"
+        " machines have."
+    )
+
+
+def _tensors(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer: name, data type, shape, whether it is trained, what it is tied to."""
+    names: dict[Tensor, str] = {}
+    lines = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        trained = "trained" if parameter.requires_grad else "frozen"
+        tied = f", tied to {names[parameter]!r}" if parameter in names else ""
+        lines.append(f"parameter {name!r}, {_kind(parameter)}, {trained}{tied}")
+        names.setdefault(parameter, name)
+    lines += [f"buffer {name!r}, {_kind(buffer)}" for name, buffer in module.named_buffers(remove_duplicate=False)]
+    return lines
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = "no shape yet" if isinstance(tensor, UninitializedParameter | UninitializedBuffer) else [*tensor.shape]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+def _line(lines: list[str], number: int) -> str:
+    return lines[number] if number < len(lines) else f"nothing after {len(lines)} parameters and buffers"
 
 
 def check_module(module: nn.Module, fitting: bool) -> None:

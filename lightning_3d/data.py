@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d import talk
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 
@@ -80,10 +81,10 @@ class SampleCheck:
         return self._first_of_peers(batch)
 
     def _first_of_peers(self, batch: Any) -> Any:
-        box = [move_data_to_device(batch, torch.device("cpu"))]
+        batch = move_data_to_device(batch, torch.device("cpu"))
         for group in self.groups:
-            dist.broadcast_object_list(box, group=group, group_src=0)
-        return move_data_to_device(box[0], self.device)
+            batch = talk.from_first(batch, group)
+        return move_data_to_device(batch, self.device)
 
     def _difference(self, step: str, batch: Any) -> str | None:
         """Which peers have which of the first batches, or None if they are equal."""

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,19 +21,21 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException  # private, read in 2.6
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d import apart, peers
+from lightning_3d import apart, peers, talk
 from lightning_3d.asking import data_code_that_asks
-from lightning_3d.axes import borrow, give_back
+from lightning_3d.axes import borrow, give_back, in_step
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
 from lightning_3d.errors import ConfigurationError, LayoutError, RunError
 from lightning_3d.faults import Watch, flight
+from lightning_3d.faults.flight import put_aside
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
@@ -197,11 +200,13 @@ class Processes(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
-        if not dist.is_initialized():
+        if not dist.is_initialized() and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         share_seeded_state()
         self._before_layout()
+        if self.local_rank == 0 and dist.get_backend() != "fake":
+            self._put_records_aside()
         layout = check_same_layout(self._layout_or_error(), self.world_size)
         self._watch = self._start_watch(layout)
         self._mesh = None
@@ -259,7 +264,7 @@ class Processes(ParallelStrategy):
             except Exception as error:
                 box[1] = RunError(f"rank 0: {type(error).__name__}: {error}")  # the original may not travel
                 traceback.print_exc()
-        dist.broadcast_object_list(box, src=0)
+        box = talk.from_first(box)
         if box[1] is not None:
             raise box[1]
         return box[0]  # type: ignore[no-any-return]
@@ -300,11 +305,10 @@ class Processes(ParallelStrategy):
             return obj
         if apart.is_alone():
             return apart.heard(obj)
-        box = [obj]
-        dist.broadcast_object_list(box, src)
+        heard = talk.from_first(obj, first=src)
         if src == 0:
-            apart.hear(obj, box[0])
-        return box[0]
+            apart.hear(obj, heard)
+        return heard
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
@@ -316,22 +320,30 @@ class Processes(ParallelStrategy):
         folder = flight_folder(self._module.trainer.default_root_dir)
         return Watch(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 
+    def _put_records_aside(self) -> None:
+        try:
+            put_aside(flight_folder(self._module.trainer.default_root_dir))
+        except OSError as error:
+            warnings.warn(f"Flight records of an earlier run stay where those of this one go: {error}", stacklevel=2)
+
     def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call what the Trainer runs; an error that another rank caused says so, before any callback hears of it."""
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except _NO_FAILURES:
+            raise
+        except BaseException as error:
             told = self._told(error)
             if told is error:
                 raise
             raise told from error
 
-    def _told(self, error: Exception) -> Exception:
+    def _told(self, error: BaseException) -> BaseException:
         """What to raise for `error`, after all ranks know of it."""
-        own = not is_communication(error)
+        own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
         told = self._watch.explained(error) if self._watch is not None else error
-        self._fail(in_step=own)
-        if own and self._failed and self._watch is not None:
+        self._fail(in_step=own and (not interrupted or self.world_size == 1))  # Ctrl-C meets each rank elsewhere
+        if own and self._failed and self._watch is not None and not interrupted:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return told
 
@@ -362,12 +374,22 @@ class Processes(ParallelStrategy):
             self._watch = None
         super().teardown()
 
+    @abstractmethod
+    def _moment(self) -> tuple[int, int] | None:
+        """Where in the run this rank is, None inside of a step whose messages may be under way."""
+
     def _close_communication(self) -> None:
         if self._communication is not None:
             self._communication.close()
-            if not self._judged:  # after an error, of all ranks even, one may have sent more than another
-                give_back(self._communication.axes)
+            axes, moment = self._communication.axes, self._moment() if self._communication.engine.idle else None
+            # after an error, of all ranks even, one may have sent more than another
+            if not self._judged or (not self._failed and in_step(axes, moment)):
+                give_back(axes)
             self._communication = None
+
+
+_NO_FAILURES = (_TunerExitException, SIGTERMException, GeneratorExit)
+"""How Lightning itself ends a run, at the same place on all ranks."""
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from lightning_3d import talk
 from lightning_3d.layout import Coordinate, Layout
 
 
@@ -96,9 +97,7 @@ def share_random_state(group: dist.ProcessGroup) -> None:
     """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
     if dist.get_world_size(group) == 1:
         return
-    states = [_state()]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    _set_state(states[0])
+    _set_state(talk.from_first(_state(), group))
 
 
 def share_seeded_state() -> None:
@@ -107,10 +106,9 @@ def share_seeded_state() -> None:
     Lightning's own strategies start again from the seed here, so that what was drawn for the module is drawn once more
     for its samples; one device goes on.
     """
-    states: list[Seeded | None] = [_state() if "PL_GLOBAL_SEED" in os.environ else None]
-    dist.broadcast_object_list(states, src=0)
-    if states[0] is not None:
-        _set_state(states[0])
+    state = talk.from_first(_state() if "PL_GLOBAL_SEED" in os.environ else None)
+    if state is not None:
+        _set_state(state)
 
 
 def _state() -> Seeded:

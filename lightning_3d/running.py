@@ -36,6 +36,12 @@ class Running(Resuming):
     _evaluations = 0
     _quiet = False
 
+    def _moment(self) -> tuple[int, int] | None:
+        trainer = self._module.trainer
+        if self.layout.pipeline_parallel_size > 1 and (self._in_step or not trainer.training):
+            return None
+        return trainer.global_step, trainer.fit_loop.batch_idx
+
     @property
     def _applied(self) -> Composed:
         assert self._composed is not None, "the module is placed from setup on"
@@ -149,6 +155,8 @@ class Running(Resuming):
 
     def on_validation_end(self) -> None:
         self._data.rest()
+        if self._preemption is not None:
+            self._preemption.after_validation()
 
     def on_test_end(self) -> None:
         self._data.rest()

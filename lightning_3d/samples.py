@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch import distributed as dist
 
+from lightning_3d import talk
 from lightning_3d.early import optimizers_on_demand
 from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.layout import Layout
@@ -148,8 +148,7 @@ def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, st
             " its blocks is read from the code, and that they tell each other nothing beside their arguments is taken"
             " on trust."
         )
-    everyone: list[Any] = [said] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
+    everyone = talk.gather(said)
     for answer in everyone:
         if isinstance(answer, UnsupportedError):
             raise answer

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.keeper import gather, gather_states
+from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
@@ -87,7 +87,7 @@ class Saving(Processes):
             return
         if self._clones is not None:
             checkpoint = self._clones.whole(checkpoint, gather)
-        owns = gather_states(own)
+        owns = gather(own)
         whole = {**checkpoint, RANKS: owns} if own else checkpoint
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_3d import talk
 from lightning_3d.pipeline.split import PipelineSplit
 
 
@@ -74,8 +75,7 @@ class Stages:
         Args:
             mine: for each key some named values; tensors travel as tensors, everything else as Python objects.
         """
-        outlines: list[dict[Any, dict[str, Any]]] = [{} for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(outlines, {key: _outline(entry) for key, entry in mine.items()}, group=self.group)
+        outlines = talk.gather({key: _outline(entry) for key, entry in mine.items()}, self.group)
         result: dict[Any, dict[str, Any]] = {}
         for source, outline in enumerate(outlines):
             for key, entry in outline.items():

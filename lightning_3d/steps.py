@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch import distributed as dist
 
+from lightning_3d import talk
 from lightning_3d.compose import Composed
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.pipeline.runner import Hooks, Pipeline
@@ -203,8 +203,6 @@ def prove(pipeline: Pipeline, whole: Whole) -> None:
             f"{failed} Does its code read from a block of another stage what only the rank of that stage has (a tensor"
             " kept on a module)? Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
-    everyone: list[ConfigurationError | None] = [problem] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    for answer in everyone:
+    for answer in talk.gather(problem):
         if answer is not None:
             raise answer

@@ -24,7 +24,7 @@ from lightning_3d.broadcast import broadcast_tensors
 from lightning_3d.callbacks import use_callbacks
 from lightning_3d.checked import CheckedSteps
 from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.checks import check_hooks, check_module, use_no_grad
+from lightning_3d.checks import check_hooks, check_module, check_same_module, use_no_grad
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.compose import Composed, cut, divide
 from lightning_3d.data import SampleCheck
@@ -83,7 +83,8 @@ class Strategy3D(Running):
             compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
         dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
             shapes only, what ranks of that cluster would hold and send, and what would go wrong.
-        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds.
+        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds. To start, ranks
+            have five minutes at least.
         start_method: how processes start where no launcher started them; "popen" runs your script again, "auto" does
             so where there is a script and forks in a notebook or at a prompt.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
@@ -227,6 +228,7 @@ class Strategy3D(Running):
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._begin_run(trainer)
+        check_same_module(module)
         check_module(module, fitting)
         if self._auto is not None:
             self._auto.choose(trainer, module, self, self._to_device)
@@ -346,10 +348,12 @@ class Strategy3D(Running):
         self._hooks, self._undo = [], []
         if self._steps is not None:
             self._steps.close()
-        if self._composed is not None:
-            self._composed.undo(self.optimizers)
+        composed = self._composed
+        if composed is not None:
+            composed.undo(self.optimizers)
         if self._mesh is not None and self.lightning_module is not None:
-            self._share_buffers()
+            if composed is not None:  # else the run failed before anything was placed, and ranks may hold other buffers
+                self._share_buffers()
             if isinstance(self._layer_sync, DataBatchNorm):
                 self._layer_sync.revert(self._module)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_3d import talk
 from lightning_3d.compose import Composed
 from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
@@ -170,7 +171,7 @@ class FirstStep:
         found = [self._compared(name, parameter, composed, group, scale) for name, parameter in _here(composed)]
         typical = _typical(found)
         worst, unknown = _worst([each.relative(typical) for each in found])
-        everyone = _everywhere([each for each in (worst, unknown) if each is not None])
+        everyone = talk.gather([each for each in (worst, unknown) if each is not None])
         worst, unknown = _worst([each for some in everyone for each in some])
         if scale > 1 and (unknown is not None or (worst is not None and math.isinf(worst.difference))):
             self.overflows += 1
@@ -237,15 +238,9 @@ def _judge(worst: Compared) -> None:
 
 def _typical(found: list[Compared]) -> float:
     """How large an element of all gradients is: the root of the mean square."""
-    parts = _everywhere((sum(each.norm**2 for each in found), sum(each.size for each in found)))
+    parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
     squares, sizes = map(sum, zip(*parts, strict=True))
     return math.sqrt(squares / max(sizes, 1))
-
-
-def _everywhere(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _norm(tensor: Tensor) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from lightning_3d import talk
+
 Gather = Callable[[Any], list[Any]]
 """What every rank says, in the order of ranks. Collective."""
 
@@ -48,9 +50,7 @@ class Background:
     def _gather(self, mine: Any) -> list[Any]:
         if self._group is None:
             return [mine]
-        everyone = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return everyone
+        return talk.gather(mine, self._group)
 
     def afterwards(self, do: Callable[[], None]) -> None:
         """Call `do` once nothing is under way, unless what was has failed."""
@@ -76,6 +76,12 @@ class Background:
         self._thread, error, self._error = None, self._error, None
         if error is not None:
             raise error
+
+    def close(self) -> None:
+        """Give the group back, whose threads and sockets would add up over the runs of a process."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _first_error(calls: list[Callable[[], None]]) -> Exception | None:

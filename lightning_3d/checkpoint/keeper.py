@@ -3,23 +3,20 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d import peers
+from lightning_3d import peers, talk
 from lightning_3d.checkpoint.background import Background
 from lightning_3d.checkpoint.collect import Collector
 from lightning_3d.checkpoint.describe import Split, Splits
@@ -133,6 +130,7 @@ class Keeper:
         try:
             self.wait()
         finally:
+            self._background.close()
             self.forget()
 
     def forget(self) -> None:
@@ -225,32 +223,4 @@ def _world() -> int:
 
 
 def gather(mine: Any) -> list[Any]:
-    everyone = [mine] * _world()
-    if dist.is_initialized():
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A tensor as plain bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    data: bytes
-
-
-def gather_states(mine: Any) -> list[Any]:
-    """As `gather`, for what holds tensors: pickled as they are, each would go through `torch.save`, which users (and
-    Lightning's tests) count to see how often a rank saves. Collective."""
-    return [apply_to_collection(each, Packed, _unpack) for each in gather(apply_to_collection(mine, Tensor, _pack))]
-
-
-def _pack(tensor: Tensor) -> Packed:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return Packed(tensor.dtype, tuple(tensor.shape), raw.numpy().tobytes())
-
-
-def _unpack(packed: Packed) -> Tensor:
-    raw = torch.frombuffer(bytearray(packed.data), dtype=torch.uint8) if packed.data else torch.empty(0).byte()
-    return raw.view(packed.dtype).reshape(packed.shape)
+    return talk.gather(mine) if dist.is_initialized() else [mine]

@@ -70,6 +70,11 @@ class Engine:
     def threaded(self) -> bool:
         return self._thread is not None
 
+    @property
+    def idle(self) -> bool:
+        """Whether all that was submitted has been done, without an error."""
+        return self._broken is None and self._queue.empty() and (self._thread is None or not self._thread.is_alive())
+
     def submit(self, job: Job) -> Handle:
         """Queue `job`; it runs after all that were submitted before it."""
         if self._closed:

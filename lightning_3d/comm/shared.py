@@ -181,14 +181,28 @@ def _offer(length: int) -> list[int]:
     made: list[int] = []
     try:
         if sys.platform == "linux":
-            made.append(os.memfd_create("lightning_3d"))
-            os.ftruncate(made[0], length)
+            made.append(_unnamed(length))
             made.extend(os.pipe())
             made.extend(os.pipe())
             return made
     except OSError:
         _close(*made)
     return [-1] * 5
+
+
+def _unnamed(length: int) -> int:
+    """A file in memory without a name. Some builds of Python, conda's among them, have no `memfd_create`."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("lightning_3d")
+        os.ftruncate(memory, length)
+        return memory
+    memory = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(memory, 0, length)  # a full /dev/shm is an error now, and would be a SIGBUS later
+    except OSError:
+        os.close(memory)
+        raise
+    return memory
 
 
 def _take(process: int, *descriptors: int) -> Sequence[int]:

@@ -2,22 +2,35 @@
 
 import json
 import os
+import shutil
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+import uuid
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import lightning
+import torch
+
 LENGTH = 100
 """Entries that are kept."""
 DEPTH = 12
 """Innermost calls of each thread that are written down."""
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
-_LIBRARIES = ("site-packages", os.path.dirname(os.__file__), str(Path(__file__).parents[1]))
+_STDLIB = {sysconfig.get_path("stdlib"), os.path.dirname(threading.__file__)}
+_FOLDERS = [*_STDLIB, *map(os.path.realpath, _STDLIB), *(str(Path(str(m.__file__)).parent) for m in (torch, lightning))]
+_LIBRARIES = (
+    "<frozen ",  # parts of the standard library that are in the interpreter itself
+    "<string>",  # what a library has made and compiled
+    *(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages")),
+    *(f"{folder}{os.sep}" for folder in (*_FOLDERS, Path(__file__).parents[1])),
+)
 
 
 @dataclass
@@ -104,6 +117,20 @@ class Doing:
             self.flight.broken = self.flight.broken or self.entry
 
 
+def put_aside(folder: Path) -> None:
+    """Begin with an empty `folder`: records of the run before move to `flight_before`, in the place of older ones.
+
+    Only one of several processes that call it at once does so.
+    """
+    aside, before = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}"), folder.with_name(f"{folder.name}_before")
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(before, ignore_errors=True)
+    aside.rename(before)
+
+
 def _main_frame() -> FrameType | None:
     ident = threading.main_thread().ident
     return sys._current_frames().get(ident) if ident is not None else None
@@ -119,7 +146,8 @@ def _place(frame: FrameType | None) -> str:
         if _is_collective(outer):
             return _name(outer)
     own = [each for each in frames if not any(library in each.f_code.co_filename for library in _LIBRARIES)]
-    return "".join(f"{each.f_code.co_filename}:{each.f_lineno} ({each.f_code.co_name})" for each in own[:1]) or "?"
+    nearest = [*own, *frames][:1]
+    return "".join(f"{each.f_code.co_filename}:{each.f_lineno} ({each.f_code.co_name})" for each in nearest) or "?"
 
 
 def _collective(trace: TracebackType | None) -> str | None:

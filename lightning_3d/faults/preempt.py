@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_3d.faults.flight import flight
+
 NOTHING, END, REQUEUE = 0, 1, 2
 Agree = Callable[[list[int]], list[int]]
 """The largest numbers that any rank says. Collective over the world."""
@@ -34,26 +36,40 @@ class Preemption:
         self.trainer, self.agree, self.path = trainer, agree, path
         self.asked = self.agreed = NOTHING
         self.connector, self.loop = _any(trainer._signal_connector), _any(trainer.fit_loop.epoch_loop)
-        self.replaced: list[tuple[Any, str]] = []
-        if trainer.state.fn != TrainerFn.FITTING:
-            vars(self.connector)["_sigterm_notifier_fn"] = self._end_now
+        self.undo: list[Callable[[], None]] = []
+        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self.fitting:
+            self._replace(self.connector, "_sigterm_notifier_fn", self._end_now)
             return
         self.requeue, self.advance = self.connector._slurm_sigusr_handler_fn, self.loop.advance
-        vars(self.connector).update(
-            _sigterm_notifier_fn=lambda *_: self._ask(END), _slurm_sigusr_handler_fn=lambda *_: self._ask(REQUEUE)
-        )
-        vars(self.loop).update(_broadcast_sigterm_tensor=_nothing, advance=self._advance)
-        self._agree_after(self.loop.val_loop, "run")
-        self._agree_after(trainer.fit_loop, "on_advance_end")
+        self._replace(self.connector, "_sigterm_notifier_fn", lambda *_: self._ask(END))
+        self._replace(self.connector, "_slurm_sigusr_handler_fn", lambda *_: self._ask(REQUEUE))
+        self._replace(self.loop, "_broadcast_sigterm_tensor", _nothing)
+        self._replace(self.loop, "advance", self._advance)
+        self._replace(trainer.fit_loop, "on_advance_end", self._then_agree(trainer.fit_loop.on_advance_end))
 
     def close(self) -> None:
         """Leave the Trainer's loop and signals as they were."""
-        vars(self.connector).pop("_sigterm_notifier_fn", None)
-        vars(self.connector).pop("_slurm_sigusr_handler_fn", None)
-        for name in ("_broadcast_sigterm_tensor", "advance"):
-            vars(self.loop).pop(name, None)
-        for owner, name in self.replaced:
-            vars(owner).pop(name, None)
+        while self.undo:
+            self.undo.pop()()
+
+    def after_validation(self) -> None:
+        """Callbacks may stop the run there, or a signal come in the long time that it takes."""
+        if self.fitting:
+            self._agree()
+
+    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Until `close`; what the user put there before is there again afterwards, and what they put there since."""
+        attributes = vars(owner)
+        before = {name: attributes[name]} if name in attributes else {}
+        attributes[name] = ours
+
+        def restore() -> None:
+            if attributes.get(name) is ours:
+                del attributes[name]
+                attributes.update(before)
+
+        self.undo.append(restore)
 
     def _ask(self, what: int) -> None:
         self.asked = max(self.asked, what)
@@ -61,20 +77,19 @@ class Preemption:
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         if self.agreed:
             self._end(self.agreed)
+        flight.at("between steps", self.trainer.global_step)
         self.advance(*args, **kwargs)
         self._agree()
 
-    def _agree_after(self, owner: Any, name: str) -> None:
-        """Also where callbacks may stop the run outside of a batch, or a signal come in the long time that it takes."""
-        original = getattr(owner, name)
+    def _then_agree(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, which runs callbacks that may stop the run outside of a batch."""
 
         def then_agree(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._agree()
             return result
 
-        vars(owner)[name] = then_agree
-        self.replaced.append((owner, name))
+        return then_agree
 
     def _agree(self) -> None:
         """Before the Trainer looks at `should_stop`: to validate once more, or to leave a loop."""

@@ -3,15 +3,17 @@
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch import distributed as dist
 
 from lightning_3d.errors import PeerError
 
-How = Literal["failed", "lost", "late", "apart"]
+How = Literal["failed", "interrupted", "left", "lost", "late", "apart"]
 _WORDS = {
     "failed": "failed",
+    "interrupted": "was interrupted (Ctrl-C)",
+    "left": "ended itself (sys.exit)",
     "lost": "does not answer any more: its process was killed or stopped, or its machine cannot be reached",
     "late": "did not come",
     "apart": "was elsewhere",
@@ -31,10 +33,16 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str | bytes) -> "Verdict":
-        content = json.loads(text)
-        ranks = {int(rank): where for rank, where in content["ranks"].items()}
-        return cls(content["how"], ranks, content["detail"])
+    def loads(cls, text: str | bytes) -> "Verdict | None":
+        """The verdict that `dumps` wrote; None where something else stands in its place."""
+        try:
+            content = json.loads(text)
+            how, detail = content["how"], content["detail"]
+            ranks = {int(rank): str(where) for rank, where in content["ranks"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        known = isinstance(how, str) and how in _WORDS and isinstance(detail, str)
+        return cls(cast(How, how), ranks, detail) if known else None
 
     def explain(self, places: dict[int, str]) -> str:
         """In words.
@@ -46,7 +54,7 @@ class Verdict:
             f"rank {rank}{_at(places.get(rank))} {_WORDS[self.how]}, last seen at {where}"
             for rank, where in sorted(self.ranks.items())
         ]
-        return "; ".join(parts) + (f": {self.detail}" if self.detail else "")
+        return ": ".join(filter(None, ["; ".join(parts), self.detail]))
 
 
 def _at(place: str | None) -> str:
@@ -59,6 +67,19 @@ def is_communication(error: BaseException) -> bool:
         return True
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def confession(error: BaseException, rank: int, where: str) -> Verdict:
+    """The verdict on `rank`, which raised `error` by itself."""
+    if isinstance(error, KeyboardInterrupt):
+        return Verdict("interrupted", {rank: where})
+    if isinstance(error, SystemExit):
+        return Verdict("left", {rank: where}, f"exit code {error.code!r}"[:300])
+    return Verdict("failed", {rank: where}, _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:

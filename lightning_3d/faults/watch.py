@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from lightning_3d.errors import PeerError
 from lightning_3d.faults.flight import flight
-from lightning_3d.faults.verdict import Verdict, is_communication, judge
+from lightning_3d.faults.verdict import Verdict, confession, is_communication, judge
 from lightning_3d.peers import StoreGone, bounded
 
 GRACE = 30.0
@@ -54,6 +54,8 @@ class Watch:
         self._stop = threading.Event()
         self._answered = time.monotonic()
         self._neighbour, self._changed = b"", time.monotonic()
+        self._server = b""
+        """The last beat of rank 0, which may take the store with it when it dies."""
         self._threads = [
             threading.Thread(target=work, name=f"lightning_3d.{work.__name__.strip('_')}", daemon=True)
             for work in (self._tell, self._guard)
@@ -86,13 +88,15 @@ class Watch:
 
     def _exchange(self, count: int) -> None:
         store = self._beside
-        store.set(self._beat_of(self.rank), json.dumps([count, flight.standing()]))
+        store.set(self._beat_of(self.rank), json.dumps([count, flight.standing(), time.time()]))
         if store.check([f"{self.key}/ended"]):
             self._stop.set()
-        if self.verdict is None and store.check([f"{self.key}/verdict"]):
-            self._learn(Verdict.loads(store.get(f"{self.key}/verdict")))
-        after = self._beat_of((self.rank + 1) % len(self.places))
-        heard = store.get(after) if store.check([after]) else b""
+        if self.verdict is None and (known := self._decided(store)) is not None:
+            self._learn(known)
+        if self.verdict is not None:
+            store.set(self._knows(self.rank), "yes")
+        self._server = _read(store, self._beat_of(0))
+        heard = _read(store, self._beat_of((self.rank + 1) % len(self.places)))
         if heard != self._neighbour:
             self._neighbour, self._changed = heard, time.monotonic()
         elif self.verdict is None and time.monotonic() - self._changed > self.silence:
@@ -121,7 +125,7 @@ class Watch:
 
     # ---- what the main thread asks ---------------------------------------------------------------------------------
 
-    def explained(self, error: Exception) -> Exception:
+    def explained(self, error: BaseException) -> BaseException:
         """What to raise instead of `error`: if another rank caused it, an error that says which, and where it was."""
         self.failing = True
         where = flight.failing(error)
@@ -161,30 +165,32 @@ class Watch:
 
     # ---- deciding --------------------------------------------------------------------------------------------------
 
-    def _find(self, error: Exception, where: str) -> Verdict:
-        own = not is_communication(error)
-        text = f"{type(error).__name__}: {error}".splitlines()[0][:300] if own else ""
+    def _find(self, error: BaseException, where: str) -> Verdict:
         self._ask(lambda s: s.set(self._failure_of(self.rank), where))
-        if own:
-            return self._ask(lambda s: self._post(s, Verdict("failed", {self.rank: where}, text)))
+        if not is_communication(error):
+            return self._ask(lambda s: self._post(s, confession(error, self.rank, where)))
         # a rank that failed by itself, or one that noticed before us, says so within a few beats
         before = self._ask(self._beats)
-        if self._wait(3.5 * self.beat, lambda s: s.check([f"{self.key}/verdict"])):
-            return self._ask(lambda s: Verdict.loads(s.get(f"{self.key}/verdict")))
+        if self._wait(3.5 * self.beat, lambda s: self._decided(s) is not None):
+            return self._ask(self._decided)
         after, failures = self._ask(self._beats), self._ask(self._failures)
         silent = {r: _standing(b) for r, b in after.items() if before.get(r) == b and r not in failures}
         if not silent:
-            everyone, decided = [*map(self._failure_of, self.places)], [f"{self.key}/verdict"]
-            self._wait(min(5.0, self.timeout / 4), lambda s: s.check(everyone) or s.check(decided))
+            everyone = [*map(self._failure_of, self.places)]
+            self._wait(min(5.0, self.timeout / 4), lambda s: s.check(everyone) or self._decided(s) is not None)
             failures = self._ask(self._failures)
         standing = {r: _standing(b) for r, b in after.items() if r not in failures and r not in silent}
         return self._ask(lambda s: self._post(s, judge(silent, failures, standing)))
 
     def _beats(self, store: Store) -> dict[int, bytes]:
-        return {r: store.get(self._beat_of(r)) if store.check([self._beat_of(r)]) else b"" for r in self.places}
+        return {rank: _read(store, self._beat_of(rank)) for rank in self.places}
 
     def _failures(self, store: Store) -> dict[int, str]:
-        return {r: store.get(self._failure_of(r)).decode() for r in self.places if store.check([self._failure_of(r)])}
+        said = {rank: _read(store, self._failure_of(rank)) for rank in self.places}
+        return {rank: where.decode(errors="replace") for rank, where in said.items() if where}
+
+    def _decided(self, store: Store) -> Verdict | None:
+        return Verdict.loads(_read(store, f"{self.key}/verdict"))
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
         """Ask the store, but not for longer than it takes a store to answer."""
@@ -200,9 +206,11 @@ class Watch:
 
     def _post(self, store: Store, verdict: Verdict) -> Verdict:
         """Make `verdict` the one of all ranks, unless there is one; that which holds."""
-        verdict = Verdict.loads(store.compare_set(f"{self.key}/verdict", "", verdict.dumps()))
-        self._learn(verdict)
-        return verdict
+        holds = Verdict.loads(store.compare_set(f"{self.key}/verdict", "", verdict.dumps()))
+        if holds is None:  # what stands there is none, and must not hide this one
+            store.set(f"{self.key}/verdict", verdict.dumps())
+        self._learn(holds or verdict)
+        return holds or verdict
 
     def _learn(self, verdict: Verdict) -> None:
         if self.verdict is None:
@@ -211,7 +219,7 @@ class Watch:
     def _store_lost(self) -> Verdict:
         if _agent_serves():
             return Verdict("lost", {}, "the torchrun agent that serves the job's store does not answer any more")
-        return Verdict("lost", {0: _standing(b"")}, "it served the job's store")
+        return Verdict("lost", {0: _standing(self._server)}, "it served the job's store")
 
     def _message(self, verdict: Verdict, where: str) -> str:
         text = verdict.explain(self.places)
@@ -237,7 +245,17 @@ def _agent_serves() -> bool:
 
 
 def _standing(beat: bytes) -> str:
-    return str(json.loads(beat)[1]) if beat else "an unknown place"
+    """Where the rank of `beat` was, and how old that news is by the clocks of the two machines."""
+    try:
+        _, where, at = json.loads(beat)
+        return f"{where}, {max(0.0, time.time() - at):.0f} s ago"
+    except (ValueError, TypeError, RecursionError):
+        return "an unknown place"
+
+
+def _read(store: Store, key: str) -> bytes:
+    """What `key` holds, nothing where nobody has set it."""
+    return store.get(key) if store.check([key]) else b""
 
 
 def _connection(store: Store) -> Store:

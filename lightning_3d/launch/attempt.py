@@ -1,4 +1,4 @@
-"""A store of its own for each attempt of a job that torchrun restarts.
+"""Where the ranks of a job meet first: a store of its own for each attempt, and who did not come to it.
 
 torchrun's agent may serve one store for all attempts, and torch (read in 2.13) takes it for a new one: ranks of the
 second attempt read the addresses of dead processes of the first, and gloo fails to connect. Here rank 0 names the
@@ -13,56 +13,97 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_3d.errors import PeerError
 
+PATIENCE = 300.0
+"""Seconds, at least, that ranks have to start: a queue, an import from a slow disk or a download takes minutes."""
+LAST_WORDS = 2.0
 PAUSE = 0.02
+HERE = "all are here"
 
 
 def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, timeout: timedelta) -> dict[str, Any]:
-    """Arguments for `init_process_group`; none where no agent serves a store over several attempts."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not served or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 or world == 1:
+    """Arguments for `init_process_group`: a store at which all ranks are. Raises a PeerError that names who is not.
+
+    Args:
+        timeout: of what ranks ask of the store later on.
+    """
+    if world == 1:
         return {}
-    store = TCPStore(environment.main_address, environment.main_port, world, is_master=False, timeout=timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
-    own = uuid.uuid4().hex
-    name = _announce(store, own, world, deadline) if rank == 0 else _ask(store, own, rank, deadline)
+    place = f"{environment.main_address}:{environment.main_port}"
+    patience = max(timeout.total_seconds(), PATIENCE)
+    deadline = time.monotonic() + patience
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            environment.main_address, environment.main_port, world, is_master=rank == 0 and not served,
+            timeout=timedelta(seconds=patience), wait_for_workers=False, multi_tenant=not served,
+        )  # fmt: skip
+        name = _announce(store, world, deadline) if rank == 0 else _join(store, rank, deadline)
+    except dist.DistError as error:
+        if rank == 0:
+            raise
+        serves = "torchrun's agent" if served else "rank 0"
+        raise PeerError(
+            f"{serves}, which serves the job's store at {place}, did not come to the start of the job within"
+            f" {patience:.0f} s, or left it: {error}"
+        ) from error
+    store.set_timeout(timeout)
     return {"store": PrefixStore(f"lightning_3d/attempt/{name}", store)}
 
 
-def _announce(store: TCPStore, name: str, world: int, deadline: float) -> str:
-    """On rank 0: answer every rank that asks until each has taken the name."""
-    missing = list(range(1, world))
-    while missing:
+def _announce(store: TCPStore, world: int, deadline: float) -> str:
+    """On rank 0: answer every rank that asks until each has taken the name; say that all are here, or who is not."""
+    name, missing = uuid.uuid4().hex, list(range(1, world))
+    while missing and time.monotonic() < deadline:
         for rank in missing:
             if store.check([_key("asks", rank)]):
                 store.set(_key("answer", rank), store.get(_key("asks", rank)).decode() + name)
         time.sleep(PAUSE)
         missing = [rank for rank in missing if _read(store, _key("taken", rank)) != name]
-        _check(deadline, missing)
+    said = _late(missing, world) if missing else HERE
+    store.set(_key(name, 0), said)
+    if missing:
+        time.sleep(LAST_WORDS)  # the store ends with this process, and the others have to read why
+        raise PeerError(said)
     return name
 
 
-def _ask(store: TCPStore, own: str, rank: int, deadline: float) -> str:
-    """On another rank: the name with which rank 0 answers the number drawn just now."""
+def _join(store: TCPStore, rank: int, deadline: float) -> str:
+    """On another rank: the name with which rank 0 answers the number drawn just now, once all ranks have theirs."""
+    own = uuid.uuid4().hex
     store.set(_key("asks", rank), own)
-    while not (answer := _read(store, _key("answer", rank))).startswith(own):
-        time.sleep(PAUSE)
-        _check(deadline, [0])
+    answer = _await(store, _key("answer", rank), deadline, own)
     name = answer.removeprefix(own)
     store.set(_key("taken", rank), name)
+    said = _await(store, _key(name, 0), deadline + PATIENCE)  # rank 0 may have come later, and waits as long
+    if said != HERE:
+        raise PeerError(said)
     return name
+
+
+def _await(store: TCPStore, key: str, deadline: float, start: str = "") -> str:
+    """What rank 0 writes to `key`, once that begins with `start`."""
+    while not (said := _read(store, key)) or not said.startswith(start):
+        if time.monotonic() > deadline:
+            raise PeerError("rank 0 did not come to the start of the job. Its own log says why.")
+        time.sleep(PAUSE)
+    return said
+
+
+def _late(missing: list[int], world: int) -> str:
+    named = ", ".join(map(str, missing[:8])) + (", ..." if missing[8:] else "")
+    return (
+        f"rank {named} of {world} did not come to the start of the job in time. Either its process was not started or"
+        " has ended (its own log says why), or its machine does not reach the address of rank 0."
+    )
 
 
 def _read(store: TCPStore, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _check(deadline: float, missing: list[int]) -> None:
-    if missing and time.monotonic() > deadline:
-        raise PeerError(f"ranks {missing[:8]} have not joined this attempt of the job in time.")
 
 
 def _key(what: str, rank: int) -> str:

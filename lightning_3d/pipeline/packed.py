@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_3d import talk
 from lightning_3d.pipeline.microbatch import map_leaves
 
 _SENT = (Tensor, str, bytes, int, float, complex, bool, type(None))
@@ -18,7 +19,7 @@ class Packed(bytes):
 def packed(what: str, value: Any) -> tuple[Any, ...]:
     """`value` as it can be sent; nothing, and a warning, where it cannot."""
     try:
-        return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else Packed(pickle.dumps(leaf)), value),)
+        return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else Packed(talk.pickled(leaf)), value),)
     except Exception as error:  # any failure to pickle means the same: it stays behind
         warnings.warn(
             f"{what} that cannot be sent to other ranks ({type(error).__name__}: {error}). Under a pipeline only the"

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d import talk
 from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.absent import absent_like
@@ -242,8 +242,7 @@ class AppliedSplit:
             group: the pipeline group; every rank of it calls this, with real plain tensors for what it holds.
             stage_rank: rank in `group` of each stage.
         """
-        everywhere: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everywhere, (self.absent, self._buffers_here()), group=group)
+        everywhere = talk.gather((self.absent, self._buffers_here()), group)
         stage_of = {name: stage for absent, _ in everywhere for name, stage in absent.items()}
         fresh: dict[int, nn.Parameter] = {}
         for name in sorted(stage_of):

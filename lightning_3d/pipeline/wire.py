@@ -1,6 +1,5 @@
 """Tensors between the ranks of one pipeline, with errors that say what was being waited for."""
 
-import io
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_3d import talk
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.faults import flight
@@ -99,7 +99,7 @@ class Wire:
             return self._share_received(source, site)
 
     def _share_mine(self, value: Any, site: Hashable) -> Any:
-        header = _pickled(map_leaves(_header, value))
+        header = talk.pickled(map_leaves(_header, value), _Pickler)
         known, count = self.shared.get(site, (b"", 0))
         numbers = _numbers(value, self.device)
         changed = header != known
@@ -154,10 +154,8 @@ class Wire:
 
     def agree(self, value: Any) -> list[Any]:
         """`value` of every rank."""
-        gathered: list[Any] = [None] * self.size
         with _naming("comparing notes", None):
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+            return talk.gather(value, self.group)
 
 
 @dataclass
@@ -205,16 +203,12 @@ class Number:
         self.kind = kind
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(talk.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """A PackedSequence is built from what it holds: its own `__new__`, which pickle would call, wants tensors."""
-        return (type(value)._make, (tuple(value),)) if isinstance(value, PackedSequence) else NotImplemented
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
+        if isinstance(value, PackedSequence):
+            return type(value)._make, (tuple(value),)
+        return super().reducer_override(value)
 
 
 def _header(leaf: Any) -> Any:

@@ -1,0 +1,82 @@
+"""What stands in the job's store and on disk may be old, strange or not there: nobody is ended by it."""
+
+import json
+import linecache
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from lightning_3d.faults import watch
+from lightning_3d.faults.flight import Flight, put_aside
+from lightning_3d.faults.verdict import Verdict
+from tests.faults.squad import squad
+from tests.faults.test_peers_fail import train
+
+DEEP = "[" * 100_000
+GARBAGE = [
+    b"\xff\xfe", b"", b"{}", b"[]", b"3", b'{"how": "odd", "ranks": {}, "detail": ""}', b'{"how": [], "ranks": {}, "detail": ""}',
+    b'{"how": "failed", "ranks": [], "detail": ""}', b'{"how": "failed", "ranks": {"x": ""}, "detail": ""}',
+    b'{"how": "failed", "ranks": {}, "detail": 3}', DEEP.encode(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=lambda text: repr(text[:20]))
+def test_garbage_is_no_verdict(text):
+    assert Verdict.loads(text) is None
+
+
+@pytest.mark.parametrize("beat", [b"\xff", b"[]", b"3", b'[1, "x", "y"]', b'{"a": 1}', DEEP.encode()])
+def test_garbage_is_no_place(beat):
+    assert watch._standing(beat) == "an unknown place"
+
+
+def test_news_says_how_old_it_is():
+    assert watch._standing(json.dumps([3, "step 2", time.time() - 7.2]).encode()) == "step 2, 7 s ago"
+
+
+def test_a_verdict_without_ranks_is_a_sentence():
+    assert Verdict("lost", {}, "the agent is gone").explain({}) == "the agent is gone"
+
+
+def test_the_place_is_the_users_own_line_not_the_interpreters():
+    """Parts of the standard library are frozen into the interpreter: their files have no folder."""
+    module = types.ModuleType("frozen")
+    source = "def inside(call):\n    return call()\n"
+    exec(compile(source, "<frozen os>", "exec"), vars(module))
+    linecache.cache.pop("<frozen os>", None)
+    frame = module.inside(lambda: _library(_here))
+    assert "test_records.py" in frame
+
+
+def _here():
+    return eval(compile("standing()", "<frozen os>", "eval"), {"standing": Flight().standing})
+
+
+def _library(call):
+    return call()
+
+
+def test_records_of_an_earlier_run_are_put_aside(tmp_path):
+    flight = tmp_path / "flight"
+    for number in (1, 2):
+        flight.mkdir()
+        (flight / "rank-00000.json").write_text(str(number))
+        put_aside(flight)
+        put_aside(flight)  # another process of the same run
+        assert [path.name for path in tmp_path.iterdir()] == ["flight_before"]
+        assert (tmp_path / "flight_before" / "rank-00000.json").read_text() == str(number)
+
+
+def test_a_run_begins_without_the_records_of_another(tmp_path):
+    for attempt in (0, 1):
+        (tmp_path / "fault").unlink(missing_ok=True)
+        with squad(train, "ring", "raise", str(tmp_path), world=4, folder=tmp_path / f"ended{attempt}") as job:
+            assert job.wait(60) == []
+        if attempt == 0:
+            Path(tmp_path, "flight", "rank-00007.json").write_text("of a larger run")
+    assert sorted(path.name for path in (tmp_path / "flight").iterdir()) == [
+        f"rank-{rank:05d}.json" for rank in range(4)
+    ]
+    assert (tmp_path / "flight_before" / "rank-00007.json").exists()

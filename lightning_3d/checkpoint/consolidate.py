@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.checkpoint.huggingface import CONFIGS
 from lightning_3d.checkpoint.names import to_numbers
+from lightning_3d.checkpoint.seal import save_sealed
 from lightning_3d.checkpoint.stored import RANKS, NamedOptimizer, Opened, StoredDict, StoredTensor
 from lightning_3d.errors import CheckpointError
 
@@ -35,7 +36,8 @@ def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         on_disk = _Scratch(Path(scratch))
-        torch.save(_stock(state, on_disk), Path(scratch) / "whole")
+        with open(Path(scratch) / "whole", "xb") as file:
+            save_sealed(_stock(state, on_disk), file)
         os.replace(Path(scratch) / "whole", out)
 
 

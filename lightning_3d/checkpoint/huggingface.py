@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.checkpoint.collect import WEIGHTS
+from lightning_3d.checkpoint.hold import beside
 from lightning_3d.checkpoint.parts import NAMES, write_part
 from lightning_3d.checkpoint.stored import Opened, StoredTensor
 from lightning_3d.errors import CheckpointError, ConfigurationError
@@ -69,9 +70,12 @@ def _write(out: Path, tensors: dict[str, StoredTensor]) -> list[Path]:
     for index, names in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
-        beside = out / f"{name}.part"
-        write_part(beside, header, (tensors[key].whole() for key in names))
-        os.replace(beside, out / name)
+        new = beside(out / name)
+        try:
+            write_part(new, header, (tensors[key].whole() for key in names))
+            os.replace(new, out / name)
+        finally:
+            new.unlink(missing_ok=True)
         files.append(out / name)
         where |= dict.fromkeys(names, name)
     if len(shards) > 1:

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_3d.checkpoint.hold import beside, hold, sweep_beside
+from lightning_3d.checkpoint.hold import beside, create, sweep_beside
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
 from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError
@@ -115,8 +115,8 @@ def leave_note(trainer: Trainer, note: RunNote) -> None:
     for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = beside(path)
-        with open(new, "xb") as file:
-            hold(file).write(note.dumps().encode())
+        with create(new) as file:
+            file.write(note.dumps().encode())
             file.flush()
             os.replace(new, path)
         sweep_beside(path)

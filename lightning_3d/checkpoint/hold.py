@@ -7,16 +7,27 @@ import fcntl
 import os
 import re
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+ATTEMPTS = 100
+"""To lock what others lock for a moment."""
+PATIENCE = 60.0
+"""Seconds that one job waits for another to remove old files."""
 
-def hold(file: BinaryIO) -> BinaryIO:
-    """`file`, locked for this process until `release`."""
-    with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+
+def create(path: Path) -> BinaryIO:
+    """A new file, locked for this process until `release`."""
+    for _ in range(ATTEMPTS):
+        file = open(path, "xb")  # noqa: SIM115 (for as long as it is locked)
+        if lock(file.fileno(), path, fcntl.LOCK_EX):
+            return file
+        file.close()  # a sweep has found it before it was locked
+        path.unlink(missing_ok=True)
+    raise FileNotFoundError(f"{path} is removed as often as it is made")
 
 
 class Reading:
@@ -36,40 +47,73 @@ class Reading:
         return Reading, (None,)  # a copy, or another process, has no lock of its own
 
 
-def share(file: IO[bytes]) -> bool:
-    """Lock `file` against removal, as others may too; False where someone removes or writes it just now."""
+def share(file: IO[bytes], path: Path) -> bool:
+    """Lock `file` against removal, as others may too; False where `path` is another one by now."""
+    return lock(file.fileno(), path, fcntl.LOCK_SH)
+
+
+def lock(descriptor: int, path: Path, kind: int) -> bool:
+    """Lock what is open; False where someone has locked it otherwise, or `path` is another file by now."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # no locks here
         return True
-    return True
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """One process at a time is inside."""
+    descriptor, end = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + PATIENCE
+    try:
+        while not lock(descriptor, directory, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                raise TimeoutError(f"another process has kept {directory} locked for {PATIENCE:.0f} s")
+            time.sleep(0.01)
+        yield
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def release(file: IO[bytes]) -> None:
-    """Undo `hold` and close; closing alone would leave the lock with processes that were forked meanwhile."""
+    """Unlock and close; closing alone would leave the lock with processes that were forked meanwhile."""
     if not file.closed:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         file.close()
 
 
-def is_held(path: Path) -> bool:
-    """Whether anyone writes `path` or reads it."""
+@contextmanager
+def unused(path: Path) -> Iterator[bool]:
+    """False where someone writes `path` or reads it; else nobody begins to while inside."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False
+        yield True
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
     except BlockingIOError:
-        return True
+        free = False
     except OSError:
-        return False
+        free = True
+    try:
+        yield free
     finally:
         os.close(descriptor)
-    return False
+
+
+def is_held(path: Path) -> bool:
+    """Whether someone writes `path` or reads it just now."""
+    with unused(path) as free:
+        return not free
 
 
 def beside(path: Path) -> Path:
@@ -84,14 +128,15 @@ def put_away(path: Path) -> None:
 
 def sweep_beside(path: Path) -> bool:
     """Remove what was put away, and what killed saves to `path` left. True where another job saves to it now."""
-    found = [file for file in path.parent.iterdir() if _is_beside(file.name, path.name)]
-    held = [file for file in found if is_held(file)]
-    for file in found:
-        if file.is_dir() and not file.is_symlink():
-            shutil.rmtree(file, ignore_errors=True)  # another rank or job may do so too
-        elif file not in held:
-            file.unlink(missing_ok=True)
-    return bool(held)
+    held = False
+    for file in [file for file in path.parent.iterdir() if _is_beside(file.name, path.name)]:
+        with unused(file) as free:
+            held = held or not free
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file, ignore_errors=True)  # another job may do so too
+            elif free:
+                file.unlink(missing_ok=True)
+    return held
 
 
 def _is_beside(name: str, of: str) -> bool:

@@ -16,14 +16,26 @@ import stat
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.checkpoint.hold import Reading, hold, is_held, put_away, release, share, shared, sweep_beside
+from lightning_3d.checkpoint.hold import (
+    ATTEMPTS,
+    Reading,
+    alone,
+    create,
+    is_held,
+    put_away,
+    release,
+    share,
+    shared,
+    sweep_beside,
+    unused,
+)
 from lightning_3d.checkpoint.parts import DTYPES, Slot, Written, checksum, read_header
 from lightning_3d.checkpoint.placement import Piece
 from lightning_3d.checkpoint.plain import parse
@@ -35,8 +47,6 @@ MAX_BYTES = 2**28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}", re.ASCII)
 _OURS = re.compile(r"(part|state|objects)-[A-Za-z0-9_.-]+|manifest\.json\.(old-)?[0-9a-f]*", re.ASCII)
 _GENERATION = re.compile(r"(?:(?:part-\d+|state|objects)-|manifest\.json\.(?:old-)?)([0-9a-f]+)(?:\.\w+)?", re.ASCII)
-_ATTEMPTS = 100
-"""To lock a manifest that is being replaced, a hundredth of a second apart."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ def claim(directory: Path, generation: str) -> BinaryIO:
     directory.mkdir(parents=True, exist_ok=True)
     if any(is_held(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
         rank_zero_warn(shared(directory))
-    return hold(open(directory / f"{NAME}.{generation}", "xb"))
+    return create(directory / f"{NAME}.{generation}")
 
 
 def commit(directory: Path, manifest: Manifest, file: BinaryIO) -> None:
@@ -104,11 +114,12 @@ def commit(directory: Path, manifest: Manifest, file: BinaryIO) -> None:
     os.fsync(file.fileno())
     for each in manifest.files:
         _check_file(directory, each)  # a job on another host may see no locks
-    _retire(directory)
-    os.replace(file.name, directory / NAME)
-    release(file)
-    sync_directory(directory)
-    sweep(directory, keep={NAME, *(file.name for file in manifest.files)})
+    with alone(directory):
+        _retire(directory)
+        os.replace(file.name, directory / NAME)
+        release(file)
+        sync_directory(directory)
+        sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
 
 
 def _retire(directory: Path) -> None:
@@ -130,14 +141,12 @@ def sweep(directory: Path, keep: Iterable[str]) -> None:
     """Remove the files of other saves, finished or not, from `directory`, but for those in use; others' files stay."""
     keep = set(keep)
     ours = [file for file in directory.iterdir() if file.name not in keep and _OURS.fullmatch(file.name)]
-    used = {
-        generation
-        for generation in {_generation(file.name) for file in ours}
-        if any(is_held(directory / f"{NAME}.{kind}{generation}") for kind in ("", "old-"))
-    }
-    for file in ours:
-        if _generation(file.name) not in used:
-            file.unlink(missing_ok=True)
+    for generation in {_generation(file.name) for file in ours}:
+        new, old = (directory / f"{NAME}.{kind}{generation}" for kind in ("", "old-"))
+        with unused(new) as unwritten, unused(old) as unread:
+            for file in ours if unwritten and unread else ():
+                if _generation(file.name) == generation:
+                    file.unlink(missing_ok=True)
 
 
 def _generation(name: str) -> str:
@@ -147,9 +156,10 @@ def _generation(name: str) -> str:
 
 def remove_directory(directory: Path) -> bool:
     """Remove a checkpoint, for others in one step; False, and it stays, while someone writes or reads it."""
-    if any(is_held(file) for file in directory.glob(f"{NAME}*")):
-        return False
-    put_away(directory)
+    with ExitStack() as locks:
+        if not all(locks.enter_context(unused(file)) for file in directory.glob(f"{NAME}*")):
+            return False
+        put_away(directory)
     sweep_beside(directory)
     return True
 
@@ -158,9 +168,9 @@ def reading(directory: Path) -> Reading:
     """Keep the files that the manifest in `directory` names, for as long as what is returned is there."""
     path = directory / NAME
     with suppress(OSError):  # `read_manifest` says what is wrong
-        for _ in range(_ATTEMPTS if path.is_file() else 0):
+        for _ in range(ATTEMPTS if path.is_file() else 0):
             file = open(path, "rb")  # noqa: SIM115 (for as long as it is read)
-            if share(file) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            if share(file, path):
                 return Reading(file)
             file.close()
             time.sleep(0.01)

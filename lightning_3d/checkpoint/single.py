@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_3d.checkpoint.hold import beside, hold, put_away, release, shared, sweep_beside
+from lightning_3d.checkpoint.hold import beside, create, put_away, release, shared, sweep_beside
 from lightning_3d.checkpoint.manifest import sync_directory
 from lightning_3d.checkpoint.seal import check_seal, save_sealed
 from lightning_3d.errors import CheckpointError
@@ -50,8 +50,8 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
         rank_zero_warn(shared(path))
     new = beside(path)
     try:
-        with open(new, "xb") as file:
-            save_sealed(checkpoint, hold(file))
+        with create(new) as file:
+            save_sealed(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
             if path.is_dir():  # a sharded checkpoint

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.hold import beside, create, sweep_beside
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
@@ -106,8 +107,11 @@ def find_run(trainer: Trainer) -> Found:
 
 
 def _was_saved(path: Path) -> bool:
-    """Whether a save to `path` ever ended: a first one that was interrupted leaves nothing to go on from."""
-    return path.is_file() or (path / NAME).exists()
+    """Whether a save to `path` ever ended; warns where not: nothing is there to go on from."""
+    saved = path.is_file() or (path / NAME).exists()
+    if not saved:
+        rank_zero_warn(f"Passing over the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
+    return saved
 
 
 def leave_note(trainer: Trainer, note: RunNote) -> None:

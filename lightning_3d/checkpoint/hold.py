@@ -22,7 +22,7 @@ PATIENCE = 60.0
 def create(path: Path) -> BinaryIO:
     """A new file, locked for this process until `release`."""
     for _ in range(ATTEMPTS):
-        file = open(path, "xb")  # noqa: SIM115 (for as long as it is locked)
+        file = open(path, "x+b")  # noqa: SIM115 (for as long as it is locked)
         if lock(file.fileno(), path, fcntl.LOCK_EX):
             return file
         file.close()  # a sweep has found it before it was locked

@@ -28,7 +28,7 @@ from lightning_3d.checkpoint.huggingface import with_configs
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
 from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_every_rank, on_first_rank, prepare, snapshot
 from lightning_3d.checkpoint.single import copied, load_file, save_file
-from lightning_3d.checkpoint.stored import Opened
+from lightning_3d.checkpoint.stored import HYPER, Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
@@ -64,6 +64,8 @@ class Keeper:
         """What is to be removed once a save has succeeded."""
         self._saved: dict[Path, tuple[int, int] | None] = {}
         """What was saved here, to know it from what another job puts in its place."""
+        self._refused: set[str] = set()
+        """What the user has been warned of."""
         self.instead: list[str] = []
         """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
 
@@ -100,6 +102,7 @@ class Keeper:
         self._begin(path)
         target = Path(os.path.abspath(path))
         self._look_for_others(target)
+        self._say_what_is_refused(target, [name for name in found.objects if HYPER not in name])
         self._do(lambda: self._save(found, target))
 
     def _save(self, found: Collected, target: Path) -> None:
@@ -130,8 +133,9 @@ class Keeper:
             still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path, gather)
 
         def write() -> None:
-            save_file(still, target)
+            refused = save_file(still, target)
             self._saved[target] = _identity(target)
+            self._say_what_is_refused(target, refused)
 
         work = partial(on_first_rank, write, path, _writer())
         if self.asynchronous:
@@ -155,6 +159,18 @@ class Keeper:
             raise problem
         if said is not None:
             raise CheckpointError(f"{path} was not saved: rank 0: {said}")
+
+    def _say_what_is_refused(self, target: Path, names: Sequence[str]) -> None:
+        """Warn, once, of what a start that loads `target` will refuse to unpickle."""
+        new = [name for name in names if name not in self._refused]
+        self._refused.update(new)
+        if new:
+            rank_zero_warn(
+                f"{target} holds {', '.join(new)[:300]}, which only pickle can store. Loading it may run any code, so"
+                ' that a restart, with resume="auto" too, refuses it. Save plain values and tensors, leave'
+                " hyperparameters out with save_hyperparameters(ignore=[...]), allow classes with"
+                " torch.serialization.add_safe_globals, or pass ckpt_path= and weights_only=False to fit."
+            )
 
     def _look_for_others(self, target: Path) -> None:
         if self._is_of_others(target):
@@ -204,7 +220,7 @@ class Keeper:
         for candidate in older:
             try:
                 return self._load_together(path, weights_only, io)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 rank_zero_warn(f"Passing over the checkpoint {path}: {error} Trying {candidate}.")
                 path = candidate
         return self._load_together(path, weights_only, io)

@@ -5,7 +5,7 @@ import pickle
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -43,8 +43,11 @@ def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: 
     return loaded
 
 
-def save_file(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write what Lightning would write, beside `path`, and put it there once it is whole."""
+def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
+    """Write what Lightning would write, beside `path`, and put it there once it is whole.
+
+    Returns the classes and functions in it that are refused by default when it is loaded.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if sweep_beside(path):
         rank_zero_warn(shared(path))
@@ -52,6 +55,7 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
     try:
         with create(new) as file:
             save_sealed(checkpoint, file)
+            refused = _refused(file)
             file.flush()
             os.fsync(file.fileno())
             if path.is_dir():  # a sharded checkpoint
@@ -63,6 +67,12 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> None:
         raise
     sync_directory(path.parent)
     sweep_beside(path)
+    return refused
+
+
+def _refused(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    return torch.serialization.get_unsafe_globals_in_checkpoint(file)
 
 
 def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:

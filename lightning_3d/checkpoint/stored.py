@@ -166,6 +166,13 @@ class Opened:
         warnings.warn(f"Left {name:.80} out of {self.directory}: it is not plain data. {remedy}", stacklevel=2)
 
 
+def existing(path: str | Path) -> Path:
+    """`path`, of a checkpoint that is there."""
+    if not Path(path).exists():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    return Path(path)
+
+
 RANKS = "lightning_3d_ranks"
 """Under this key a loaded checkpoint has what was each rank's own."""
 

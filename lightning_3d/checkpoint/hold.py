@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 ATTEMPTS = 100
 """To lock what others lock for a moment."""
@@ -31,25 +31,39 @@ def create(path: Path) -> BinaryIO:
 
 
 class Reading:
-    """A file that stays locked against removal until this is gone."""
+    """A file that stays locked against removal until this is gone; None where there is no lock."""
 
-    def __init__(self, file: Any) -> None:
-        self.file, self.process = file, os.getpid()
+    def __init__(self, descriptor: int | None) -> None:
+        self.descriptor, self.process = descriptor, os.getpid()
 
     def __del__(self) -> None:
-        if self.file is not None:
-            if self.process != os.getpid():  # forked: the lock is that of the other process
-                self.file.close()
-            else:
-                release(self.file)
+        if self.descriptor is not None:
+            if self.process == os.getpid():  # else forked: the lock is that of the other process
+                with suppress(OSError):
+                    fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            os.close(self.descriptor)
 
     def __reduce__(self) -> Any:
         return Reading, (None,)  # a copy, or another process, has no lock of its own
 
+    @classmethod
+    def of(cls, path: Path) -> "Reading":
+        """Lock `path` against removal, as others may too."""
+        with suppress(OSError):  # who reads it says what is wrong
+            for _ in range(ATTEMPTS if path.is_file() else 0):
+                reading = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                if lock(cast(int, reading.descriptor), path, fcntl.LOCK_SH):
+                    return reading
+                time.sleep(0.01)
+        return cls(None)
 
-def share(file: IO[bytes], path: Path) -> bool:
-    """Lock `file` against removal, as others may too; False where `path` is another one by now."""
-    return lock(file.fileno(), path, fcntl.LOCK_SH)
+    def read(self, path: Path) -> bytes:
+        """The content of what is locked, which `path` may not be any more."""
+        if self.descriptor is None:
+            return path.read_bytes()
+        with open(self.descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return file.read()
 
 
 def lock(descriptor: int, path: Path, kind: int) -> bool:
@@ -81,7 +95,7 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def release(file: IO[bytes]) -> None:
+def release(file: BinaryIO) -> None:
     """Unlock and close; closing alone would leave the lock with processes that were forked meanwhile."""
     if not file.closed:
         with suppress(OSError):

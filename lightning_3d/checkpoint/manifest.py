@@ -13,7 +13,6 @@ import math
 import os
 import re
 import stat
-import time
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -24,14 +23,12 @@ from typing import Any, BinaryIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.hold import (
-    ATTEMPTS,
     Reading,
     alone,
     create,
     is_held,
     put_away,
     release,
-    share,
     shared,
     sweep_beside,
     unused,
@@ -166,15 +163,7 @@ def remove_directory(directory: Path) -> bool:
 
 def reading(directory: Path) -> Reading:
     """Keep the files that the manifest in `directory` names, for as long as what is returned is there."""
-    path = directory / NAME
-    with suppress(OSError):  # `read_manifest` says what is wrong
-        for _ in range(ATTEMPTS if path.is_file() else 0):
-            file = open(path, "rb")  # noqa: SIM115 (for as long as it is read)
-            if share(file, path):
-                return Reading(file)
-            file.close()
-            time.sleep(0.01)
-    return Reading(None)
+    return Reading.of(directory / NAME)
 
 
 def is_sharded(path: Path) -> bool:
@@ -193,7 +182,7 @@ def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
         raise CheckpointError(f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours.")
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no manifest is larger than {MAX_BYTES}.")
-    content = parse(path.read_bytes() if held is None or held.file is None else held.file.read(), str(path))
+    content = parse((held or Reading(None)).read(path), str(path))
     if not isinstance(content, dict) or content.get("format") != "lightning_3d":
         raise CheckpointError(f"{path} is not a manifest of lightning_3d.")
     if content.get("version") != VERSION:

@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lightning_3d.checkpoint.save as place
 from lightning_3d import Strategy3D
+from lightning_3d.errors import PeerError
+from lightning_3d.processes import Processes
 from tests.faults.squad import squad
 from tests.modules import MODULES
 from tests.parity import QUIET
@@ -55,3 +57,17 @@ def test_survivors_say_who_died(tmp_path, format):
     for rank in survivors:
         assert ended[rank]["raised"] == "PeerError", ended[rank]
         assert f"ank {VICTIM} (" in ended[rank]["text"]
+
+
+def test_what_a_save_ran_into_does_not_take_the_place_of_the_error(monkeypatch):
+    strategy, ended = Strategy3D(async_checkpoint=True), []
+
+    def gone(patience):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(strategy._keeper, "wait", gone)
+    monkeypatch.setattr(Processes, "on_exception", lambda self, error: ended.append(error))
+    error = PeerError("rank 1 died")
+    with pytest.warns(UserWarning, match="Connection closed by peer"):
+        strategy.on_exception(error)
+    assert ended == [error]

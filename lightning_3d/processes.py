@@ -33,7 +33,7 @@ from lightning_3d.axes import borrow, give_back, in_step
 from lightning_3d.checks import check_same_layout
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.communication import Communication
-from lightning_3d.errors import ConfigurationError, LayoutError, RunError
+from lightning_3d.errors import LayoutError, Lightning3DError, RunError
 from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.flight import put_aside
 from lightning_3d.faults.verdict import is_communication
@@ -259,7 +259,7 @@ class Processes(ParallelStrategy):
         if self.global_rank == 0:
             try:
                 box[0] = decide()
-            except ConfigurationError as error:
+            except Lightning3DError as error:
                 box[1] = error
             except Exception as error:
                 box[1] = RunError(f"rank 0: {type(error).__name__}: {error}")  # the original may not travel

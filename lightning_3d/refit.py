@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isqrt
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
@@ -21,7 +22,7 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:
-        counts = [n for n in range(1, 2 * windows + 1) if windows % n == 0]
+        counts = _divisors(windows)
         model = layout.tensor_parallel_size * layout.pipeline_parallel_size
         raise LayoutError(
             f"{world} ranks cannot go on with the run: an optimizer step was made of {windows} batches (data ranks x"
@@ -57,4 +58,5 @@ def _changes(wanted: Layout, layout: Layout) -> tuple[float, ...]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

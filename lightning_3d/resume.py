@@ -6,6 +6,7 @@ one at each start; then the run is known by the job that torchrun or Slurm resta
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +16,17 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_3d.checkpoint.hold import beside, create, sweep_beside
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
 from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError
 
 NOTE = "lightning_3d-run.json"
+ACCUMULATED = "accumulate_grad_batches"
+LARGEST = 10**6
+"""Neither data ranks nor accumulated batches are more."""
 PREEMPTED = "preempted.ckpt"
 """What a run that was told to end saves."""
 
@@ -45,12 +51,40 @@ class RunNote:
     def read(cls, path: Path) -> "RunNote | None":
         try:
             content = json.loads(path.read_text())
-            sizes = (int(content["data_parallel_size"]), int(content["accumulate_grad_batches"]))
-            return cls(tuple(map(str, content["folders"])), *sizes)
+            crc = content.pop("crc")
+            note = cls(_folders(content), _number(content, "data_parallel_size"), _number(content, ACCUMULATED))
+            if crc != note.crc:
+                raise ValueError("its checksum is wrong")
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}, which says what the run was, is damaged: {error!r}. Remove it.") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}, which says how many batches an optimizer step of this run is made of, is damaged:"
+                f" {error!r:.200}. Going on without it may change the global batch. Remove it if this start has as many"
+                " data ranks and accumulated batches as the first one."
+            ) from error
+        return note
+
+    @property
+    def crc(self) -> int:
+        return zlib.crc32(json.dumps(asdict(self)).encode())
+
+    def dumps(self) -> str:
+        return json.dumps({**asdict(self), "crc": self.crc})
+
+
+def _folders(content: Any) -> tuple[str, ...]:
+    folders = content["folders"]
+    if not isinstance(folders, list) or not all(isinstance(folder, str) and "\0" not in folder for folder in folders):
+        raise ValueError(f"folders={folders!r:.80} are no paths")
+    return tuple(folders)
+
+
+def _number(content: Any, name: str) -> int:
+    number = content[name]
+    if type(number) is not int or not 1 <= number <= LARGEST:
+        raise ValueError(f"{name}={number!r:.40} is no number from 1 to {LARGEST}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -73,17 +107,23 @@ def find_run(trainer: Trainer) -> Found:
 
 
 def _was_saved(path: Path) -> bool:
-    """Whether a save to `path` ever ended: a first one that was interrupted leaves nothing to go on from."""
-    return path.is_file() or (path / NAME).exists()
+    """Whether a save to `path` ever ended; warns where not: nothing is there to go on from."""
+    saved = path.is_file() or (path / NAME).exists()
+    if not saved:
+        rank_zero_warn(f"Passing over the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
+    return saved
 
 
 def leave_note(trainer: Trainer, note: RunNote) -> None:
     """Write `note` where a later start looks for it. On rank 0, once directories are known."""
     for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.new")
-        beside.write_text(json.dumps(asdict(note)))
-        os.replace(beside, path)
+        new = beside(path)
+        with create(new) as file:
+            file.write(note.dumps().encode())
+            file.flush()
+            os.replace(new, path)
+        sweep_beside(path)
 
 
 def folders_of(trainer: Trainer) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_3d import state
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
+from lightning_3d.checkpoint.huggingface import with_configs
 from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
@@ -19,7 +20,6 @@ from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.clones import Clones, Waiting
 from lightning_3d.compose import Composed
 from lightning_3d.data import seed_workers_by_data_rank
-from lightning_3d.errors import CheckpointError
 from lightning_3d.faults import flight
 from lightning_3d.fitloop import go_on, goes_on_shared, loader_states, nothing_new_yet, places
 from lightning_3d.position import counted
@@ -88,7 +88,7 @@ class Saving(Processes):
         if self._clones is not None:
             checkpoint = self._clones.whole(checkpoint, gather)
         owns = gather(own)
-        whole = {**checkpoint, RANKS: owns} if own else checkpoint
+        whole = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -178,8 +178,8 @@ class Saving(Processes):
         """Let a save that is under way come to its end while there is a process group."""
         try:
             self._keeper.wait(PATIENCE)
-        except CheckpointError as error:
-            rank_zero_warn(f"{error}")
+        except Exception as error:  # what ends the run is `exception`: of a peer that died, the save heard too
+            rank_zero_warn(f"The save that was under way has failed: {error}")
         super().on_exception(exception)
         if self._failed:
             self._keeper.forget()

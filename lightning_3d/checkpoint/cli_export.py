@@ -1,4 +1,4 @@
-"""Write the weights of a sharded checkpoint as safetensors, as Hugging Face lays them out.
+"""Write the weights of a checkpoint as safetensors, as Hugging Face lays them out.
 
 Memory holds one tensor at a time. Where the module held a Hugging Face model, `from_pretrained` loads the result.
 """
@@ -11,9 +11,11 @@ EXAMPLE = "examples:\n  lightning-3d export checkpoints/last.ckpt --to safetenso
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="the sharded checkpoint")
+    parser.add_argument("directory", metavar="CHECKPOINT", help="a sharded checkpoint or a single file")
     parser.add_argument("--to", default="safetensors", choices=["safetensors"], help="the format")
-    parser.add_argument("--out", metavar="FOLDER", help="the folder to write to (default: DIR with -export after it)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="the folder to write to (default: CHECKPOINT with -export after it)"
+    )
     parser.add_argument("--prefix", help="of the names to export; left off in the result")
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
-from lightning_3d.checkpoint.huggingface import CONFIGS
 from lightning_3d.checkpoint.names import to_numbers
-from lightning_3d.checkpoint.stored import RANKS, NamedOptimizer, Opened, StoredDict, StoredTensor
+from lightning_3d.checkpoint.seal import save_sealed
+from lightning_3d.checkpoint.stored import RANKS, NamedOptimizer, Opened, StoredDict, StoredTensor, existing
 from lightning_3d.errors import CheckpointError
 
 IN_MEMORY_BYTES = 2**20
@@ -29,13 +29,16 @@ def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | 
     out = Path(out)
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory; name the file to write.")
+    if existing(directory).is_file():
+        raise CheckpointError(f"{directory} is one file already, from which a stock Trainer resumes. Copy it.")
     opened = Opened.open(Path(directory))
     opened.verify()
     state = opened.state(weights_only)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         on_disk = _Scratch(Path(scratch))
-        torch.save(_stock(state, on_disk), Path(scratch) / "whole")
+        with open(Path(scratch) / "whole", "xb") as file:
+            save_sealed(_stock(state, on_disk), file)
         os.replace(Path(scratch) / "whole", out)
 
 
@@ -68,7 +71,7 @@ class _Scratch:
 
 
 def _stock(state: dict[str, Any], on_disk: _Scratch) -> dict[str, Any]:
-    plain = {key: value for key, value in state.items() if key not in (CONFIGS, OPTIMIZERS)}
+    plain = {key: value for key, value in state.items() if key != OPTIMIZERS}
     plain[RANKS] = on_disk.tensors_of(state[RANKS])
     plain[WEIGHTS] = on_disk.tensors_of(state.get(WEIGHTS, {}))
     if OPTIMIZERS in state:

@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor, nn
 
 from lightning_3d.checkpoint.collect import WEIGHTS
+from lightning_3d.checkpoint.hold import beside
 from lightning_3d.checkpoint.parts import NAMES, write_part
-from lightning_3d.checkpoint.stored import Opened, StoredTensor
+from lightning_3d.checkpoint.single import load_file
+from lightning_3d.checkpoint.stored import Opened, StoredDict, StoredTensor, existing, materialize
 from lightning_3d.errors import CheckpointError, ConfigurationError
 
 CONFIGS = "lightning_3d_configs"
-"""Under this key a sharded checkpoint has the configurations of the Hugging Face models in the module."""
+"""Under this key a checkpoint has the configurations of the Hugging Face models in the module."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -30,7 +34,7 @@ def configs_of(module: nn.Module) -> dict[str, str]:
 
 
 def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
-    """Write the weights of the sharded checkpoint in `directory` to the folder `out`; returns the files.
+    """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
 
     Where the module held a Hugging Face model, `out` is one that `from_pretrained` loads.
 
@@ -40,17 +44,16 @@ def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", p
     """
     if to != "safetensors":
         raise ConfigurationError(f'to={to!r} is not a format to export to; there is "safetensors".')
-    opened = Opened.open(Path(directory))
-    opened.verify()
-    state = opened.state()
+    state = _state(existing(directory))
     configs = state.get(CONFIGS, {})
     if prefix is None:
         prefix = f"{next(iter(configs))}." if len(configs) == 1 else ""
-    stored = {key: state[WEIGHTS].stored(key) for key in state.get(WEIGHTS, {})}
+    weights = state.get(WEIGHTS, {})
+    stored = {key: weights.stored(key) if isinstance(weights, StoredDict) else weights[key] for key in weights}
     wanted = {
         key.removeprefix(prefix): tensor
         for key, tensor in stored.items()
-        if key.startswith(prefix) and isinstance(tensor, StoredTensor)
+        if key.startswith(prefix) and isinstance(tensor, StoredTensor | Tensor)
     }
     if not wanted:
         raise CheckpointError(f"{directory} has no weights whose names begin with {prefix!r}.")
@@ -62,16 +65,34 @@ def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", p
     return written
 
 
-def _write(out: Path, tensors: dict[str, StoredTensor]) -> list[Path]:
+class _Mapped(TorchCheckpointIO):
+    """Leaves tensors on disk until they are read."""
+
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        return load_file(_Mapped(), path, True, local=True)
+    opened = Opened.open(path)
+    opened.verify()
+    return opened.state()
+
+
+def _write(out: Path, tensors: dict[str, StoredTensor | Tensor]) -> list[Path]:
     shards = list(_shards(tensors))
     files: list[Path] = []
     where: dict[str, str] = {}
     for index, names in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
-        beside = out / f"{name}.part"
-        write_part(beside, header, (tensors[key].whole() for key in names))
-        os.replace(beside, out / name)
+        new = beside(out / name)
+        try:
+            write_part(new, header, (materialize(tensors[key]) for key in names))
+            os.replace(new, out / name)
+        finally:
+            new.unlink(missing_ok=True)
         files.append(out / name)
         where |= dict.fromkeys(names, name)
     if len(shards) > 1:
@@ -81,7 +102,7 @@ def _write(out: Path, tensors: dict[str, StoredTensor]) -> list[Path]:
     return files
 
 
-def _shards(tensors: dict[str, StoredTensor]) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, StoredTensor | Tensor]) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

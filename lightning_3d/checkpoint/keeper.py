@@ -17,14 +17,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d import peers, talk
-from lightning_3d.checkpoint.background import Background
-from lightning_3d.checkpoint.collect import Collector
+from lightning_3d.checkpoint.background import Background, Gather
+from lightning_3d.checkpoint.collect import Collected, Collector
 from lightning_3d.checkpoint.describe import Split, Splits
+from lightning_3d.checkpoint.hold import shared
 from lightning_3d.checkpoint.huggingface import with_configs
-from lightning_3d.checkpoint.manifest import is_sharded
-from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_first_rank, prepare, snapshot
+from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
+from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_every_rank, on_first_rank, prepare, snapshot
 from lightning_3d.checkpoint.single import copied, load_file, save_file
-from lightning_3d.checkpoint.stored import Opened
+from lightning_3d.checkpoint.stored import HYPER, Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
@@ -58,6 +59,10 @@ class Keeper:
         """Whether the last save that ended did."""
         self._old: dict[str, CheckpointIO] = {}
         """What is to be removed once a save has succeeded."""
+        self._saved: dict[Path, tuple[int, int] | None] = {}
+        """What was saved here, to know it from what another job puts in its place."""
+        self._refused: set[str] = set()
+        """What the user has been warned of."""
         self.instead: list[str] = []
         """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
 
@@ -89,32 +94,89 @@ class Keeper:
             )
         peers.meet("save_checkpoint")
         collector = Collector(module, splits, copies, _rank())
-        found = collector.collect(with_configs(checkpoint, module), optimizers, own)
+        collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
+        found = on_every_rank(collect, path, gather)
         self._begin(path)
-        job = prepare(found, Path(os.path.abspath(path)), _rank(), gather)
+        target = Path(os.path.abspath(path))
+        self._look_for_others(target)
+        self._say_what_is_refused(target, [name for name in found.objects if HYPER not in name])
+        self._do(lambda: self._save(found, target))
+
+    def _save(self, found: Collected, target: Path) -> None:
+        job = prepare(found, target, _rank(), gather)
+
+        def work(say: Gather) -> None:
+            carry_out(still, say)
+            self._saved[target] = _identity(target)
+
         if self.asynchronous:
-            still = snapshot(job, self._room)
-            self._background.start(lambda say: carry_out(still, say), self.timeout)
+            still = on_every_rank(lambda: snapshot(job, self._room), target, gather)
+            self._background.start(work, self.timeout)
         else:
-            self._do(lambda: carry_out(job, gather))
+            still = job
+            work(gather)
 
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
         """Save a single file. `checkpoint` counts on rank 0. Collective."""
         self._begin(path)
         ours = type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and storage_options is None
         if not ours:
-            if _writer() == 0:
-                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self._save_elsewhere(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options), path)
             return
         target = Path(os.path.abspath(path))
+        self._look_for_others(target)
+        still = checkpoint
         if self.asynchronous:
-            still = copied(checkpoint) if _writer() == 0 else {}
-            work = partial(on_first_rank, lambda: save_file(still, target), path, _writer())
+            still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path, gather)
+
+        def write() -> None:
+            refused = save_file(still, target)
+            self._saved[target] = _identity(target)
+            self._say_what_is_refused(target, refused)
+
+        work = partial(on_first_rank, write, path, _writer())
+        if self.asynchronous:
             self._background.start(work, self.timeout)
         else:
-            self._do(lambda: on_first_rank(lambda: save_file(checkpoint, target), path, _writer(), gather))
+            self._do(lambda: work(gather))
         if _writer() and not dist.is_initialized():
             _await(target)
+
+    def _save_elsewhere(self, save: Callable[[], None], path: Any) -> None:
+        """Save on rank 0 by means that are not ours. What it raises stays what it is there, and the others hear of it.
+        Collective."""
+        problem: Exception | None = None
+        try:
+            if _writer() == 0:
+                save()
+        except Exception as error:
+            problem = error
+        said = gather(problem and f"{type(problem).__name__}: {problem}")[0]
+        if problem is not None:
+            raise problem
+        if said is not None:
+            raise CheckpointError(f"{path} was not saved: rank 0: {said}")
+
+    def _say_what_is_refused(self, target: Path, names: Sequence[str]) -> None:
+        """Warn, once, of what a start that loads `target` will refuse to unpickle."""
+        new = [name for name in names if name not in self._refused]
+        self._refused.update(new)
+        if new:
+            rank_zero_warn(
+                f"{target} holds {', '.join(new)[:300]}, which only pickle can store. Loading it may run any code, so"
+                ' that a restart, with resume="auto" too, refuses it. Save plain values and tensors, leave'
+                " hyperparameters out with save_hyperparameters(ignore=[...]), allow classes with"
+                " torch.serialization.add_safe_globals, or pass ckpt_path= and weights_only=False to fit."
+            )
+
+    def _look_for_others(self, target: Path) -> None:
+        if self._is_of_others(target):
+            rank_zero_warn(shared(target))
+
+    def _is_of_others(self, target: Path) -> bool:
+        """Whether another job has saved to `target` since this one did."""
+        mine, there = self._saved.get(target), _identity(target)
+        return mine is not None and there is not None and there != mine
 
     def _begin(self, path: Any) -> None:
         self.wait()
@@ -156,7 +218,7 @@ class Keeper:
         for candidate in older:
             try:
                 return self._load_together(path, weights_only, io)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 rank_zero_warn(f"Passing over the checkpoint {path}: {error} Trying {candidate}.")
                 path = candidate
         return self._load_together(path, weights_only, io)
@@ -194,12 +256,29 @@ class Keeper:
 
     def _remove_old(self) -> None:
         for path in list(self._old):
-            self._old.pop(path).remove_checkpoint(path)
+            target = Path(os.path.abspath(path)) if _is_local_file_protocol(path) else None
+            if target is not None and self._is_of_others(target):
+                rank_zero_warn(f"{path} is not removed. {shared(path)}")
+            elif target is not None and is_sharded(target):
+                if not remove_directory(target):
+                    continue  # someone reads it: it goes after a later save
+            else:
+                self._old[path].remove_checkpoint(path)
+            self._old.pop(path)
 
 
 def state_bytes(module: nn.Module) -> int:
     """Of the weights, and of two states for each that is trained."""
     return sum(p.numel() * p.element_size() * (3 if p.requires_grad else 1) for p in module.parameters())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Changes with each save to `path`; None while nothing is there."""
+    try:
+        found = (path / NAME if path.is_dir() else path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _rank() -> int:

@@ -38,7 +38,11 @@ def checkpoints_in(folder: Path) -> list[str]:
     """Everything directly in `folder` that looks like a checkpoint."""
     if not folder.is_dir():
         return []
-    return [str(path) for path in folder.iterdir() if path.suffix == ".ckpt" or is_sharded(path)]
+    return [
+        str(path)
+        for path in folder.iterdir()
+        if path.suffix == ".ckpt" or (path.suffix != ".part" and is_sharded(path))
+    ]
 
 
 def newest_first(paths: Iterable[str]) -> list[str]:

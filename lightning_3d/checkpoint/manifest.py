@@ -3,6 +3,9 @@
 A checkpoint is a directory. Each save writes files of names of its own beside those that are there, then replaces
 `manifest.json`, which names the files, in one step, then removes what the manifest does not name. A kill at any moment
 leaves the old manifest with all its files, or the new one with all of its.
+
+Files of a save under way, of this job or another, and of a manifest that is being read stay: whoever writes or reads
+holds a lock, a writer on `manifest.json.GENERATION`, a reader on the manifest itself.
 """
 
 import json
@@ -12,10 +15,24 @@ import re
 import stat
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_3d.checkpoint.hold import (
+    Reading,
+    alone,
+    create,
+    is_held,
+    put_away,
+    release,
+    shared,
+    sweep_beside,
+    unused,
+)
 from lightning_3d.checkpoint.parts import DTYPES, Slot, Written, checksum, read_header
 from lightning_3d.checkpoint.placement import Piece
 from lightning_3d.checkpoint.plain import parse
@@ -25,7 +42,8 @@ NAME = "manifest.json"
 VERSION = 1
 MAX_BYTES = 2**28
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}", re.ASCII)
-_OURS = re.compile(r"(part|state|objects)-[A-Za-z0-9_.-]+|manifest\.json\.[0-9a-f]+", re.ASCII)
+_OURS = re.compile(r"(part|state|objects)-[A-Za-z0-9_.-]+|manifest\.json\.(old-)?[0-9a-f]*", re.ASCII)
+_GENERATION = re.compile(r"(?:(?:part-\d+|state|objects)-|manifest\.json\.(?:old-)?)([0-9a-f]+)(?:\.\w+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -78,16 +96,33 @@ def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
     return name if piece.size == tuple(shape) else f"{name}@{','.join(map(str, piece.offset))}"
 
 
-def commit(directory: Path, manifest: Manifest, generation: str) -> None:
-    """Make `manifest` the one that counts, then remove what it does not name."""
-    beside = directory / f"{NAME}.{generation}"
-    with open(beside, "wb") as file:
-        file.write(manifest.dumps())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, directory / NAME)
-    sync_directory(directory)
-    sweep(directory, keep={NAME, *(file.name for file in manifest.files)})
+def claim(directory: Path, generation: str) -> BinaryIO:
+    """The file that becomes the manifest of a save. Until it does, it keeps the files of the save from others."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(is_held(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
+        rank_zero_warn(shared(directory))
+    return create(directory / f"{NAME}.{generation}")
+
+
+def commit(directory: Path, manifest: Manifest, file: BinaryIO) -> None:
+    """Make `manifest`, written to the claimed `file`, the one that counts, then remove what nobody needs."""
+    file.write(manifest.dumps())
+    file.flush()
+    os.fsync(file.fileno())
+    for each in manifest.files:
+        _check_file(directory, each)  # a job on another host may see no locks
+    with alone(directory):
+        _retire(directory)
+        os.replace(file.name, directory / NAME)
+        release(file)
+        sync_directory(directory)
+        sweep(directory, keep={NAME, *(each.name for each in manifest.files)})
+
+
+def _retire(directory: Path) -> None:
+    """Keep the manifest that is to be replaced under another name too, by which `sweep` sees that it is read."""
+    with suppress(CheckpointError, OSError):  # there is none, it is damaged, or this file system has no links
+        os.link(directory / NAME, directory / f"{NAME}.old-{_generation(read_manifest(directory).state)}")
 
 
 def sync_directory(directory: Path) -> None:
@@ -100,11 +135,35 @@ def sync_directory(directory: Path) -> None:
 
 
 def sweep(directory: Path, keep: Iterable[str]) -> None:
-    """Remove the files of other saves, finished or not, from `directory`; others' files stay."""
+    """Remove the files of other saves, finished or not, from `directory`, but for those in use; others' files stay."""
     keep = set(keep)
-    for file in directory.iterdir():
-        if file.name not in keep and _OURS.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+    ours = [file for file in directory.iterdir() if file.name not in keep and _OURS.fullmatch(file.name)]
+    for generation in {_generation(file.name) for file in ours}:
+        new, old = (directory / f"{NAME}.{kind}{generation}" for kind in ("", "old-"))
+        with unused(new) as unwritten, unused(old) as unread:
+            for file in ours if unwritten and unread else ():
+                if _generation(file.name) == generation:
+                    file.unlink(missing_ok=True)
+
+
+def _generation(name: str) -> str:
+    found = _GENERATION.fullmatch(name)
+    return found[1] if found is not None else ""
+
+
+def remove_directory(directory: Path) -> bool:
+    """Remove a checkpoint, for others in one step; False, and it stays, while someone writes or reads it."""
+    with ExitStack() as locks:
+        if not all(locks.enter_context(unused(file)) for file in directory.glob(f"{NAME}*")):
+            return False
+        put_away(directory)
+    sweep_beside(directory)
+    return True
+
+
+def reading(directory: Path) -> Reading:
+    """Keep the files that the manifest in `directory` names, for as long as what is returned is there."""
+    return Reading.of(directory / NAME)
 
 
 def is_sharded(path: Path) -> bool:
@@ -112,14 +171,18 @@ def is_sharded(path: Path) -> bool:
     return path.is_dir() and ((path / NAME).exists() or any(_OURS.fullmatch(file.name) for file in path.iterdir()))
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest, once the files it names are there in the sizes it says. Raises a CheckpointError otherwise."""
+def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
+    """The manifest, once the files it names are there in the sizes it says. Raises a CheckpointError otherwise.
+
+    Args:
+        held: from `reading`, by which those files stay.
+    """
     path = directory / NAME
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours.")
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no manifest is larger than {MAX_BYTES}.")
-    content = parse(path.read_bytes(), str(path))
+    content = parse((held or Reading(None)).read(path), str(path))
     if not isinstance(content, dict) or content.get("format") != "lightning_3d":
         raise CheckpointError(f"{path} is not a manifest of lightning_3d.")
     if content.get("version") != VERSION:

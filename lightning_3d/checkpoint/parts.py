@@ -56,7 +56,7 @@ def write_part(
 ) -> Written:
     """Write `tensors`, which come one at a time in the order of `header` (name -> dtype and shape)."""
     text = _header(header, note)
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         crc = _write(file, len(text).to_bytes(8, "little") + text, 0)
         for tensor in tensors:
             for chunk in _bytes(tensor):
@@ -67,7 +67,7 @@ def write_part(
 
 
 def write_bytes(path: Path, content: bytes) -> Written:
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         crc = _write(file, content, 0)
         file.flush()
         os.fsync(file.fileno())

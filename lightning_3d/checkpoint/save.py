@@ -8,19 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.background import Gather
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
-from lightning_3d.checkpoint.manifest import Manifest, Stored, commit, name_in_file, sync_directory
+from lightning_3d.checkpoint.hold import release, shared
+from lightning_3d.checkpoint.manifest import Manifest, Stored, claim, commit, name_in_file, sync_directory
 from lightning_3d.checkpoint.parts import Written, write_bytes, write_part
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.plan import share_out
 from lightning_3d.errors import CheckpointError
 from lightning_3d.local import local
+
+T = TypeVar("T")
 
 
 class SaveFailed(CheckpointError):
@@ -33,6 +36,8 @@ class Job:
 
     rank: int
     path: Path
+    directory: Path
+    """Where files go: beside `path` while a single file has that name."""
     generation: str
     """Sets the files of this save apart from those of others to the same path."""
     plan: tuple[dict[str, tuple[Piece, ...]], ...]
@@ -45,11 +50,8 @@ class Job:
     """On rank 0: everything that is not a tensor."""
     objects: bytes = b""
     """On rank 0: what has no plain form."""
-
-    @property
-    def directory(self) -> Path:
-        """Where files go: beside `path` while a single file has that name."""
-        return self.path.with_name(f"{self.path.name}.{self.generation}") if self.path.is_file() else self.path
+    claimed: BinaryIO | None = None
+    """On rank 0: what becomes the manifest."""
 
     def part_name(self, rank: int) -> str:
         return f"part-{rank:05d}-{self.generation}.safetensors"
@@ -57,24 +59,41 @@ class Job:
 
 def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
     """Agree on who writes what. Collective."""
-    generation = os.urandom(4).hex()
-    everyone = gather((generation, str(path), found.listing, found.optimizers, found.own))
-    generation, path = everyone[0][0], Path(everyone[0][1])
+    mine, said = _attempt(lambda: _claim(found, path) if rank == 0 else None)
+    everyone = gather((said, mine and mine.where, found.listing, found.optimizers, found.own))
+    _raise_any(path, [each[0] for each in everyone])
+    path, directory, generation = everyone[0][1]
     listings = [each[2] for each in everyone]
     plan = tuple(share_out(listings))
     stored = {name: (e.dtype, e.placement.shape) for listing in reversed(listings) for name, e in listing.items()}
-    state = objects = b""
+    state = b""
     if rank == 0:
         optimizers = json.dumps(merge_optimizers([each[3] for each in everyone]), separators=(",", ":"))
         owns = ",".join(each[4] for each in everyone)
         state = f'{{"rest":{found.rest},"{OPTIMIZERS}":{optimizers},"ranks":[{owns}]}}'.encode()
-        objects = _pickled(found.objects)
     tensors = [
         local(found.tensors[name].detach())[box(piece.local, piece.size)]
         for name, pieces in plan[rank].items()
         for piece in pieces
     ]
-    return Job(rank, path, generation, plan, stored, tuple(tensors), state, objects)
+    objects, claimed = (mine.objects, mine.file) if mine is not None else (b"", None)
+    return Job(rank, path, directory, generation, plan, stored, tuple(tensors), state, objects, claimed)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Where rank 0 has made sure that files can be written."""
+
+    where: tuple[Path, Path, str]
+    """The path, the directory and the generation of a job."""
+    file: BinaryIO
+    objects: bytes
+
+
+def _claim(found: Collected, path: Path) -> _Claim:
+    objects, generation = _pickled(found.objects), os.urandom(4).hex()
+    directory = path.with_name(f"{path.name}.{generation}") if path.is_file() else path
+    return _Claim((path, directory, generation), claim(directory, generation), objects)
 
 
 class Room:
@@ -96,7 +115,6 @@ class Room:
 
 def snapshot(job: Job, room: Room) -> Job:
     """`job` with tensors that training does not change."""
-    job.directory.mkdir(parents=True, exist_ok=True)  # so that nothing else takes the name meanwhile
     return replace(job, tensors=room.copies(job.tensors))
 
 
@@ -129,41 +147,51 @@ def write(job: Job) -> list[Written]:
 
 def carry_out(job: Job, gather: Gather) -> None:
     """Write, and make it count if every rank has written. Raises the same on every rank. Collective."""
-    said = gather(_attempt(lambda: write(job)))
-    problems = {rank: text for rank, text in enumerate(said) if text.startswith("!")}
-    if not problems:
-        files = tuple(Written(*file) for text in said for file in json.loads(text))
-        verdict = _attempt(lambda: _commit(job, files)) if job.rank == 0 else ""
-        verdict = gather(verdict)[0]
-        problems = {0: verdict} if verdict.startswith("!") else {}
-    if problems:
+    try:
+        written, said = _attempt(lambda: write(job))
+        everyone = gather((said, written))
+        _raise_any(job.path, [each[0] for each in everyone])
+        files = tuple(file for _, each in everyone for file in each)
+        on_first_rank(lambda: _commit(job, files), job.path, job.rank, gather)
+    except CheckpointError:
         if job.rank == 0:
             with suppress(OSError):  # of the same broken disk: what is told is why the save failed
                 _discard(job)
-        raise _failure(job.path, *min(problems.items()))
+        raise
+    finally:
+        if job.claimed is not None:
+            release(job.claimed)
 
 
-def on_first_rank(work: Callable[[], None], path: Any, rank: int, gather: Gather) -> None:
+def on_first_rank(work: Callable[[], object], path: Any, rank: int, gather: Gather) -> None:
     """Do `work`, which writes `path`, on rank 0. Raises the same on every rank. Collective."""
-    verdict = gather(_attempt(lambda: work()) if rank == 0 else "")[0]
-    if verdict.startswith("!"):
-        raise _failure(path, 0, verdict)
+    on_every_rank(work if rank == 0 else lambda: None, path, gather)
 
 
-def _failure(path: Any, rank: int, text: str) -> CheckpointError:
-    return (SaveFailed if text.startswith("!disk ") else CheckpointError)(
-        f"{path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
-    )
+def on_every_rank(work: Callable[[], T], path: Any, gather: Gather) -> T:
+    """Do `work`, a part of saving `path`. Raises the same on every rank. Collective."""
+    done, said = _attempt(work)
+    _raise_any(path, gather(said))
+    return cast(T, done)
 
 
-def _attempt(work: Callable[[], list[Written] | None]) -> str:
-    """What `work` wrote, or what went wrong, as text that the other ranks can read."""
+def _raise_any(path: Any, said: Sequence[str]) -> None:
+    """Raise what went wrong on the first rank that something went wrong on."""
+    for rank, text in enumerate(said):
+        if text:
+            raise (SaveFailed if text.startswith("!disk ") else CheckpointError)(
+                f"{path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
+            )
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """What `work` returned, and what went wrong as text that the other ranks can read."""
     try:
-        return json.dumps([[file.name, file.size, file.crc] for file in work() or []])
-    except OSError as error:
-        return f"!disk {error}"
+        return work(), ""
+    except (OSError, SaveFailed) as error:
+        return None, f"!disk {error}"
     except Exception as error:
-        return f"!error {type(error).__name__}: {error}"
+        return None, f"!error {type(error).__name__}: {error}"
 
 
 def _commit(job: Job, files: tuple[Written, ...]) -> None:
@@ -172,8 +200,12 @@ def _commit(job: Job, files: tuple[Written, ...]) -> None:
         pieces = [(rank, piece) for rank, task in enumerate(job.plan) for piece in task.get(name, ())]
         tensors[name] = Stored(dtype, shape, tuple((job.part_name(rank), piece) for rank, piece in pieces))
     names = {file.name.partition("-")[0]: file.name for file in files}
-    directory = job.directory
-    commit(directory, Manifest(files, tensors, names["state"], names.get("objects"), len(job.plan)), job.generation)
+    directory, claimed = job.directory, cast(BinaryIO, job.claimed)
+    manifest = Manifest(files, tensors, names["state"], names.get("objects"), len(job.plan))
+    try:
+        commit(directory, manifest, claimed)
+    except CheckpointError as error:  # a file is gone, on a file system without locks
+        raise SaveFailed(f"{error} {shared(job.path)}") from error
     if directory != job.path:
         job.path.unlink(missing_ok=True)
         directory.rename(job.path)

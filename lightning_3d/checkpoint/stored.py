@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
-from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, slots, verify
+from lightning_3d.checkpoint.hold import Reading
+from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, reading, slots, verify
 from lightning_3d.checkpoint.parts import DTYPES, Slot, read_box
 from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
 from lightning_3d.checkpoint.plain import loads
@@ -27,6 +28,8 @@ class StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
     slots: tuple[tuple[Piece, Slot], ...]
+    held: Reading | None = field(default=None, compare=False, repr=False)
+    """Keeps the files."""
 
     @property
     def nbytes(self) -> int:
@@ -102,17 +105,20 @@ class Opened:
     directory: Path
     manifest: Manifest
     tensors: Mapping[str, StoredTensor]
+    held: Reading = field(compare=False, repr=False)
+    """Keeps the files."""
 
     @classmethod
     def open(cls, directory: Path) -> "Opened":
         """Check that everything is there; reads no tensor."""
-        manifest = read_manifest(directory)
+        held = reading(directory)
+        manifest = read_manifest(directory, held)
         where = slots(directory, manifest)
         tensors = {
-            name: StoredTensor(name, DTYPES[stored.dtype], torch.Size(stored.shape), where[name])
+            name: StoredTensor(name, DTYPES[stored.dtype], torch.Size(stored.shape), where[name], held)
             for name, stored in manifest.tensors.items()
         }
-        return cls(directory, manifest, tensors)
+        return cls(directory, manifest, tensors, held)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Read every `ranks`-th file and compare checksums."""
@@ -158,6 +164,13 @@ class Opened:
         if HYPER not in name:
             raise CheckpointError(f"{self.directory} holds {name:.80}, which is not plain data. {remedy}")
         warnings.warn(f"Left {name:.80} out of {self.directory}: it is not plain data. {remedy}", stacklevel=2)
+
+
+def existing(path: str | Path) -> Path:
+    """`path`, of a checkpoint that is there."""
+    if not Path(path).exists():
+        raise CheckpointError(f"There is no checkpoint {path}.")
+    return Path(path)
 
 
 RANKS = "lightning_3d_ranks"

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import distributed as dist
 from torch import nn
@@ -24,6 +25,9 @@ from lightning_3d.dryrun.stand_ins import stand_alone
 from lightning_3d.dryrun.watch import Watch, steps_of
 from lightning_3d.dryrun.world import World, ignore_pointers
 from lightning_3d.errors import Lightning3DError
+
+SAVING = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
+"""Hooks in which Lightning's callbacks save."""
 
 
 class SimulatedRank:
@@ -131,7 +135,16 @@ def _shorten(trainer: Trainer, watch: Watch) -> None:
     """Nothing is logged or saved, and training ends with the watch."""
     trainer.num_sanity_val_steps = 0
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
-    trainer.callbacks = [watch, *trainer.callbacks]  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            vars(callback).update(dict.fromkeys(SAVING, _nothing))
+    trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
+    trainer.callbacks = [watch, *callbacks]  # type: ignore[attr-defined]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of saving: tensors have no values here."""
 
 
 def _texts(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:

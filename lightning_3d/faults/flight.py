@@ -91,8 +91,9 @@ class Flight:
         entries = [asdict(entry) for entry in list(self.entries)]
         content = {**rest, "standing": self.standing(), "entries": entries, "stacks": _stacks()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(json.dumps(content, indent=1, default=str))
+        beside = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+        with open(beside, "x") as file:  # nobody foresees the name, and no link that lies there is followed
+            file.write(json.dumps(content, indent=1, default=str))
         os.replace(beside, path)
 
 

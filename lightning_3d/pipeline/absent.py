@@ -28,12 +28,12 @@ class _StandsOn:
         return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
 
 
-class _AbsentParameter(_StandsOn, nn.Parameter):
+class _AbsentParameter(_StandsOn, nn.Parameter):  # type: ignore[override]
     pass
 
 
-class _AbsentBuffer(_StandsOn, Tensor):
-    __torch_function__ = torch._C._disabled_torch_function_impl
+class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def absent_like(tensor: Tensor) -> Tensor:

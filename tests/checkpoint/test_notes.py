@@ -1,0 +1,164 @@
+"""Notes and checkpoints that a restart finds: damaged ones are refused or passed over with a warning, never trusted."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import CheckpointError
+from lightning_3d.resume import NOTE, RunNote, leave_note
+from tests.checkpoint.savers import At, fit
+from tests.checkpoint.trainings import build
+from tests.parity import QUIET
+from tests.workers import run
+
+GOOD = RunNote(("/a/b",), 4, 2)
+
+
+def signed(**changes):
+    """A note with a checksum that is right, as an attacker or another version could write."""
+    note = RunNote(**{"folders": ("/a",), "data_parallel_size": 4, "accumulate_grad_batches": 2, **changes})
+    return note.dumps()
+
+
+def unsigned(**changes):
+    return json.dumps({**json.loads(GOOD.dumps()), **changes})
+
+
+@pytest.mark.parametrize("number", [0, -3, 10**18, True, 2.0, "3", None])
+@pytest.mark.parametrize("name", ["data_parallel_size", "accumulate_grad_batches"])
+def test_a_number_that_cannot_be_is_damage(tmp_path, name, number):
+    (tmp_path / NOTE).write_text(signed(**{name: number}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        RunNote.read(tmp_path / NOTE)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        "[" * 10**5,
+        unsigned(data_parallel_size=5),
+        unsigned(folders="/a/b"),
+        unsigned(crc=1),
+    ],
+    ids=range(9),
+)
+def test_a_damaged_note(tmp_path, text):
+    (tmp_path / NOTE).write_text(text)
+    with pytest.raises(CheckpointError, match="damaged"):
+        RunNote.read(tmp_path / NOTE)
+
+
+def test_each_flipped_bit_of_a_note_is_found_or_changes_nothing(tmp_path):
+    raw = GOOD.dumps().encode()
+    for bit in range(len(raw) * 8):
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / NOTE).write_bytes(damaged)
+        try:
+            assert RunNote.read(tmp_path / NOTE) == GOOD
+        except CheckpointError:
+            continue
+
+
+def test_a_note_follows_no_link_and_leaves_nothing_else(tmp_path):
+    (tmp_path / "other").write_text("precious")
+    (tmp_path / f"{NOTE}.new").symlink_to(tmp_path / "other")
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+    note = RunNote((str(tmp_path),), 4, 2)
+    leave_note(trainer, note)
+    assert RunNote.read(tmp_path / NOTE) == note
+    assert (tmp_path / "other").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([NOTE, f"{NOTE}.new", "other"])
+
+
+def start(folder, steps, format):
+    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    flags = {**QUIET, "enable_checkpointing": True, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1}
+    strategy = Strategy3D(checkpoint_format=format, resume="auto", quiet=True)
+    trainer = Trainer(**flags, devices=2, strategy=strategy, callbacks=[keep], default_root_dir=folder)
+    module = build("MLP")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return len(module.seen), [str(w.message) for w in seen if "Passing over" in str(w.message)]
+
+
+def no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def nothing_left(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+def many_disks(path):
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(b"PK\x06\x07") + 4] ^= 1  # BadZipFile
+    path.write_bytes(raw)
+
+
+def dangling(path):
+    path.unlink()
+    path.symlink_to("nothing")
+
+
+@pytest.mark.parametrize(
+    ("format", "damage"),
+    [("sharded", no_manifest), ("sharded", nothing_left), ("full", many_disks), ("full", dangling)],
+)
+def test_what_is_passed_over_is_named(tmp_path, format, damage):
+    run(start, str(tmp_path), 3, format, world=2)
+    newest = tmp_path / "step=3.ckpt"
+    damage(newest)
+    os.utime(newest, follow_symlinks=False)
+    steps, told = run(start, str(tmp_path), 4, format, world=2)[0]
+    assert steps == 2
+    assert len(told) == 1
+    assert "step=3.ckpt" in told[0]
+
+
+def test_a_damaged_note_is_our_error_on_every_rank(tmp_path):
+    run(start, str(tmp_path), 1, "full", world=2)
+    (tmp_path / NOTE).write_text(unsigned(data_parallel_size=3))
+    for text in run(_refused, str(tmp_path), world=2):
+        assert NOTE in text
+        assert "damaged" in text
+
+
+def _refused(folder):
+    with pytest.raises(CheckpointError) as caught:
+        start(folder, 2, "full")
+    return str(caught.value)
+
+
+class Odd:
+    """Only pickle can store it."""
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_what_a_restart_refuses_is_said_when_it_is_saved(tmp_path, format):
+    (told,) = run(_save_odd, format, str(tmp_path), world=1)
+    assert len([text for text in told if "only pickle can store" in text]) == 1
+
+
+def _save_odd(format, folder):
+    class Holder(At):
+        def state_dict(self):
+            return {"odd": Odd()}
+
+    def save(trainer):
+        trainer.save_checkpoint(Path(folder) / "a.ckpt")
+
+    return fit(1, {"checkpoint_format": format}, 2, Holder(s1=save, s2=save))[1]

@@ -18,7 +18,7 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
     given = parser.parse_args()
     strategy = given.strategy
     if strategy.startswith("3d"):
-        from lightning_3d import Strategy3D  # the line that makes it 3D
+        from lightning_3d import Strategy3D
 
         strategy = Strategy3D(
             tensor_parallel_size=given.tensor,

@@ -8,10 +8,10 @@ import torch
 
 from lightning_3d import Layout
 from lightning_3d.planner import Catalogue, Cluster, Job, Plan
-from lightning_3d.planner.inspection import profile_module
-from lightning_3d.planner.measure import matrix_rate, memory_rate
+from lightning_3d.planner.machine_speed import matrix_rate, memory_rate
 from lightning_3d.planner.memory import rank_parameters
-from lightning_3d.planner.plan import price_layout
+from lightning_3d.planner.priced_layout import price_layout
+from lightning_3d.planner.profile_module import profile_module
 
 
 def forecast(layout: Layout, batch: int) -> Plan:

@@ -10,15 +10,20 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 
 if _typing.TYPE_CHECKING:
-    from lightning_3d.anatomy import Anatomy as Anatomy
     from lightning_3d.layout import Layout as Layout
+    from lightning_3d.module.anatomy import Anatomy as Anatomy
     from lightning_3d.precision import Precision3D as Precision3D
-    from lightning_3d.strategy import Strategy3D as Strategy3D
+    from lightning_3d.strategy.strategy import Strategy3D as Strategy3D
 
 __version__ = "0.1.0"
 __all__ = ["Anatomy", "Layout", "Precision3D", "Strategy3D"]
 
-_HOMES = {"Anatomy": "anatomy", "Layout": "layout", "Precision3D": "precision", "Strategy3D": "strategy"}
+_HOMES = {
+    "Anatomy": "module.anatomy",
+    "Layout": "layout",
+    "Precision3D": "precision",
+    "Strategy3D": "strategy.strategy",
+}
 
 
 def register() -> None:
@@ -30,7 +35,7 @@ def register() -> None:
     for name, home in _HOMES.items():
         globals()[name] = getattr(_import_module(f"lightning_3d.{home}"), name)
     globals()["Strategy3D"].register_strategies(StrategyRegistry)
-    _import_module("lightning_3d.names").refuse_other_package()
+    _import_module("lightning_3d.strategy.registry").refuse_other_package()
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -7,18 +7,18 @@ from importlib import import_module
 from types import ModuleType
 
 from lightning_3d import register
+from lightning_3d.commands.fit import VERBS, train
 from lightning_3d.errors import ConfigurationError, Lightning3DError
-from lightning_3d.front.train import VERBS, train
-from lightning_3d.printable import printable
+from lightning_3d.planner.printable import printable
 
 COMMANDS = {
-    "plan": ("lightning_3d.planner.cli_plan", "how many devices, which layout, how long, how much money"),
-    "dry-run": ("lightning_3d.dryrun.cli_dry_run", "your script on a cluster that is not there: memory, traffic"),
-    "inspect": ("lightning_3d.front.inspection", "how a module would be divided: tensor plan, stages, parameters"),
-    "compare": ("lightning_3d.front.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
-    "calibrate": ("lightning_3d.planner.cli_calibrate", "measure this machine, so that plans for it are right"),
-    "consolidate": ("lightning_3d.checkpoint.cli_consolidate", "one file from a sharded checkpoint"),
-    "export": ("lightning_3d.checkpoint.cli_export", "safetensors from a sharded checkpoint, for from_pretrained"),
+    "plan": ("lightning_3d.commands.plan", "how many devices, which layout, how long, how much money"),
+    "dry-run": ("lightning_3d.commands.dry_run", "your script on a cluster that is not there: memory, traffic"),
+    "inspect": ("lightning_3d.commands.inspect", "how a module would be divided: tensor plan, stages, parameters"),
+    "compare": ("lightning_3d.commands.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
+    "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, so that plans for it are right"),
+    "consolidate": ("lightning_3d.commands.consolidate", "one file from a sharded checkpoint"),
+    "export": ("lightning_3d.commands.export", "safetensors from a sharded checkpoint, for from_pretrained"),
 }
 """Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
 LIGHT = ("plan",)
@@ -67,7 +67,7 @@ def _top_level(arguments: list[str]) -> int:
 
 def _parser_class() -> type[ArgumentParser]:
     try:
-        from lightning_3d.front.parsing import OneLine
+        from lightning_3d.commands.parsing import OneLine
     except ImportError as error:
         raise ConfigurationError(
             f"the command line reads its options with jsonargparse, which cannot be imported ({error}):"

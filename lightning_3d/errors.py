@@ -17,7 +17,13 @@
 
 A message says what is wrong, with the numbers, and the remedy. Configuration errors are raised on every rank before
 training starts.
+
+Steps that compute with weights of which a rank holds only a part: what torch says of it, in a user's words.
 """
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Lightning3DError(Exception):
@@ -66,3 +72,49 @@ class DivergenceError(RunError):
 
 class CheckpointError(RunError):
     """A checkpoint is incomplete, damaged, or does not fit the module."""
+
+
+_FREED = "storage of size 0"
+_IN_PLACE = re.compile(r"aten\.\w+_\.")
+"""An operation that writes to its first argument: aten.mul_.Tensor, aten._foreach_mul_.Scalar."""
+_MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
+
+
+@contextmanager
+def said_of_parts(layout: object) -> Iterator[None]:
+    """Entered around a training step and its backward, in `layout`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, RunError):
+            raise
+        if "setStorage" in text and _FREED in text:
+            raise UnsupportedError(
+                "training_step differentiates through blocks (torch.autograd.grad, as in a gradient penalty or a"
+                f" physics-informed loss), and backward needs weights again that are freed by then ({layout}). Use"
+                " zero_stage=0; tensor parallelism can do this."
+            ) from error
+        if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
+            raise UnsupportedError(
+                f"training_step changes weights in place of which this rank holds a part ({layout}; {_first(text)}). A"
+                " network that follows another (an EMA teacher) mixes parts with whole weights there. Do so in"
+                " on_train_batch_start or on_train_batch_end, where each rank changes its part."
+            ) from error
+        if any(word in text for word in _MIXED):
+            raise UnsupportedError(
+                f"training_step computes with weights of which this rank holds a part ({layout}; {_first(text)}). A"
+                " penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to 2 and"
+                " tensor_parallel_size=1. Of a single block that the step reads the weight of, under tensor"
+                ' parallelism: tensor_plan={"name of the block": "whole"}.'
+            ) from error
+        raise
+
+
+def is_absent(error: Exception) -> bool:
+    """Whether torch says that a tensor is on meta, where only those of other stages are."""
+    return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
+
+
+def _first(text: str) -> str:
+    return text.partition("\n")[0][:120].rstrip(".! ")

@@ -11,7 +11,6 @@ Schedule = Literal[
 ]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "all"]
-
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
 AXES = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.local import local
+from lightning_3d.ranks.shards import local
 
 ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_3d.anatomy import Anatomy
+from lightning_3d.module.anatomy import Anatomy
 
 
 class _Net(nn.Module):

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.early import HELD, optimizers_on_demand
+from lightning_3d.sandbox.trial import HELD, optimizers_on_demand
 from tests.parity import QUIET
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run

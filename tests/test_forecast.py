@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_3d import Strategy3D
-from lightning_3d.forecast import forecast
-from lightning_3d.planner.here import cluster_here
+from lightning_3d.dryrun.forecast import forecast
+from lightning_3d.planner.catalogue import cluster_here
 from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import by_axis, predicted, watch
 from tests.workers import run

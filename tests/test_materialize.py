@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.materialize import materialize
+from lightning_3d.module.materialize import materialize
 from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.modules import GPT
 from tests.parity import assert_same, train

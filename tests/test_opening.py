@@ -6,12 +6,11 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from lightning_3d.holding import expected_states
 from lightning_3d.layout import Layout
-from lightning_3d.opening import draw, memory_line, opening, step_line
-from lightning_3d.peek import loader_batch_size
 from lightning_3d.pipeline.split import plan_split
-from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.strategy.banner import draw, expected_states, memory_line, opening, step_line
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests.modules import GPT, MLP
 
 

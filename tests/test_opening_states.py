@@ -10,10 +10,9 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.holding import expected_states
 from lightning_3d.layout import Layout
-from lightning_3d.opening import memory_line
-from lightning_3d.zero.moments import moments
+from lightning_3d.optim.moments import moments
+from lightning_3d.strategy.banner import expected_states, memory_line
 from tests.parity import QUIET
 
 OPTIMIZERS = {

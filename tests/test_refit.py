@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Layout
-from lightning_3d.refit import refit
+from lightning_3d.strategy.run_note import refit
 
 
 def sizes(layout):

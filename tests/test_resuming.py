@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.resume import NOTE, RunNote
+from lightning_3d.strategy.run_note import NOTE, RunNote
 from tests.faults.drill import Net
 from tests.parity import QUIET
 from tests.workers import run

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_3d.auto import measure_step
-from lightning_3d.planner.inspection import count_module
-from lightning_3d.samples import record_one_batch
+from lightning_3d.auto_layout import measure_step
+from lightning_3d.planner.profile_module import count_module
+from lightning_3d.tensor.block_calls import record_one_batch
 from tests.parity import QUIET, build
 
 

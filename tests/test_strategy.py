@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 
 import lightning_3d
 from lightning_3d import Layout, Strategy3D
-from lightning_3d.checks import check_same_layout
-from lightning_3d.comm.buckets import local
+from lightning_3d.comm.replicate import local
 from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
+from lightning_3d.strategy.checks import check_same_layout
 from tests.modules import GPT, MLP, UntiedGPT
 from tests.parity import QUIET
 from tests.workers import run
@@ -225,9 +225,9 @@ def test_a_rank_that_raises_frees_the_others(tmp_path):
 
 
 def _state_on_one_rank():
-    from lightning_3d import peers
+    from lightning_3d.ranks import talk
 
-    peers.PATIENCE = 1.0
+    talk.PATIENCE = 1.0
 
     class Asks(MLP):
         def on_train_batch_end(self, *_):

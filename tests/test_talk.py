@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 
-from lightning_3d import Strategy3D, talk
+from lightning_3d import Strategy3D
+from lightning_3d.ranks import talk
 from tests.modules import MODULES
 from tests.parity import QUIET
 from tests.workers import run

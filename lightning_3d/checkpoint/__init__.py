@@ -1,8 +1,8 @@
 """Checkpoints that any layout saves and any other loads."""
 
-from lightning_3d.checkpoint.describe import Splits as Splits
 from lightning_3d.checkpoint.keeper import CheckpointFormat as CheckpointFormat
 from lightning_3d.checkpoint.keeper import Keeper as Keeper
 from lightning_3d.checkpoint.last import tell_of_last as tell_of_last
 from lightning_3d.checkpoint.load import load_optimizer as load_optimizer
 from lightning_3d.checkpoint.load import load_weights as load_weights
+from lightning_3d.checkpoint.placement import Splits as Splits

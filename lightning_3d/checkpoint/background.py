@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from lightning_3d import talk
+from lightning_3d.ranks import talk
 
 Gather = Callable[[Any], list[Any]]
 """What every rank says, in the order of ranks. Collective."""

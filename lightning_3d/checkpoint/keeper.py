@@ -16,17 +16,17 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d import peers, talk
 from lightning_3d.checkpoint.background import Background, Gather
 from lightning_3d.checkpoint.collect import Collected, Collector
-from lightning_3d.checkpoint.describe import Split, Splits
-from lightning_3d.checkpoint.hold import shared
-from lightning_3d.checkpoint.huggingface import with_configs
+from lightning_3d.checkpoint.full_files import with_configs
+from lightning_3d.checkpoint.locks import shared
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
+from lightning_3d.checkpoint.placement import Split, Splits
 from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_every_rank, on_first_rank, prepare, snapshot
-from lightning_3d.checkpoint.single import copied, load_file, save_file
+from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_3d.ranks import talk
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
 SHARDED_FROM_BYTES = 2**30
@@ -92,7 +92,7 @@ class Keeper:
             raise UnsupportedError(
                 f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
             )
-        peers.meet("save_checkpoint")
+        talk.meet("save_checkpoint")
         collector = Collector(module, splits, copies, _rank())
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
         found = on_every_rank(collect, path, gather)

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.describe import Splits
-from lightning_3d.checkpoint.names import parameter_names
-from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
+from lightning_3d.checkpoint.collect import parameter_names
+from lightning_3d.checkpoint.placement import Piece, Placement, Splits, box, overlaps
 from lightning_3d.checkpoint.stored import materialize
 from lightning_3d.comm import Compression
 from lightning_3d.comm.compression import AVERAGE
 from lightning_3d.comm.powersgd import RIGHT, PowerSGD
-from lightning_3d.communication import Communication
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate
+from lightning_3d.zero.data_axis import Communication
 
 
 @dataclass(frozen=True)

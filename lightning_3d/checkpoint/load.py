@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.describe import Splits, describe
-from lightning_3d.checkpoint.names import parameter_names, parameters_of, to_numbers
+from lightning_3d.checkpoint.collect import parameter_names, parameters_of, to_numbers
+from lightning_3d.checkpoint.placement import Splits, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
-from lightning_3d.local import like
-from lightning_3d.state import in_parts
+from lightning_3d.module.state_dict import in_parts
+from lightning_3d.ranks.shards import like
 
 BATCH_BYTES = 2**30
 """How much of the weights is in memory at a time, beside the module."""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.checkpoint.hold import (
+from lightning_3d.checkpoint.locks import (
     Reading,
     alone,
     create,
@@ -33,9 +33,9 @@ from lightning_3d.checkpoint.hold import (
     sweep_beside,
     unused,
 )
-from lightning_3d.checkpoint.parts import DTYPES, Slot, Written, checksum, read_header
 from lightning_3d.checkpoint.placement import Piece
-from lightning_3d.checkpoint.plain import parse
+from lightning_3d.checkpoint.plain_json import parse
+from lightning_3d.checkpoint.safetensors_files import DTYPES, Slot, Written, checksum, read_header
 from lightning_3d.errors import CheckpointError
 
 NAME = "manifest.json"

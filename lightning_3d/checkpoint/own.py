@@ -9,11 +9,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.leftovers import Leftovers, Sending
 from lightning_3d.checkpoint.stored import materialize
-from lightning_3d.communication import Communication
-from lightning_3d.data import fingerprint
+from lightning_3d.data.same_samples import fingerprint
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.randomness import StepRandom, main_streams, set_main_streams
+from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_main_streams
+from lightning_3d.zero.data_axis import Communication
 
 Own = Mapping[str, Any]
 

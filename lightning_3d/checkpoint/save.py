@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.background import Gather
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
-from lightning_3d.checkpoint.hold import release, shared
+from lightning_3d.checkpoint.entry import share_out
+from lightning_3d.checkpoint.locks import release, shared
 from lightning_3d.checkpoint.manifest import Manifest, Stored, claim, commit, name_in_file, sync_directory
-from lightning_3d.checkpoint.parts import Written, write_bytes, write_part
 from lightning_3d.checkpoint.placement import Piece, box
-from lightning_3d.checkpoint.plan import share_out
+from lightning_3d.checkpoint.safetensors_files import Written, write_bytes, write_part
 from lightning_3d.errors import CheckpointError
-from lightning_3d.local import local
+from lightning_3d.ranks.shards import local
 
 T = TypeVar("T")
 

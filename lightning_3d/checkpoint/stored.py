@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
-from lightning_3d.checkpoint.hold import Reading
+from lightning_3d.checkpoint.locks import Reading
 from lightning_3d.checkpoint.manifest import MAX_BYTES, Manifest, read_manifest, reading, slots, verify
-from lightning_3d.checkpoint.parts import DTYPES, Slot, read_box
 from lightning_3d.checkpoint.placement import Piece, Placement, box, overlaps
-from lightning_3d.checkpoint.plain import loads
+from lightning_3d.checkpoint.plain_json import loads
+from lightning_3d.checkpoint.safetensors_files import DTYPES, Slot, read_box
 from lightning_3d.errors import CheckpointError
 
 HYPER = "hyper_parameters"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.wire import Wire
+from lightning_3d.comm.ring_wire import Wire
 from lightning_3d.faults import Doing, flight
 
 # torch 2.13 renamed these two and warns at the old names.

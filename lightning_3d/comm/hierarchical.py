@@ -5,10 +5,10 @@ import weakref
 import torch.distributed as dist
 
 from lightning_3d.comm.collectives import Collectives, Ring, single
-from lightning_3d.comm.control import timeout_of
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces
 from lightning_3d.errors import LayoutError
+from lightning_3d.ranks.talk import timeout_of
 
 _parts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]
 _parts_of = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_3d.comm.wire import SEGMENT_BYTES, Wire
+from lightning_3d.comm.ring_wire import SEGMENT_BYTES, Wire
 
 SMALL_BYTES = 256 << 10
 """Pieces below this are packed: a message costs more than the copies, and a block has a dozen biases and norms."""

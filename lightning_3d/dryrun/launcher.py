@@ -11,10 +11,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_3d.dryrun.decision import chosen_layout
-from lightning_3d.dryrun.rank import SimulatedRank
+from lightning_3d.dryrun.cluster import World
+from lightning_3d.dryrun.lone_rank import chosen_layout
 from lightning_3d.dryrun.report import DryRunReport, RankReport
-from lightning_3d.dryrun.world import World
+from lightning_3d.dryrun.simulated_rank import SimulatedRank
 from lightning_3d.errors import LayoutError
 from lightning_3d.layout import Coordinate, Layout
 

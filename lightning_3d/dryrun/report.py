@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.units import show_bytes, show_count
+from lightning_3d.planner.show import show_bytes, show_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """When a rank dies, stops or goes astray: what each did last, who it was, and that nobody waits for it in vain."""
 
-from lightning_3d.faults.flight import Doing as Doing
-from lightning_3d.faults.flight import flight as flight
-from lightning_3d.faults.preempt import Preemption as Preemption
-from lightning_3d.faults.watch import Watch as Watch
+from lightning_3d.faults.flight_recorder import Doing as Doing
+from lightning_3d.faults.flight_recorder import flight as flight
+from lightning_3d.faults.preemption import Preemption as Preemption
+from lightning_3d.faults.watchdog import Watch as Watch

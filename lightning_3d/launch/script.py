@@ -1,4 +1,9 @@
-"""Runs the user's script once more for each other process, as Lightning does, but right inside of Hydra's sweeps."""
+"""What a job leaves in the process that launched it, so that the next job in the same process starts from nothing.
+
+Runs the user's script once more for each other process, as Lightning does, but right inside of Hydra's sweeps.
+
+Lightning's launcher for processes that are spawned or forked, with our guard around what they run.
+"""
 
 import atexit
 import os
@@ -6,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +23,75 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import distributed as dist
 
 from lightning_3d.launch.hydra_job import check_launcher, child_command, is_sweep, running_job
-from lightning_3d.launch.leftovers import launched
 
+NAMES = (
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
+"""Variables that Lightning sets when it starts processes; what is there later it takes for the user's."""
+AT_START = {name: os.environ.get(name) for name in NAMES}
+PATIENCE = 60.0
+"""Seconds that the other processes of a job which ended well have to end too."""
+PATIENCE_AFTER_ERROR = 10.0
+
+
+class Launched:
+    """The job of a sweep whose processes this one started."""
+
+    def __init__(self) -> None:
+        self.job: object | None = None
+        self.children: Sequence[subprocess.Popen[bytes]] = ()
+        self.failed = False
+
+    def start(self, job: object | None, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        self.job, self.children, self.failed = job, children, False
+
+    def clear_before(self, job: object | None) -> None:
+        """End what an earlier job left, unless `job` is still the one that left it."""
+        if self.job is job:
+            return
+        self.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in AT_START.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def end(self) -> None:
+        """Wait for the children; kill those that do not end."""
+        deadline = time.monotonic() + (PATIENCE_AFTER_ERROR if self.failed else PATIENCE)
+        late = [child for child in self.children if not _ended(child, deadline)]
+        for child in late:
+            child.kill()
+            child.wait()
+        if late and not self.failed:
+            rank_zero_warn(
+                f"{len(late)} processes of a finished job were still running after {PATIENCE:.0f} s and were killed."
+            )
+        self.job, self.children = None, ()
+
+
+def _ended(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    try:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+launched = Launched()
+"""One per process, as the environment and the process group that it cleans are."""
 Guard = Callable[..., Any]
 """Calls the function it is given; what that raises it may replace by an error that says more."""
 LAST_WORDS = 15.0
@@ -117,3 +187,14 @@ def _program() -> Sequence[str]:
 
 
 atexit.register(launched.end)
+
+
+class SpawnLauncher(_MultiProcessingLauncher):
+    """As Lightning's; `guard` calls the function in every process."""
+
+    def __init__(self, strategy: Any, start_method: Any, guard: Guard) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._guard = guard
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)

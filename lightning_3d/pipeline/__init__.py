@@ -26,10 +26,17 @@ computing, logging and updating metrics happens that often; batch norm normalize
 other masks (the same ones for any number of stages). With one block to place nothing is cut, and the step runs as ever.
 """
 
-from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.pipeline.runner import Hooks, Pipeline
-from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
-from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, Tie, apply_split, move_present, plan_split
+from lightning_3d.pipeline.context import Hooks as Hooks
+from lightning_3d.pipeline.limits import check_supported as check_supported
+from lightning_3d.pipeline.pipeline import Pipeline as Pipeline
+from lightning_3d.pipeline.schedule import stage_ranks as stage_ranks
+from lightning_3d.pipeline.schedule import stages_per_rank as stages_per_rank
+from lightning_3d.pipeline.split import AppliedSplit as AppliedSplit
+from lightning_3d.pipeline.split import PipelineSplit as PipelineSplit
+from lightning_3d.pipeline.split import Tie as Tie
+from lightning_3d.pipeline.split import apply_split as apply_split
+from lightning_3d.pipeline.split import move_present as move_present
+from lightning_3d.pipeline.split import plan_split as plan_split
 
 __all__ = [
     "AppliedSplit",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.materialize import ABSENT
+from lightning_3d.module.materialize import ABSENT
 
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")

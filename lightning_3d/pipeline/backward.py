@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_3d.pipeline.traced import not_a_view
+from lightning_3d.pipeline.traced_tensor import not_a_view
 
 
 def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_3d.pipeline.buffers import changed, marks, undone
 from lightning_3d.pipeline.microbatch import split_batch
-from lightning_3d.pipeline.prints import Print, differ, fingerprint
+from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
+from lightning_3d.sandbox.snapshot import changed, marks, undone
 
 _ROUNDING = 1e-3
 _NAMED = 3

@@ -25,7 +25,6 @@ class Flight:
 
 Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, microbatch, received) -> what crosses the cut, or on the last stage the loss to start backward from."""
-
 Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
 """What the last blocks gave for each microbatch -> the gradients of it."""
 

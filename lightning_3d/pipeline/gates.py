@@ -102,6 +102,10 @@ class Gates:
         finally:
             self.director, self.depth = None, 0
 
+    def inside_block(self) -> bool:
+        """Whether a unit is running under a director."""
+        return self.depth > 0 and self.director is not None
+
     def remove(self) -> None:
         """Take every hook away."""
         for handle in self.handles:

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.pipeline.attributes import Attributes, Changes, join_changes
-from lightning_3d.pipeline.counts import Counts
-from lightning_3d.pipeline.microbatch import form, map_leaves, split_batch
-from lightning_3d.pipeline.prints import differ, fingerprint
+from lightning_3d.pipeline.microbatch import split_batch
+from lightning_3d.sandbox.counts import Counts
+from lightning_3d.sandbox.fingerprint import differ, fingerprint
+from lightning_3d.sandbox.snapshot import Attributes, Changes, join_changes
+from lightning_3d.sandbox.trees import form, map_leaves
 
 _BATCHES = 2
 """What the first one keeps, the second may read (the hidden state of a recurrent net, a queue)."""

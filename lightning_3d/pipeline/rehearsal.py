@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.microbatch import leaves, map_leaves
-from lightning_3d.pipeline.prints import fingerprint
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.traced import Node, Tape, Traced, untrace
+from lightning_3d.pipeline.traced_tensor import Node, Tape, Traced
 from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.fingerprint import fingerprint
+from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
 
 _END = 1 << 60
 
@@ -125,7 +125,7 @@ class Rehearsal(Tape):
         stage = self._place(unit)
         self._check_recomputed(unit, stage)
         self.calls.append(Call(unit, stage, None))
-        seeds.restart(self.seed, 2 * self.next_call())
+        random_streams.restart(self.seed, 2 * self.next_call())
         return self.stage_rank[stage] == self.wire.rank
 
     def _share(self, output: Any) -> Any:
@@ -133,7 +133,7 @@ class Rehearsal(Tape):
         output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self.calls[-1] = Call(call.unit, call.stage, spec)
-        seeds.restart(self.seed, 2 * self.call - 1)
+        random_streams.restart(self.seed, 2 * self.call - 1)
         return self.trace(output, absent=False)
 
     def _place(self, unit: str) -> int:

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_3d import talk
-from lightning_3d.anatomy import Anatomy
 from lightning_3d.errors import PipelineSplitError
+from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.absent import absent_like
+from lightning_3d.pipeline.observe import Whole
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
-from lightning_3d.pipeline.whole import Whole
+from lightning_3d.ranks import talk
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.pipeline import seeds
-from lightning_3d.pipeline.microbatch import leaves, map_leaves
-from lightning_3d.pipeline.prints import differ, fingerprint
 from lightning_3d.pipeline.rehearsal import Part, Trace
-from lightning_3d.pipeline.traced import Tape, Traced, not_a_view, refuse_missing
+from lightning_3d.pipeline.traced_tensor import Tape, Traced, not_a_view, refuse_missing
 from lightning_3d.pipeline.wire import Spec
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.fingerprint import differ, fingerprint
+from lightning_3d.sandbox.trees import leaves, map_leaves
 
 
 class Cut(BaseException):
@@ -48,7 +48,7 @@ class StagePlay(Tape):
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
             return self._stand_in()
-        seeds.restart(self.seed, 2 * self.call - 1)
+        random_streams.restart(self.seed, 2 * self.call - 1)
         self.tracing = not self.final
         return self.trace(output, absent=False) if self.tracing else output
 
@@ -65,7 +65,7 @@ class StagePlay(Tape):
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)])
 
     def _stand_in(self) -> Any:
-        seeds.restart(self.seed, 2 * self.call - 1)
+        random_streams.restart(self.seed, 2 * self.call - 1)
         output = self.whole.calls[self.call - 1].output
         zeros = map_leaves(lambda leaf: self._zeros(leaf) if isinstance(leaf, Spec) else leaf, output)
         return self.trace(zeros, absent=True)
@@ -104,7 +104,7 @@ class StagePlay(Tape):
             )
         if call >= self.part.stop:
             raise Cut
-        seeds.restart(self.seed, 2 * call)
+        random_streams.restart(self.seed, 2 * call)
         return call >= self.part.start
 
     def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:

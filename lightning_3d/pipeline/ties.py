@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.local import like, local
 from lightning_3d.pipeline.split import PipelineSplit, Tie
 from lightning_3d.pipeline.wire import Wire
+from lightning_3d.ranks.shards import like, local
 
 _TAG = 1 << 29
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_3d.anatomy import Anatomy
+from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.reading import direct_parameters, ordered_children
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d import talk
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
-from lightning_3d.pipeline.microbatch import _SIMPLE, leaves, map_leaves
-from lightning_3d.pipeline.traced import not_a_view
+from lightning_3d.pipeline.traced_tensor import not_a_view
+from lightning_3d.ranks import talk
+from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 
 
 class Spec:

@@ -4,21 +4,10 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.advice import explain_misfit
+from lightning_3d.planner.advice import counted_only, explain_misfit, notes_on, other_rates
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.notes import counted_only, notes_on, other_rates
-from lightning_3d.planner.plan import Plan
-from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.question import (
-    accelerator_of,
-    catalogue_of,
-    cluster_of,
-    job_of,
-    pins_of,
-    profile_of,
-)
-from lightning_3d.planner.report import (
+from lightning_3d.planner.plan_report import (
     HEADER,
     RESULTS,
     job_lines,
@@ -29,9 +18,12 @@ from lightning_3d.planner.report import (
     table,
     time_line,
 )
+from lightning_3d.planner.priced_layout import Plan
+from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.question import accelerator_of, catalogue_of, cluster_of, job_of, pins_of, profile_of
 from lightning_3d.planner.search import distinct, search
+from lightning_3d.planner.show import parse_duration
 from lightning_3d.planner.sizing import MOST_DEVICES, Wish, smallest
-from lightning_3d.planner.units import parse_duration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import Layout, ZeroStage
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.plan import Plan, price_layout
+from lightning_3d.planner.priced_layout import Plan, price_layout
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import divisors
+from lightning_3d.planner.show import show_bytes, show_count
 from lightning_3d.planner.states import Optimizer, Precision
-from lightning_3d.planner.units import show_bytes, show_count
 
 UNKNOWN_SHARE = 0.6
 """Share of a device that states may fill where activations are not known."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_3d.anatomy import Anatomy
 from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.layout import ZeroStage
+from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.planner.states import StateBytes
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.activations import microbatches_held
+from lightning_3d.planner.formulas import microbatches_held
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes

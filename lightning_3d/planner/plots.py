@@ -8,10 +8,10 @@ from typing import Any
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.memory import RankMemory
-from lightning_3d.planner.plan import Plan
-from lightning_3d.planner.report import schedule_name
+from lightning_3d.planner.plan_report import schedule_name
+from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.search import search
-from lightning_3d.planner.step import pass_times
+from lightning_3d.planner.step_time import pass_times
 from lightning_3d.planner.timetable import timetable
 
 MOST_RANKS, MOST_MICROBATCHES = 16, 24

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.catalogue import Catalogue, apply_overrides
-from lightning_3d.planner.entries import number
+from lightning_3d.planner.catalogue import Catalogue, apply_overrides, number
 from lightning_3d.planner.hardware import Accelerator, Cluster, Price
-from lightning_3d.planner.huggingface import read_config
 from lightning_3d.planner.job import Job, usual_batch
-from lightning_3d.planner.names import named_model
+from lightning_3d.planner.model_config import read_config
+from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import Pins
+from lightning_3d.planner.show import parse_count, positive, show_count
 from lightning_3d.planner.transformer import MOST_SIZE, Transformer
-from lightning_3d.planner.units import parse_count, positive, show_count
 
 TOKENS_PER_PARAMETER = 20
 """Assumed where no amount of data is given: compute-optimal for a decoder (Hoffmann et al. 2022)."""
@@ -27,7 +26,7 @@ def profile_of(args: Namespace) -> Profile:
         raise PlannerError(f"--sequence {args.sequence} must be at least 1 and at most {MOST_SIZE:g} tokens.")
     shape = _shape_of(args)
     if shape is None:
-        from lightning_3d.planner.inspection import profile_module
+        from lightning_3d.planner.profile_module import profile_module
 
         if args.attention is not None:
             raise PlannerError(f"--attention is for models that the planner knows by their sizes, not {args.model}.")

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_3d.layout import Layout, Offload, Recompute, Schedule, ZeroStage
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.plan import Plan, ends_memory, price_layout
+from lightning_3d.planner.priced_layout import Plan, ends_memory, price_layout
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "all")

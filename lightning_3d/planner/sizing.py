@@ -7,9 +7,9 @@ from math import ceil
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.plan import Plan
+from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.search import Pins, search
-from lightning_3d.planner.units import positive, show_dollars, show_seconds
+from lightning_3d.planner.show import positive, show_dollars, show_seconds
 
 MOST_DEVICES = 65536
 LIKELY = 0.95

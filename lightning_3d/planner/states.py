@@ -12,7 +12,6 @@ from lightning_3d.layout import ZeroStage
 
 Precision = Literal["32", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 Optimizer = Literal["adam", "sgd-momentum", "sgd"]
-
 _MOMENTS = {"adam": 2, "sgd-momentum": 1, "sgd": 0}
 
 

@@ -1,4 +1,8 @@
-"""`apply_tensor`: make a module compute by its plan, and undo it."""
+"""`apply_tensor`: make a module compute by its plan, and undo it.
+
+`Trainer(detect_anomaly=True)` asks every gradient whether anything in it is NaN, which DTensor (torch 2.13) does not
+know how to answer: of a shard's, all tensor ranks do together, so that all of them raise.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
-import lightning_3d.tensor.anomaly  # noqa: F401 (registers)
-from lightning_3d.tensor.alone import refuse_parts_alone
+from lightning_3d.tensor.autograd_collectives import gather_parts
 from lightning_3d.tensor.axis import GroupAxis, Ledger
-from lightning_3d.tensor.collectives import gather_parts
 from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.guards import refuse_parts_alone
 from lightning_3d.tensor.patch import Undo, patch_unit
-from lightning_3d.tensor.plan import TensorPlan
+from lightning_3d.tensor.tensor_plan import TensorPlan
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 
 
@@ -150,3 +154,8 @@ def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tu
         owner, _, own_name = name.rpartition(".")
         if own_name in getattr(owners.get(owner), "_parameters", {}):
             yield name, owners[owner], own_name
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _is_any_true(_: object) -> list[tuple[list[Replicate], list[Replicate]]]:
+    return [([Replicate()], [Replicate()])]

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.tensor.again import Resume, noted
+from lightning_3d.tensor.autograd_collectives import gather, reduce, take
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import gather, reduce, take
+from lightning_3d.tensor.dropout import ShardDropout
+from lightning_3d.tensor.edges import Memo
+from lightning_3d.tensor.fallback import Change, form_of, made_whole, say_whole
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.lazy import Lazy, whole
-from lightning_3d.tensor.memo import Memo
+from lightning_3d.tensor.late_gather import Lazy, whole
 from lightning_3d.tensor.overlap import Deferral, defer
-from lightning_3d.tensor.plan import SequencePlan, UnitPlan
-from lightning_3d.tensor.random import ShardDropout
+from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sequence import copy_all, enter, leave
+from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 from lightning_3d.tensor.trace import tensors_in
-from lightning_3d.tensor.unproven import Change, form_of, made_whole, say_whole
 
 Shadow = Callable[[Tensor], Tensor]
 

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.attention import use_open_attention
+from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, local_shard, share
+from lightning_3d.tensor.edges import Memo
+from lightning_3d.tensor.fallback import Change
 from lightning_3d.tensor.forwards import ShardedForward, UnitForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.memo import Memo
-from lightning_3d.tensor.plan import UnitPlan
-from lightning_3d.tensor.unproven import Change
+from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
 @dataclass

@@ -9,19 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.sandbox.silence import Quiet
+from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.geometry import TensorSplit, assemble
-from lightning_3d.tensor.lazy import whole as whole_tensors
+from lightning_3d.tensor.late_gather import whole as whole_tensors
 from lightning_3d.tensor.patch import local_value, patch_unit
-from lightning_3d.tensor.plan import UnitPlan
-from lightning_3d.tensor.quiet import Quiet
 from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import ThreadAxis, run_shards
+from lightning_3d.tensor.tensor_plan import UnitPlan
 from lightning_3d.tensor.trace import tensors_in
-from lightning_3d.tensor.unproven import form_of
 
 T = TypeVar("T")
-
 TOLERANCE = 2e-4
 """Largest difference, relative to the largest value. Sums in another order differ by some 1e-6 in fp32, a wrong split
 by

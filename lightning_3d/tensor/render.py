@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.plan import TensorPlan, UnitPlan
+from lightning_3d.tensor.tensor_plan import TensorPlan, UnitPlan
 
 
 def render_plan(plan: TensorPlan, module: nn.Module) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.autograd_collectives import gather_parts, reduce
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import gather_parts, reduce
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.overlap import Early
-from lightning_3d.tensor.plan import SequencePlan, UnitPlan
+from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
 
 class _Enter(torch.autograd.Function):

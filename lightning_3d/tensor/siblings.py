@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_3d.tensor.plan import UnitPlan
-from lightning_3d.tensor.units import structure
+from lightning_3d.tensor.blocks import structure
+from lightning_3d.tensor.tensor_plan import UnitPlan
 
 V = TypeVar("V")
 

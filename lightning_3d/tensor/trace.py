@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_3d.tensor.quiet import Quiet
+from lightning_3d.sandbox.silence import Quiet
 from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 

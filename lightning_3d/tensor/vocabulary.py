@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.lazy import Lazy, whole
-from lightning_3d.tensor.loss import held_elsewhere
+from lightning_3d.tensor.late_gather import Lazy, whole
 from lightning_3d.tensor.overlap import Early, defer
 from lightning_3d.tensor.patch import Undo
+from lightning_3d.tensor.vocabulary_loss import held_elsewhere
 
 WORTH = 0.02
 """Share of the module's parameters from which an embedding is split: a smaller one is not worth a sum over the

@@ -12,13 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.anatomy import Anatomy
-from lightning_3d.comm import FullySharded, Replicas
-from lightning_3d.local import local
-from lightning_3d.zero import fsdp_state
+from lightning_3d.comm import Replicas
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.ranks.shards import local
+from lightning_3d.zero import fsdp_private
+from lightning_3d.zero.fsdp_seam import FullySharded
 from lightning_3d.zero.rows import all_rows, my_rows
+from lightning_3d.zero.shard_units import shard_units, unshardable
 from lightning_3d.zero.toggles import follow_toggles
-from lightning_3d.zero.units import shard_units, unshardable
 from lightning_3d.zero.written import unwritten
 
 _CLOSELY = 3
@@ -58,7 +59,7 @@ class ShardedData:
         self.refused = unshardable([*units, module])
         originals = dict(module.named_parameters())
         host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-        with fsdp_state.same_classes([*units, module]):
+        with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:
                 fully_shard(
                     unit,
@@ -68,8 +69,8 @@ class ShardedData:
                     offload_policy=host,
                     ignored_params=set(self.refused),
                 )
-        fsdp_state.make_root(module)
-        self.groups = fsdp_state.param_groups(module)
+        fsdp_private.make_root(module)
+        self.groups = fsdp_private.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
         self.originals = {
             now: _Spec.of(originals[name]) for name, now in module.named_parameters() if now in self.placed
@@ -105,21 +106,21 @@ class ShardedData:
         if parameter not in self.placed:
             return parameter
         param = self.placed[parameter]
-        if not fsdp_state.accumulates_beside(param):
+        if not fsdp_private.accumulates_beside(param):
             return param._unsharded_param
         if param not in self.stand_ins:
-            self.stand_ins[param] = fsdp_state.stand_in(param)
+            self.stand_ins[param] = fsdp_private.stand_in(param)
         return self.stand_ins[param]
 
     def begin(self) -> None:
-        fsdp_state.open_step(self.module)
+        fsdp_private.open_step(self.module)
         if not self.streams and not self._frees:
             # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
             for group in self.groups:
-                fsdp_state.gather(group, wait=False)
+                fsdp_private.gather(group, wait=False)
         for group in self.groups:
             if any(module is self.module for module in group.modules):
-                fsdp_state.gather(group)
+                fsdp_private.gather(group)
                 self._end_with_reduction(group)
 
     @contextmanager
@@ -136,23 +137,23 @@ class ShardedData:
             whole = param._unsharded_param
             if whole.requires_grad and whole not in self.ended:
                 self.ended[whole] = whole.register_post_accumulate_grad_hook(
-                    lambda _: fsdp_state.queue_end_of_backward(self.module)
+                    lambda _: fsdp_private.queue_end_of_backward(self.module)
                 )
 
     def _follow_shards(self) -> None:
         """Have the whole parameters get gradients where their shards do."""
-        fsdp_state.follow_shards(self.groups)
+        fsdp_private.follow_shards(self.groups)
         for group in self.groups:
             if group.is_unsharded and any(module is self.module for module in group.modules):
                 self._end_with_reduction(group)
 
     def end(self) -> None:
-        fsdp_state.close_step(self.module, self.groups)
+        fsdp_private.close_step(self.module, self.groups)
 
     def before_backward(self, loss: Tensor) -> None:
-        fsdp_state.lead_shards(self.groups)  # at its end what is whole is let go
+        fsdp_private.lead_shards(self.groups)  # at its end what is whole is let go
         if loss.requires_grad:
-            loss.register_hook(lambda grad: fsdp_state.start_backward(self.module, grad))
+            loss.register_hook(lambda grad: fsdp_private.start_backward(self.module, grad))
 
     def after_backward(self) -> None:
         self.seam.finish()
@@ -164,7 +165,7 @@ class ShardedData:
             param.unsharded_accumulated_grad = stand_in.grad
         self.stand_ins = {}
         self.hold(False)
-        fsdp_state.reduce_now(self.module, self.groups)
+        fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         if self.replicas is not None:
             self.replicas.reduce()
@@ -173,16 +174,16 @@ class ShardedData:
         if self.replicas is not None:
             self.replicas.hold(held)
         if self.stage == 1 or self.pipelined:
-            fsdp_state.hold(self.module, self.groups, held)
+            fsdp_private.hold(self.module, self.groups, held)
 
     def drop(self) -> None:
-        fsdp_state.drop(self.groups)
+        fsdp_private.drop(self.groups)
 
     def rest(self) -> None:
-        fsdp_state.rest(self.groups)
+        fsdp_private.rest(self.groups)
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        return fsdp_state.gathered(self.groups)
+        return fsdp_private.gathered(self.groups)
 
     def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):
@@ -217,7 +218,7 @@ class ShardedData:
                 *zip(info.shared_modules, info.shared_param_names, strict=True),
             ]:
                 owner._parameters[name] = original
-        fsdp_state.forget(self.module)
+        fsdp_private.forget(self.module)
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,6 @@ def _guard(group: Any) -> Callable[..., None]:
     """Gather a group when a module of it is called by another way than through its block or step."""
 
     def gather(module: nn.Module, args: Any) -> None:
-        fsdp_state.gather(group)
+        fsdp_private.gather(group)
 
     return gather

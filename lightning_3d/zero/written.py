@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.writes import NoAssignment, in_place, no_writes
+from lightning_3d.sandbox.writes import NoAssignment, in_place, no_writes
 
 _WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it; or use"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.runner import Pipeline
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.pipeline.models import GPT, gpt_batch
 from tests.workers import run

@@ -9,9 +9,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from lightning_3d.forecast import Forecast
-from lightning_3d.planner.calibrate import calibrate, write_entry
-from lightning_3d.planner.here import CALIBRATED
+from lightning_3d.dryrun.forecast import Forecast
+from lightning_3d.planner.calibration import calibrate, write_entry
+from lightning_3d.planner.catalogue import CALIBRATED
 from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import Measured, by_axis, in_order, predicted, seconds, watch
 from tests.workers import run

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_3d.comm.background_queue import Engine
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.engine import Engine
-from lightning_3d.comm.fsdp import FullySharded
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.replicate import Replicas
+from lightning_3d.zero.fsdp_seam import FullySharded
 from tests.workers import run
 
 

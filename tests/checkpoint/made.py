@@ -5,10 +5,10 @@ from threading import Barrier, Thread
 import torch
 
 from lightning_3d.checkpoint.collect import Collected
-from lightning_3d.checkpoint.parts import NAMES
+from lightning_3d.checkpoint.entry import Entry
 from lightning_3d.checkpoint.placement import Placement, box
-from lightning_3d.checkpoint.plain import dumps
-from lightning_3d.checkpoint.plan import Entry
+from lightning_3d.checkpoint.plain_json import dumps
+from lightning_3d.checkpoint.safetensors_files import NAMES
 from lightning_3d.checkpoint.save import carry_out, prepare
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 import lightning_3d.checkpoint.save as place
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from lightning_3d.processes import Processes
+from lightning_3d.strategy.processes import Processes
 from tests.faults.squad import squad
 from tests.modules import MODULES
 from tests.parity import QUIET

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_3d.checkpoint.own import Found, restore_own
-from lightning_3d.randomness import main_streams
+from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train
 from tests.workers import run
 

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_3d.checkpoint.keeper import Keeper
-from lightning_3d.checkpoint.single import save_file
+from lightning_3d.checkpoint.single_file import save_file
 from lightning_3d.errors import CheckpointError
 
 STATE = {"state_dict": {"a": torch.arange(10.0), "b": torch.arange(25).view(5, 5)}, "global_step": 3}

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.manifest import _crc
-from lightning_3d.checkpoint.parts import checksum
+from lightning_3d.checkpoint.safetensors_files import checksum
 from lightning_3d.checkpoint.stored import materialize
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save

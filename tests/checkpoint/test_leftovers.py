@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.placement import Placement
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.comm.powersgd import PowerSGD
 from lightning_3d.errors import CheckpointError
-from lightning_3d.randomness import main_streams
+from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import SaveAt
 from tests.modules import GPT
 from tests.parity import QUIET

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import CheckpointError
-from lightning_3d.resume import NOTE, RunNote, leave_note
+from lightning_3d.strategy.run_note import NOTE, RunNote, leave_note
 from tests.checkpoint.savers import At, fit
 from tests.checkpoint.trainings import build
 from tests.parity import QUIET

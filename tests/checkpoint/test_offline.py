@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from lightning_3d.checkpoint import cli_consolidate, cli_export
-from lightning_3d.checkpoint.consolidate import consolidate
-from lightning_3d.checkpoint.huggingface import export
+from lightning_3d.checkpoint.full_files import consolidate, export
+from lightning_3d.commands import consolidate as consolidate_command
+from lightning_3d.commands import export as export_command
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save
 from tests.checkpoint.trainings import train
@@ -33,8 +33,8 @@ def test_stock_to_3d_to_stock(tmp_path):
 def test_consolidated_is_what_full_saves(tmp_path):
     run(train, "GPT", 2, {"zero_stage": 3, "checkpoint_format": "full"}, 5, None, str(tmp_path / "full.ckpt"), world=2)
     run(train, "GPT", 2, {"zero_stage": 3, "checkpoint_format": "sharded"}, 5, None, str(tmp_path / "d.ckpt"), world=2)
-    parser = _parser(cli_consolidate)
-    assert cli_consolidate.run(parser.parse_args([str(tmp_path / "d.ckpt"), str(tmp_path / "one.ckpt")])) == 0
+    parser = _parser(consolidate_command)
+    assert consolidate_command.run(parser.parse_args([str(tmp_path / "d.ckpt"), str(tmp_path / "one.ckpt")])) == 0
     full, one = torch.load(tmp_path / "full.ckpt"), torch.load(tmp_path / "one.ckpt")
     assert full.keys() == one.keys()
     for name, tensor in full["state_dict"].items():
@@ -60,7 +60,7 @@ def test_export_loads_with_from_pretrained(tmp_path):
     (result, _) = run(train, "Llama", 2, {"zero_stage": 3, "checkpoint_format": "sharded"}, 2, None,
                       str(tmp_path / "d.ckpt"), world=2)  # fmt: skip
     arguments = [str(tmp_path / "d.ckpt"), "--out", str(tmp_path / "hf")]
-    assert cli_export.run(_parser(cli_export).parse_args(arguments)) == 0
+    assert export_command.run(_parser(export_command).parse_args(arguments)) == 0
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, result["weights"][f"model.{name}"])
@@ -71,7 +71,7 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
 
     tensors = {f"state_dict.w{index}": torch.randn(64, 64, dtype=torch.bfloat16) for index in range(5)}
     assert save(tmp_path / "d.ckpt", tensors) == [None, None]
-    monkeypatch.setattr("lightning_3d.checkpoint.huggingface.SHARD_BYTES", 20000)
+    monkeypatch.setattr("lightning_3d.checkpoint.full_files.SHARD_BYTES", 20000)
     files = export(tmp_path / "d.ckpt", tmp_path / "out")
     assert [file.name for file in files][-1] == "model.safetensors.index.json"
     assert len(files) == 4
@@ -85,8 +85,7 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
 PROBE = """
 import resource, sys, threading, time
 import torch
-from lightning_3d.checkpoint.consolidate import consolidate
-from lightning_3d.checkpoint.huggingface import export
+from lightning_3d.checkpoint.full_files import consolidate, export
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
 peak, done = anonymous(), False

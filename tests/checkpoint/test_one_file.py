@@ -5,9 +5,8 @@ import argparse
 import pytest
 import torch
 
-from lightning_3d.checkpoint import cli_export
-from lightning_3d.checkpoint.consolidate import consolidate
-from lightning_3d.checkpoint.huggingface import export
+from lightning_3d.checkpoint.full_files import consolidate, export
+from lightning_3d.commands import export as export_command
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.trainings import train
 from tests.workers import run
@@ -19,8 +18,8 @@ def test_a_single_file_is_exported(tmp_path):
     (result, _) = run(train, "Llama", 2, {"zero_stage": 3}, 2, None, str(path), world=2)
     assert path.is_file()
     parser = argparse.ArgumentParser()
-    cli_export.configure(parser)
-    assert cli_export.run(parser.parse_args([str(path)])) == 0
+    export_command.configure(parser)
+    assert export_command.run(parser.parse_args([str(path)])) == 0
     model = transformers.LlamaForCausalLM.from_pretrained(f"{path}-export")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, result["weights"][f"model.{name}"])

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_3d.position import counted, counter_of
+from lightning_3d.data.position import counted, counter_of
 from tests.checkpoint.readers import BATCH, SAMPLES, Numbers, Own, read, read_on, read_on_after
 from tests.workers import run
 

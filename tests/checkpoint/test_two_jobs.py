@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 import lightning_3d.checkpoint.save as place_of_write
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.manifest import remove_directory
-from lightning_3d.checkpoint.single import save_file
+from lightning_3d.checkpoint.single_file import save_file
 from lightning_3d.checkpoint.stored import Opened, materialize
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save

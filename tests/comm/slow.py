@@ -2,7 +2,7 @@
 
 import time
 
-from lightning_3d.comm.engine import Engine
+from lightning_3d.comm.background_queue import Engine
 
 
 class SlowEngine(Engine):

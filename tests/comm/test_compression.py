@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.build import build_compression
 from lightning_3d.comm.codecs import Half, Int8
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.config import CommConfig
+from lightning_3d.comm.config import CommConfig, build_compression
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from tests.workers import run

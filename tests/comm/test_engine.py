@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.comm.background_queue import Engine
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.engine import Engine
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
 from tests.workers import WorkerError, run

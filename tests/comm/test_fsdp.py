@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_3d.comm.build import build_collectives, build_compression
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.config import CommConfig
-from lightning_3d.comm.fsdp import FullySharded
+from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.promise import Copies, Promise
+from lightning_3d.comm.unallocated import Copies, Promise
+from lightning_3d.zero.fsdp_seam import FullySharded
 from tests.comm.slow import SlowEngine
 from tests.workers import run
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.comm.collectives import Native, Ring
-from lightning_3d.comm.control import timeout_of
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.wire import Wire
+from lightning_3d.comm.ring_wire import Wire
 from lightning_3d.errors import LayoutError
+from lightning_3d.ranks.talk import timeout_of
 from tests.workers import WorkerError, run
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm import shared
+from lightning_3d.comm import shared_memory
 from lightning_3d.comm.ring import ring_all_reduce
-from lightning_3d.comm.wire import Wire
+from lightning_3d.comm.ring_wire import Wire
 from lightning_3d.errors import PeerError
 from tests.workers import run
 
@@ -45,15 +45,15 @@ def test_nothing_stays_behind():
 def _one_rank_cannot(name, answer):
     group = dist.new_group()
     dist.barrier(group)
-    before, whole = _descriptors(), getattr(shared, name)
+    before, whole = _descriptors(), getattr(shared_memory, name)
     if dist.get_rank() == 1:
-        setattr(shared, name, lambda *_: answer)
+        setattr(shared_memory, name, lambda *_: answer)
     try:
         wire = Wire(group)
         buffer = torch.full((7,), dist.get_rank() + 1.0)
         ring_all_reduce(buffer, wire)
     finally:
-        setattr(shared, name, whole)
+        setattr(shared_memory, name, whole)
     assert wire._shared is None
     assert buffer.eq(6).all()
     assert _descriptors() == before

@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from lightning_3d import Strategy3D
 from lightning_3d.cli import COMMANDS, _parser_of, main
-from lightning_3d.front.train import VERBS
+from lightning_3d.commands.fit import VERBS
 from tests.docs.pages import ROOT, commands
 from tests.front.test_compare import job
 

@@ -8,10 +8,11 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from lightning_3d import Strategy3D, processes
+from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.pretend import Pretend
-from lightning_3d.dryrun.watch import Watch
+from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.measure import Watch
+from lightning_3d.strategy import processes
 from tests.parity import QUIET, build
 from tests.workers import run
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.pretend import Pretend
+from lightning_3d.dryrun.fake_device import Pretend
 from lightning_3d.errors import RunError
 from tests.dryrun.compare import FLAGS, dry
 from tests.modules import MLP

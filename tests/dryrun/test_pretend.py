@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_3d.dryrun.pretend import LARGE, Pretend, held
+from lightning_3d.dryrun.fake_device import LARGE, Pretend, held
 
 
 def test_live_and_peak_bytes_are_those_of_storages():

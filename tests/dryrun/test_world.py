@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import current_world, in_world, parse_cluster
-from lightning_3d.dryrun.pretend import Pretend
+from lightning_3d.dryrun.fake_device import Pretend
 from lightning_3d.errors import ConfigurationError, PlannerError
 from tests.parity import QUIET
 

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_3d.errors import PeerError
-from lightning_3d.faults.flight import LENGTH, Flight
+from lightning_3d.faults.flight_recorder import LENGTH, Flight
 from lightning_3d.faults.verdict import Verdict, is_communication, judge
-from lightning_3d.peers import StoreGone, bounded
+from lightning_3d.ranks.talk import StoreGone, bounded
 
 PLACES = {0: "data 0", 1: "data 1", 2: "data 2"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.faults import watch
-from lightning_3d.faults.flight import Flight, put_aside
+from lightning_3d.faults import watchdog
+from lightning_3d.faults.flight_recorder import Flight, put_aside
 from lightning_3d.faults.verdict import Verdict
 from tests.faults.squad import squad
 from tests.faults.test_peers_fail import train
@@ -29,11 +29,11 @@ def test_garbage_is_no_verdict(text):
 
 @pytest.mark.parametrize("beat", [b"\xff", b"[]", b"3", b'[1, "x", "y"]', b'{"a": 1}', DEEP.encode()])
 def test_garbage_is_no_place(beat):
-    assert watch._standing(beat) == "an unknown place"
+    assert watchdog._standing(beat) == "an unknown place"
 
 
 def test_news_says_how_old_it_is():
-    assert watch._standing(json.dumps([3, "step 2", time.time() - 7.2]).encode()) == "step 2, 7 s ago"
+    assert watchdog._standing(json.dumps([3, "step 2", time.time() - 7.2]).encode()) == "step 2, 7 s ago"
 
 
 def test_a_verdict_without_ranks_is_a_sentence():

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from lightning_3d.launch import attempt
+from lightning_3d.launch import torchrun
 from tests.faults.squad import squad
 from tests.faults.test_peers_fail import MODULES, QUIET, Strategy3D, Trainer
 
 
 def start(rank, late, delay, patience, folder):
-    attempt.PATIENCE = patience
+    torchrun.PATIENCE = patience
     if rank == late:
         time.sleep(delay)
     strategy = Strategy3D(timeout=3.0, quiet=True)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_3d.cli import main
-from lightning_3d.planner import report
+from lightning_3d.planner import plan_report
 
 FIT = "fit --seed_everything=1 --model=tests.modules.MLP --trainer.accelerator=cpu"
 
@@ -86,13 +86,13 @@ ROWS = [("a", "$2", "-"), ("[red]b[/red]", "$10", "7")]
 
 def test_tables_on_a_terminal_are_drawn_by_rich(monkeypatch):
     pytest.importorskip("rich")
-    plain = report.table(("job", "cost", "step"), ROWS)
+    plain = plan_report.table(("job", "cost", "step"), ROWS)
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setenv("COLUMNS", "60")
-    drawn = report.table(("job", "cost", "step"), ROWS)
+    drawn = plan_report.table(("job", "cost", "step"), ROWS)
     assert "─" in drawn and "─" not in plain
     assert drawn.replace("─", "").split() == plain.split()
     assert "\x1b" not in drawn
     assert max(map(len, drawn.splitlines())) <= 60
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    assert report.table(("job", "cost", "step"), ROWS) == plain
+    monkeypatch.setattr(plan_report, "find_spec", lambda name: None)
+    assert plan_report.table(("job", "cost", "step"), ROWS) == plain

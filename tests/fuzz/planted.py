@@ -3,7 +3,7 @@
 import torch
 
 from lightning_3d.pipeline.ties import Ties
-from lightning_3d.steps import PipelinedSteps
+from lightning_3d.strategy.steps import PipelinedSteps
 from lightning_3d.tensor.axis import GroupAxis
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.pipeline.runner import Pipeline
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
-from lightning_3d.pipeline.step import loss_of
+from lightning_3d.sandbox.trees import loss_of
 
 Build = Callable[[], tuple[Any, list[Any]]]
 """A seeded module and its batches."""

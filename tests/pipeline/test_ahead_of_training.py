@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.pipeline.rehearse import as_before
+from lightning_3d.sandbox.trial import as_before
 from tests.parity import QUIET
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.attributes import Attributes, join_changes
-from lightning_3d.pipeline.counts import Counts
+from lightning_3d.sandbox.counts import Counts
+from lightning_3d.sandbox.snapshot import Attributes, join_changes
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run

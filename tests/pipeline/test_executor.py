@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.pipeline import executor, wire
-from lightning_3d.pipeline.runner import Pipeline
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.pipeline.models import GPT, gpt_batch

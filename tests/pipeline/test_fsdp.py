@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.pipeline.runner import Hooks, Pipeline
+from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
-from lightning_3d.pipeline.step import loss_of
+from lightning_3d.sandbox.trees import loss_of
 from tests.pipeline.models import GPT, gpt_batch
 from tests.pipeline.parity import make_optimizer, quiet
 from tests.workers import run

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.attributes import Attributes
+from lightning_3d.sandbox.snapshot import Attributes
 from tests.pipeline.test_attributes import Plain, close
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors

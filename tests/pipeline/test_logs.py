@@ -8,7 +8,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, Met
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_3d.pipeline.records import _logged_once
+from lightning_3d.sandbox.record import _logged_once
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.means import Seen, unlike_its_mean
+from lightning_3d.pipeline.loss_mean import Seen, unlike_its_mean
 from tests.pipeline import unseen
 from tests.pipeline.fitting import check, fit
 from tests.workers import run

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_3d.data import fingerprint
-from lightning_3d.pipeline.microbatch import (
-    auto_microbatches,
-    batch_size,
-    join_outputs,
-    rebuild,
-    signature,
-    split_batch,
-    split_sizes,
-)
+from lightning_3d.data.same_samples import fingerprint
+from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size, signature, split_batch, split_sizes
+from lightning_3d.sandbox.trees import join_outputs, rebuild
 from tests.modules import MLP
 from tests.parity import assert_parity
 

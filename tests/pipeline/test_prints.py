@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_3d.pipeline import prints
-from lightning_3d.pipeline.prints import differ, fingerprint, grad_print, sums
+from lightning_3d.sandbox.fingerprint import differ, fingerprint, grad_print, sums
 
 
 def test_sums_in_pieces_are_those_of_the_whole(monkeypatch):
@@ -12,7 +11,7 @@ def test_sums_in_pieces_are_those_of_the_whole(monkeypatch):
     whole = sums(values)
     flat = values.double()
     torch.testing.assert_close(whole, torch.stack([flat.abs().sum(), flat.sum(), flat[::3].sum(), flat[::7].sum()]))
-    monkeypatch.setattr(prints, "_PIECE", 42)
+    monkeypatch.setattr(fingerprint, "_PIECE", 42)
     torch.testing.assert_close(sums(values), whole)
 
 

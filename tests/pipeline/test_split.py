@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.reading import ordered_children
-from lightning_3d.pipeline.runner import Pipeline
 from lightning_3d.pipeline.split import apply_split, move_present, plan_split
 from tests.pipeline.models import GPT
 from tests.pipeline.zoo import MLP, Encoder, Residual, build

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.tensor.lazy import Lazy
+from lightning_3d.tensor.late_gather import Lazy
 from tests.modules import GPT, UntiedGPT
 from tests.parity import QUIET, assert_parity, train
 from tests.workers import WorkerError, WorkerHang, run

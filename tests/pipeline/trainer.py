@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-from lightning_3d.metrics import named_metrics
-from lightning_3d.pipeline.runner import Pipeline
+from lightning_3d.module.metrics import named_metrics
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks
 from lightning_3d.pipeline.split import apply_split, plan_split
 

@@ -8,8 +8,8 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.bubble import bubble_time
 from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.huggingface import transformer_of
-from lightning_3d.planner.units import parse_count, parse_dollars, parse_duration
+from lightning_3d.planner.model_config import transformer_of
+from lightning_3d.planner.show import parse_count, parse_dollars, parse_duration
 
 ODD = "tests.planner.odd"
 IDS = "--inputs 4x16:int64 --batch 8 --samples 1000 --cluster 2xh100"

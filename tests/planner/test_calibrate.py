@@ -3,12 +3,12 @@ import torch
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner import calibrate, engine, measure
+from lightning_3d.planner import calibration, machine_speed
 from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.kernels import KernelCount
-from lightning_3d.planner.step import USUAL_KERNELS
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.planner.profile_module import KernelCount
+from lightning_3d.planner.step_time import USUAL_KERNELS
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests.workers import run
 
 RATES = {
@@ -21,7 +21,7 @@ MEASURED = {**RATES, **WAITS}
 
 def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, capsys):
     slower = {name: value * (2 if name in WAITS else 0.5) for name, value in MEASURED.items()}
-    monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: [MEASURED, slower])
+    monkeypatch.setattr(calibration, "_measure", lambda folder, world, cuda: [MEASURED, slower])
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["calibrate"]) == 0
     entry = Catalogue.load().find("this-machine")
@@ -36,7 +36,7 @@ def test_the_slower_rank_counts_and_plans_use_the_entry(monkeypatch, tmp_path, c
 
 
 def test_products_above_the_measured_peak_are_the_peak(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibrate, "_measure", lambda folder, world, cuda: [{**MEASURED, "product": 6e10}])
+    monkeypatch.setattr(calibration, "_measure", lambda folder, world, cuda: [{**MEASURED, "product": 6e10}])
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["calibrate"]) == 0
     entry = Catalogue.load().find("this-machine")
@@ -49,36 +49,38 @@ def test_wrong_names_and_places(monkeypatch, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(PlannerError, match="cannot be written"):
-        calibrate.write_entry({"x": {}}, file / "x.yaml")
+        calibration.write_entry({"x": {}}, file / "x.yaml")
 
 
 def test_measurements_of_one_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "REPEATS", 1)
-    monkeypatch.setattr(measure, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_speed, "REPEATS", 1)
+    monkeypatch.setattr(machine_speed, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_speed, "DISK_BYTES", 1 << 20)
     cpu = torch.device("cpu")
-    assert 1e6 < measure.matrix_rate(cpu, torch.float32, 64) < 1e15
-    assert 1e6 < measure.memory_rate(cpu) < 1e14
-    assert 1e-6 < measure.launch_seconds(cpu) < 1
-    assert 1e6 < measure.update_rate(cpu) < 1e14
-    assert all(1e5 < rate < 1e15 for rate in measure.product_rates(16))
-    assert measure.disk_rate(tmp_path) > 1e3
-    (seconds,) = run(engine.step_seconds, 1, 2, world=1)  # in a process of its own: a Trainer leaves its address behind
+    assert 1e6 < machine_speed.matrix_rate(cpu, torch.float32, 64) < 1e15
+    assert 1e6 < machine_speed.memory_rate(cpu) < 1e14
+    assert 1e-6 < machine_speed.launch_seconds(cpu) < 1
+    assert 1e6 < machine_speed.update_rate(cpu) < 1e14
+    assert all(1e5 < rate < 1e15 for rate in machine_speed.product_rates(16))
+    assert machine_speed.disk_rate(tmp_path) > 1e3
+    (seconds,) = run(
+        calibration.step_seconds, 1, 2, world=1
+    )  # in a process of its own: a Trainer leaves its address behind
     assert 1e-5 < seconds < 5
 
 
 def test_the_modules_that_are_timed_are_what_the_planner_takes_them_for():
-    block, tokens = measure._TinyBlock(), torch.ones(1, 4, 8)
+    block, tokens = machine_speed._TinyBlock(), torch.ones(1, 4, 8)
     with KernelCount() as count:
         block(tokens)
     assert count.kernels == USUAL_KERNELS
-    chain = engine._Chain(2)
-    calls = record_calls(chain, lambda: chain.blocks[1](chain.blocks[0](engine.some_rows())))
+    chain = calibration._Chain(2)
+    calls = record_calls(chain, lambda: chain.blocks[1](chain.blocks[0](calibration.some_rows())))
     assert len(plan_tensor(chain, 2, calls=calls).splits) == 6, "both matrices of both blocks, and the first's bias"
 
 
 @pytest.mark.long
 def test_two_processes_measure_this_machine(tmp_path):
-    ranks = calibrate._measure(str(tmp_path), world=2, cuda=False)
+    ranks = calibration._measure(str(tmp_path), world=2, cuda=False)
     assert len(ranks) == 2
     assert all(rank[name] > 0 for rank in ranks for name in MEASURED)

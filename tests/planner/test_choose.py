@@ -5,8 +5,8 @@ import pytest
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
-from lightning_3d.planner.inspection import count_module
-from lightning_3d.planner.names import named_model
+from lightning_3d.planner.model_names import named_model
+from lightning_3d.planner.profile_module import count_module
 from tests.planner.modules import TinyGPT
 
 CATALOGUE = Catalogue.load()

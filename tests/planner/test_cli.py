@@ -186,7 +186,7 @@ def test_help_shows_a_worked_example(capsys, name):
 def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
     import shlex
 
-    from lightning_3d.planner.cli_plan import EXAMPLE
+    from lightning_3d.commands.plan import EXAMPLE
 
     (tmp_path / "config.json").write_text(
         json.dumps(

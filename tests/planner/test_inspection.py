@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.planner.inspection import count_module, profile_module
+from lightning_3d.planner.profile_module import count_module, profile_module
 from lightning_3d.planner.transformer import Transformer
 from tests.planner.modules import Classifier, TinyGPT
 

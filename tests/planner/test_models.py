@@ -3,10 +3,9 @@ import json
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.activations import gpt_layer_activations
-from lightning_3d.planner.flops import gpt_flops, gpt_parameters
-from lightning_3d.planner.huggingface import FAMILIES, read_config, transformer_of
-from lightning_3d.planner.names import MODELS, named_model
+from lightning_3d.planner.formulas import gpt_flops, gpt_layer_activations, gpt_parameters
+from lightning_3d.planner.model_config import FAMILIES, read_config, transformer_of
+from lightning_3d.planner.model_names import MODELS, named_model
 
 
 @pytest.mark.parametrize(

@@ -3,28 +3,32 @@
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.activations import gpt_first_stage_activations, gpt_layer_activations, microbatches_held
 from lightning_3d.planner.bubble import PassTimes, bubble_over_ideal, bubble_share, bubble_time, zero_bubble_time
-from lightning_3d.planner.cost import energy_kwh, rent
-from lightning_3d.planner.duration import (
+from lightning_3d.planner.formulas import (
     DAY,
     YEAR,
-    devices_for,
-    inference_devices,
-    rule_of_thumb_constant,
-    rule_of_thumb_hours,
-    training_seconds,
-)
-from lightning_3d.planner.flops import gpt_flops, gpt_parameters, iteration_seconds, utilisation
-from lightning_3d.planner.states import StateBytes, largest_model, sharded_states, state_bytes
-from lightning_3d.planner.wire import (
     data_elements,
+    devices_for,
+    energy_kwh,
+    gpt_first_stage_activations,
+    gpt_flops,
+    gpt_layer_activations,
+    gpt_parameters,
+    inference_devices,
+    iteration_seconds,
+    microbatches_held,
     pipeline_elements,
     powersgd_elements,
+    rent,
     ring_all_reduce,
+    rule_of_thumb_constant,
+    rule_of_thumb_hours,
     tensor_elements,
+    training_seconds,
+    utilisation,
     zero_elements,
 )
+from lightning_3d.planner.states import StateBytes, largest_model, sharded_states, state_bytes
 
 MIB = 2**20
 A100 = 312e12

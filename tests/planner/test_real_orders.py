@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from lightning_3d.pipeline.schedule import actions, stage_ranks
-from lightning_3d.planner.activations import microbatches_held
 from lightning_3d.planner.bubble import PassTimes, bubble_time
+from lightning_3d.planner.formulas import microbatches_held
 
 SCHEDULES = [
     ("gpipe", 1),

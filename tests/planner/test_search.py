@@ -17,10 +17,10 @@ from lightning_3d.planner.memory import (
     states_after_backward,
     states_after_forward,
 )
-from lightning_3d.planner.names import named_model
-from lightning_3d.planner.plan import price_layout
+from lightning_3d.planner.model_names import named_model
+from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.search import ANYTHING, Pins, distinct, even_chunks, families, search
-from lightning_3d.planner.step import link_rate
+from lightning_3d.planner.step_time import link_rate
 
 CATALOGUE = Catalogue.load()
 

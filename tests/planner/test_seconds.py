@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_3d.planner.calibrate import calibrate, write_entry
-from lightning_3d.planner.here import CALIBRATED
+from lightning_3d.planner.calibration import calibrate, write_entry
+from lightning_3d.planner.catalogue import CALIBRATED
 from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted, seconds, watch
 from tests.workers import run

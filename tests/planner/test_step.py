@@ -7,7 +7,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.step import (
+from lightning_3d.planner.step_time import (
     USUAL_KERNELS,
     StepTime,
     optimizer_seconds,

@@ -1,8 +1,8 @@
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.activations import microbatches_held
 from lightning_3d.planner.bubble import PassTimes, bubble_share, bubble_time
+from lightning_3d.planner.formulas import microbatches_held
 from lightning_3d.planner.timetable import timetable
 
 FIXED = [

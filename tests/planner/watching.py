@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d import Strategy3D
-from lightning_3d.forecast import Forecast, forecast
-from lightning_3d.planner.here import cluster_here
+from lightning_3d.dryrun.forecast import Forecast, forecast
+from lightning_3d.planner.catalogue import cluster_here
 from tests.parity import QUIET
 from tests.planner.sized import LAYOUTS, SIZED, STEPS
 

@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d import Strategy3D, peers
+from lightning_3d import Strategy3D
+from lightning_3d.ranks import talk
 from tests.modules import GPT, Base
 from tests.parity import QUIET, assert_parity
 from tests.workers import WorkerError, run
@@ -270,7 +271,7 @@ class Listed(GPT):
 
 class ReadByOne(GPT):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        peers.PATIENCE = 2.0
+        talk.PATIENCE = 2.0
         if self.trainer.is_global_zero:
             float(self.blocks[1].mlp[0].weight.norm())
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.data import fingerprint
+from lightning_3d.data.same_samples import fingerprint
 from lightning_3d.errors import DivergenceError
 from tests.modules import MLP, Encoder
 from tests.parity import QUIET

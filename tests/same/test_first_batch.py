@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.data import named_leaves
+from lightning_3d.data.same_samples import named_leaves
 from lightning_3d.errors import DivergenceError
 from tests.modules import MLP
 from tests.parity import QUIET

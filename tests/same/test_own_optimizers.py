@@ -9,7 +9,7 @@ from torch import optim
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.zero.mixing import mixes
+from lightning_3d.optim.probe import mixes
 from tests.modules import UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run

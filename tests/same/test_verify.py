@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
-from lightning_3d.verify import FirstStep
+from lightning_3d.verify.first_step import FirstStep
 from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
@@ -137,7 +137,7 @@ def test_unknown_values_are_refused():
 
 
 def test_digest_sees_order_and_bits():
-    from lightning_3d.verify import digest
+    from lightning_3d.verify.replicas import digest
 
     x = torch.arange(8.0)
     assert digest(x) == digest(x.clone())
@@ -395,7 +395,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_digest_takes_little_memory():
-    from lightning_3d.verify import digest
+    from lightning_3d.verify.replicas import digest
 
     x = torch.randn(1 << 20)
     with Largest() as largest:

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
-from lightning_3d.tensor.units import find_units
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.blocks import find_units
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.parity import train
 

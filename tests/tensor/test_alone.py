@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.apply import apply_tensor
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests.workers import run
 
 X = torch.ones(2, 8)

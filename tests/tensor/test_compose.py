@@ -9,10 +9,10 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_3d.local import local
+from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
 from tests.tensor import models
 

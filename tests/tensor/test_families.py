@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
 from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.survey import share_of_blocks, survey

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.layout import Layout
-from lightning_3d.opening import opening
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.strategy.banner import opening
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests.tensor import models
 from tests.tensor.threads import compare
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
-from lightning_3d.tensor.lazy import OF_SHAPE, Lazy, whole
+from lightning_3d.tensor.late_gather import OF_SHAPE, Lazy, whole
 from lightning_3d.tensor.simulate import run_shards
 
 CLASSES, RANKS = 11, 3

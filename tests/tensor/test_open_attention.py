@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.tensor.attention import OpenAttention
-from lightning_3d.tensor.infer import plan_tensor
+from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.patch import local_value, patch_unit
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.tensor import models

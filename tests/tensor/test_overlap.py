@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.pipeline.backward import input_half
 from lightning_3d.tensor import overlap
 from lightning_3d.tensor.apply import apply_tensor
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
 from tests.tensor import models
 from tests.tensor.parity import Ledger, check

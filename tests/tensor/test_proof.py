@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
-from lightning_3d.tensor.search import Study, find_plan, with_sequence
 from tests.tensor import models, strange
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import WritesError
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 
 
 class Rotary(nn.Module):

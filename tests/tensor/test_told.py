@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.tensor.infer import plan_tensor
-from lightning_3d.tensor.record import record_calls
-from lightning_3d.tensor.told import Way, declared_plan
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
+from lightning_3d.tensor.written_plan import Way, declared_plan
 from tests.tensor import models
 
 

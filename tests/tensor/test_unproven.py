@@ -9,15 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import TensorPlanError
-from lightning_3d.local import local
+from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.geometry import assemble
-from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.patch import local_value, patch_unit
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
-from lightning_3d.tensor.unproven import form_of
 from tests.workers import run
 
 

@@ -5,10 +5,10 @@ import warnings
 
 import torch
 
+from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.geometry import assemble, local_part
-from lightning_3d.tensor.infer import plan_tensor
 from lightning_3d.tensor.patch import patch_unit
-from lightning_3d.tensor.record import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary

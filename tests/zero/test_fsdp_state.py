@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.zero import fsdp_state
+from lightning_3d.zero import fsdp_private
 from tests.workers import run
 
 
@@ -25,10 +25,10 @@ def _sharded():
     torch.manual_seed(0)
     net = Net()
     mesh = init_device_mesh("cpu", (2,))
-    with fsdp_state.same_classes([net.first, net]):
+    with fsdp_private.same_classes([net.first, net]):
         fully_shard(net.first, mesh=mesh, reshard_after_forward=False)
         fully_shard(net, mesh=mesh, reshard_after_forward=False)
-    fsdp_state.make_root(net)
+    fsdp_private.make_root(net)
     return net
 
 
@@ -36,33 +36,33 @@ def _step_by_hand():
     net = _sharded()
     assert type(net) is Net
     assert type(net.first) is nn.Linear
-    groups = fsdp_state.param_groups(net)
+    groups = fsdp_private.param_groups(net)
     assert len(groups) == 2
     assert copy.deepcopy(net) is not net
-    fsdp_state.open_step(net)
+    fsdp_private.open_step(net)
     for group in groups:
-        fsdp_state.gather(group)
+        fsdp_private.gather(group)
     loss = net(torch.ones(3, 4)).sum()
-    loss.register_hook(lambda grad: fsdp_state.start_backward(net, grad))
+    loss.register_hook(lambda grad: fsdp_private.start_backward(net, grad))
     loss.backward()
     grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
     assert all(isinstance(p, DTensor) for p in net.parameters())
-    fsdp_state.hold(net, groups, True)
+    fsdp_private.hold(net, groups, True)
     for _ in range(2):
         for group in groups:
-            fsdp_state.gather(group)
+            fsdp_private.gather(group)
         net(torch.ones(3, 4)).sum().backward()
-    fsdp_state.hold(net, groups, False)
+    fsdp_private.hold(net, groups, False)
     for p in net.parameters():
         assert not isinstance(p, DTensor)
-    fsdp_state.reduce_now(net, groups)
+    fsdp_private.reduce_now(net, groups)
     for name, p in net.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), 3 * grads[name])
-    fsdp_state.rest(groups)
+    fsdp_private.rest(groups)
     for p in net.parameters():
         p.grad = None
-    fsdp_state.forget(net)
-    assert all(fsdp_state.state_of(module) is None for module in net.modules())
+    fsdp_private.forget(net)
+    assert all(fsdp_private.state_of(module) is None for module in net.modules())
     assert not net.first._forward_pre_hooks
     return True
 

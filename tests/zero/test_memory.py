@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.comm.buckets import local
+from lightning_3d.comm.replicate import local
 from tests.modules import UntiedGPT
 from tests.parity import QUIET
 from tests.workers import run

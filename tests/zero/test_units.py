@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.zero.units import unshardable
+from lightning_3d.zero.shard_units import unshardable
 from tests.modules import MLP
 from tests.parity import assert_parity
 

@@ -1,0 +1,210 @@
+"""A sharded checkpoint as one file that a stock Trainer resumes from. Offline, a tensor at a time.
+
+Weights of a checkpoint in the layout of Hugging Face. Offline, a tensor at a time.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
+from lightning_3d.checkpoint.file_checksum import save_sealed
+from lightning_3d.checkpoint.locks import beside
+from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
+from lightning_3d.checkpoint.single_file import load_file
+from lightning_3d.checkpoint.stored import (
+    RANKS,
+    NamedOptimizer,
+    Opened,
+    StoredDict,
+    StoredTensor,
+    existing,
+    materialize,
+)
+from lightning_3d.errors import CheckpointError, ConfigurationError
+
+IN_MEMORY_BYTES = 2**20
+"""Tensors up to this size are not worth a file of their own."""
+
+
+def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | None = None) -> None:
+    """Write the checkpoint in `directory` to the file `out`, exactly as Lightning itself would have saved it.
+
+    Memory holds one tensor at a time; the directory of `out` needs room for the state twice.
+
+    Args:
+        weights_only: False also unpickles what has no plain form (some hyperparameters), which may run any code in it.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a directory; name the file to write.")
+    if existing(directory).is_file():
+        raise CheckpointError(f"{directory} is one file already, from which a stock Trainer resumes. Copy it.")
+    opened = Opened.open(Path(directory))
+    opened.verify()
+    state = opened.state(weights_only)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        on_disk = _Scratch(Path(scratch))
+        with open(Path(scratch) / "whole", "xb") as file:
+            save_sealed(_stock(state, on_disk), file)
+        os.replace(Path(scratch) / "whole", out)
+
+
+class _Scratch:
+    """Whole tensors in files, so that the system and not this process keeps them in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count = folder, 0
+
+    def tensors_of(self, value: Any) -> Any:
+        """`value` with every stored tensor in it whole."""
+        if isinstance(value, StoredTensor):
+            return self._whole(value)
+        if isinstance(value, StoredDict):
+            return {key: self.tensors_of(value.stored(key)) for key in value}
+        if isinstance(value, dict):
+            return {key: self.tensors_of(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self.tensors_of(item) for item in value])
+        return value
+
+    def _whole(self, stored: StoredTensor) -> Tensor:
+        if stored.nbytes <= IN_MEMORY_BYTES:
+            return stored.whole()
+        self.count += 1
+        file = str(self.folder / str(self.count))
+        mapped = torch.from_file(file, shared=True, size=stored.shape.numel(), dtype=stored.dtype).view(stored.shape)
+        stored.read_into(mapped)
+        return mapped
+
+
+def _stock(state: dict[str, Any], on_disk: _Scratch) -> dict[str, Any]:
+    plain = {key: value for key, value in state.items() if key != OPTIMIZERS}
+    plain[RANKS] = on_disk.tensors_of(state[RANKS])
+    plain[WEIGHTS] = on_disk.tensors_of(state.get(WEIGHTS, {}))
+    if OPTIMIZERS in state:
+        plain[OPTIMIZERS] = [on_disk.tensors_of(numbered(each)) for each in state[OPTIMIZERS]]
+    return plain
+
+
+def numbered(optimizer: NamedOptimizer) -> dict[str, Any]:
+    """The state of an optimizer as torch numbers it on one device, tensors still on disk."""
+    state = {key: optimizer.stored(key) for key in optimizer}
+    names = [[name] for group in state["param_groups"] for name in group["params"]]
+    return to_numbers(state, names, "an optimizer")
+
+
+CONFIGS = "lightning_3d_configs"
+"""Under this key a checkpoint has the configurations of the Hugging Face models in the module."""
+SHARD_BYTES = 5 * 10**9
+
+
+def configs_of(module: nn.Module) -> dict[str, str]:
+    """Name of each Hugging Face model in `module` -> its configuration as JSON. The outermost ones."""
+    found: dict[str, str] = {}
+    for name, child in module.named_modules():
+        config: Any = getattr(child, "config", None)
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and hasattr(child, "save_pretrained") and hasattr(config, "to_json_string"):
+            found[name] = config.to_json_string()
+    return found
+
+
+def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
+    """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
+
+    Where the module held a Hugging Face model, `out` is one that `from_pretrained` loads.
+
+    Args:
+        to: only "safetensors".
+        prefix: of the names to export, left off in `out`; by default that of the Hugging Face model, if there is one.
+    """
+    if to != "safetensors":
+        raise ConfigurationError(f'to={to!r} is not a format to export to; there is "safetensors".')
+    state = _state(existing(directory))
+    configs = state.get(CONFIGS, {})
+    if prefix is None:
+        prefix = f"{next(iter(configs))}." if len(configs) == 1 else ""
+    weights = state.get(WEIGHTS, {})
+    stored = {key: weights.stored(key) if isinstance(weights, StoredDict) else weights[key] for key in weights}
+    wanted = {
+        key.removeprefix(prefix): tensor
+        for key, tensor in stored.items()
+        if key.startswith(prefix) and isinstance(tensor, StoredTensor | Tensor)
+    }
+    if not wanted:
+        raise CheckpointError(f"{directory} has no weights whose names begin with {prefix!r}.")
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    written = _write(out, wanted)
+    if prefix.rstrip(".") in configs:
+        written.append(_put(out / "config.json", configs[prefix.rstrip(".")]))
+    return written
+
+
+class _Mapped(TorchCheckpointIO):
+    """Leaves tensors on disk until they are read."""
+
+    def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        return load_file(_Mapped(), path, True, local=True)
+    opened = Opened.open(path)
+    opened.verify()
+    return opened.state()
+
+
+def _write(out: Path, tensors: dict[str, StoredTensor | Tensor]) -> list[Path]:
+    shards = list(_shards(tensors))
+    files: list[Path] = []
+    where: dict[str, str] = {}
+    for index, names in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
+        new = beside(out / name)
+        try:
+            write_part(new, header, (materialize(tensors[key]) for key in names))
+            os.replace(new, out / name)
+        finally:
+            new.unlink(missing_ok=True)
+        files.append(out / name)
+        where |= dict.fromkeys(names, name)
+    if len(shards) > 1:
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        index_text = json.dumps({"metadata": total, "weight_map": where}, indent=2)
+        files.append(_put(out / "model.safetensors.index.json", index_text))
+    return files
+
+
+def _shards(tensors: dict[str, StoredTensor | Tensor]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _put(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def with_configs(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`checkpoint` with what `export` will need."""
+    configs = configs_of(module)
+    return {**checkpoint, CONFIGS: configs} if configs else checkpoint

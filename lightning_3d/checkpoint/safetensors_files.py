@@ -1,0 +1,185 @@
+"""One rank's tensors as one safetensors file, written and read as a stream.
+
+The `safetensors` library copies every tensor into one buffer before it writes; a rank that holds gigabytes cannot
+afford that. What is written here is the same format, which that library and others read.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lightning_3d.checkpoint.placement import box
+from lightning_3d.checkpoint.plain_json import parse
+from lightning_3d.errors import CheckpointError
+
+CHUNK_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
+"""Also what the safetensors library accepts."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it should be found again."""
+
+    name: str
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a file."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def write_part(
+    path: Path, header: Mapping[str, tuple[str, Sequence[int]]], tensors: Iterable[Tensor], note: str = ""
+) -> Written:
+    """Write `tensors`, which come one at a time in the order of `header` (name -> dtype and shape)."""
+    text = _header(header, note)
+    with open(path, "xb") as file:
+        crc = _write(file, len(text).to_bytes(8, "little") + text, 0)
+        for tensor in tensors:
+            for chunk in _bytes(tensor):
+                crc = _write(file, chunk, crc)
+        file.flush()
+        os.fsync(file.fileno())
+        return Written(name=path.name, size=file.tell(), crc=crc)
+
+
+def write_bytes(path: Path, content: bytes) -> Written:
+    with open(path, "xb") as file:
+        crc = _write(file, content, 0)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(name=path.name, size=len(content), crc=crc)
+
+
+def _header(tensors: Mapping[str, tuple[str, Sequence[int]]], note: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "lightning_3d": note}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # the data starts aligned
+
+
+def _write(file: BinaryIO, content: Any, crc: int) -> int:
+    file.write(content)
+    return zlib.crc32(content, crc)
+
+
+def _bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of `tensor` in row-major order, a few megabytes at a time, whatever its strides and device."""
+    rows = tensor.detach().unsqueeze(0) if tensor.dim() == 0 else tensor.detach()
+    if rows.numel() == 0:
+        return
+    step = max(1, CHUNK_BYTES * rows.shape[0] // rows.nbytes)
+    for chunk in rows.split(step):
+        yield memoryview(chunk.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def read_header(path: Path) -> dict[str, Slot]:
+    """What lies where in a file, every number checked against its size."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path.name} says its header has {length} bytes, but the file has {size}.")
+        entries = parse(file.read(length), f"the header of {path.name}")
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"the header of {path.name} is a {type(entries).__name__}.")
+    return {
+        str(name): _slot(path, name, entry, 8 + length, size)
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def _slot(path: Path, name: str, entry: Any, base: int, size: int) -> Slot:
+    try:
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+        counts = [*shape, start, stop]
+        if any(type(n) is not int or not 0 <= n < 2**62 for n in counts):
+            raise ValueError("sizes must be whole numbers")
+        if stop - start != math.prod(shape) * dtype.itemsize or base + stop > size:
+            raise ValueError(f"shape {shape} does not fit bytes {start} to {stop} of a file of {size}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path.name} does not say truly where {name[:80]!r} lies: {error!r:.200}") from None
+    return Slot(file=path, start=base + start, dtype=dtype, shape=shape)
+
+
+def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor) -> None:
+    """Copy a box of a stored tensor into `out`, which has its size. Reads only the rows that hold it, in chunks."""
+    if math.prod(size) == 0:
+        return
+    if not slot.shape:
+        out.copy_(_rows(slot, 0, 1).reshape(()))
+        return
+    row = math.prod(slot.shape[1:]) * slot.dtype.itemsize
+    step = max(1, CHUNK_BYTES // row)
+    first, last = offset[0], offset[0] + size[0]
+    columns = box(offset[1:], size[1:])
+    if (
+        tuple(size[1:]) == slot.shape[1:]
+        and out.is_contiguous()
+        and out.dtype == slot.dtype
+        and out.device.type == "cpu"
+    ):
+        _read(slot, slot.start + first * row, out.view(-1).view(torch.uint8))
+        return
+    for start in range(first, last, step):
+        stop = min(last, start + step)
+        everything: tuple[slice, ...] = (slice(None), *columns)
+        rows = _rows(slot, start, stop)[everything]
+        out[start - first : stop - first].copy_(rows)
+
+
+def _rows(slot: Slot, start: int, stop: int) -> Tensor:
+    row = math.prod(slot.shape[1:]) * slot.dtype.itemsize
+    raw = torch.empty((stop - start) * row, dtype=torch.uint8)
+    _read(slot, slot.start + start * row, raw)
+    return raw.view(slot.dtype).view(stop - start, *slot.shape[1:])
+
+
+def _read(slot: Slot, at: int, raw: Tensor) -> None:
+    """Fill the bytes `raw` with those at `at` of the file."""
+    with open(slot.file, "rb", buffering=0) as file:
+        file.seek(at)
+        view = memoryview(raw.numpy())  # type: ignore[arg-type]
+        while len(view):
+            count = file.readinto(view)
+            if not count:
+                raise CheckpointError(f"{slot.file.name} ends early: it was cut short while it was read.")
+            view = view[count:]
+
+
+def checksum(path: Path) -> int:
+    """crc32 of a file, read in chunks."""
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc

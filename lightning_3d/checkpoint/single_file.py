@@ -1,0 +1,115 @@
+"""Checkpoints in one file: exactly Lightning's own, read without running code unless the user asks for that."""
+
+import os
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_3d.checkpoint.file_checksum import check_seal, save_sealed
+from lightning_3d.checkpoint.locks import beside, create, put_away, release, shared, sweep_beside
+from lightning_3d.checkpoint.manifest import sync_directory
+from lightning_3d.errors import CheckpointError
+
+_FOLDER = 0x10
+"""The attribute that marks a folder in a zip archive."""
+
+
+def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: bool) -> dict[str, Any]:
+    """What `io` loads, with every way in which a file can be broken as a CheckpointError."""
+    if local and Path(path).is_file():
+        check_file(Path(path))
+    elif not local and weights_only is None:
+        weights_only = True  # Lightning would unpickle anything that comes over http
+    try:
+        loaded = io.load_checkpoint(path, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, which are all that is loaded by default: {error}"
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:  # a broken pickle raises whatever its noise happens to mean
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:300]}).") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not the dict that a Trainer saves.")
+    return loaded
+
+
+def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
+    """Write what Lightning would write, beside `path`, and put it there once it is whole.
+
+    Returns the classes and functions in it that are refused by default when it is loaded.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sweep_beside(path):
+        rank_zero_warn(shared(path))
+    new = beside(path)
+    try:
+        with create(new) as file:
+            save_sealed(checkpoint, file)
+            refused = _refused(file)
+            file.flush()
+            os.fsync(file.fileno())
+            if path.is_dir():  # a sharded checkpoint
+                put_away(path)
+            os.replace(new, path)
+            release(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    sweep_beside(path)
+    return refused
+
+
+def _refused(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+
+
+def copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """`checkpoint` with tensors in host memory that training does not change; those that share memory still do."""
+    seen: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in seen:
+            seen[place] = torch.empty_like(tensor, device="cpu").copy_(tensor)
+        return seen[place]
+
+    whole: dict[str, Any] = apply_to_collection(checkpoint, Tensor, copy)
+    return whole
+
+
+def check_file(path: Path) -> None:
+    """Compare the checksums of a file that `torch.save` wrote; torch itself does not when it loads."""
+    check_seal(path)
+    size = path.stat().st_size
+    try:
+        if not zipfile.is_zipfile(path):
+            with open(path, "rb") as file:
+                if file.read(2) == b"PK":
+                    raise CheckpointError(f"{path} was cut short: it has no directory at its end.")
+            return  # of the time before torch 1.6, or of another format
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+            if unpacked > size:
+                raise CheckpointError(f"{path} has {size} bytes and would unpack to {unpacked}: torch packs nothing.")
+            folders = [info.filename for info in archive.infolist() if info.is_dir() or info.external_attr & _FOLDER]
+            if folders:  # torch reads nothing of them, and says nothing
+                raise CheckpointError(f"{path} is damaged: {folders[0]!r:.80} in it is marked as a folder.")
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError, EOFError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if broken is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of {broken} in it is wrong.")

@@ -1,0 +1,79 @@
+"""How a segment gets to the next rank of a ring: by the process group, or through memory where all share a machine."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.comm.shared_memory import Shared, connect
+from lightning_3d.errors import PeerError
+
+SEGMENT_BYTES = 3 << 20
+"""The longest message: still in cache when it is added to, yet large enough to hide Python's part."""
+
+
+class Wire:
+    """To the right neighbour and from the left one among the ranks of `group`, which nothing else uses meanwhile."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+        self._shared: Shared | None = None
+        self._tried = False
+
+    def begin(self, *, host: bool) -> "Shared | _Messages":
+        """The messages of one collective, over tensors in `host` memory or on a device. Every rank must call it."""
+        if not host:
+            return _Messages(self, batched=True)
+        if not self._tried:
+            self._tried, self._shared = True, connect(self.group, SEGMENT_BYTES)
+        return self._shared or _Messages(self, batched=False)
+
+
+class _Messages:
+    """The messages of one collective by the process group; each side's order is the same on all ranks."""
+
+    own_memory = False
+    """Whether what arrives lies in memory of its own, and not in the tensor that was posted for it."""
+
+    def __init__(self, wire: Wire, *, batched: bool) -> None:
+        self.group, self.batched = wire.group, batched
+        self.right, self.left = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
+        self.arriving: deque[tuple[Tensor, Sequence[dist.Work | None]]] = deque()
+        self.leaving: list[dist.Work | None] = []
+
+    def post(self, receive: Tensor | None, send: Tensor | None) -> None:
+        """Start receiving into one tensor and sending another."""
+        if self.batched:  # one launch for both, or on NCCL each would wait for the neighbour's other half
+            ops = [] if receive is None else [dist.P2POp(dist.irecv, receive, group=self.group, group_peer=self.left)]
+            ops += [] if send is None else [dist.P2POp(dist.isend, send, group=self.group, group_peer=self.right)]
+            works: Sequence[dist.Work | None] = dist.batch_isend_irecv(ops) if ops else ()
+            if receive is not None:
+                self.arriving.append((receive, works))
+            return
+        if receive is not None:
+            work = dist.irecv(receive, group=self.group, group_src=self.left)
+            self.arriving.append((receive, (work,)))
+        if send is not None:
+            self.leaving.append(dist.isend(send, group=self.group, group_dst=self.right))
+
+    def land(self) -> Tensor:
+        """The oldest segment that was posted, once it has arrived."""
+        segment, works = self.arriving.popleft()
+        _wait(works)
+        return segment
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        _wait(self.leaving)
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    try:
+        for work in works:
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        raise PeerError(
+            f"a neighbour in the ring did not answer: it died, failed, or is slower than the timeout ({error})."
+        ) from error

@@ -1,0 +1,26 @@
+"""Write the weights of a checkpoint as safetensors, as Hugging Face lays them out.
+
+Memory holds one tensor at a time. Where the module held a Hugging Face model, `from_pretrained` loads the result.
+"""
+
+import argparse
+
+from lightning_3d.checkpoint.full_files import export
+
+EXAMPLE = "examples:\n  lightning-3d export checkpoints/last.ckpt --to safetensors --out my-model"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="CHECKPOINT", help="a sharded checkpoint or a single file")
+    parser.add_argument("--to", default="safetensors", choices=["safetensors"], help="the format")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="the folder to write to (default: CHECKPOINT with -export after it)"
+    )
+    parser.add_argument("--prefix", help="of the names to export; left off in the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    out = args.out or f"{args.directory.rstrip('/')}-export"
+    for file in export(args.directory, out, to=args.to, prefix=args.prefix):
+        print(f"wrote {file}")
+    return 0

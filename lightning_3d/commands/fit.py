@@ -1,0 +1,86 @@
+"""`lightning-3d fit | validate | test | predict`: Lightning's own command line, with our strategies registered."""
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import Layout
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_CLASS = re.compile(r"^((?:--trainer\.strategy=)?)([\w.]+\.Strategy3D)$")
+"""Without arguments of its own jsonargparse would take a class for the name of a strategy."""
+VERBS = {
+    "fit": "train a LightningModule: --model module.Class --trainer.strategy 3d_zero1 --trainer.devices 2",
+    "validate": "the same for trainer.validate",
+    "test": "the same for trainer.test",
+    "predict": "the same for trainer.predict",
+}
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Run LightningCLI, which takes any LightningModule and LightningDataModule by their import path.
+
+    Importing this package registered `3d`, `3d_zero1` and the others, so that `--trainer.strategy=3d_zero1` works here
+    without an import in user code.
+    """
+    try:
+        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+        from lightning_3d.commands.parsing import OneLine, nearest
+    except ImportError as error:
+        raise ConfigurationError(
+            f"`lightning-3d {arguments[0]}` is LightningCLI, which needs jsonargparse ({error}):"
+            " pip install 'jsonargparse[signatures]'."
+        ) from error
+
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    class Parser(OneLine, LightningArgumentParser):
+        """Lightning's, with our errors, and configs that say what holds where nothing is given."""
+
+        def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+            return super().dump(_with_defaults(cfg), *args, **kwargs)
+
+    class OurCLI(LightningCLI):
+        """Lightning's, with the one parser of the command line."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> "Trainer":
+            name = self._get(self.config_init, "trainer.strategy")
+            if isinstance(name, str) and name not in (known := StrategyRegistry.available_strategies()) + ["auto"]:
+                ours = ", ".join(each for each in known if each.startswith("3d"))
+                hint = nearest(name, known) or f". Of this package are {ours}; Lightning has its own."
+                raise ConfigurationError(f"--trainer.strategy {name!r} is the name of no strategy{hint}")
+            try:
+                return super().instantiate_trainer(**kwargs)
+            except (ValueError, TypeError, MisconfigurationException) as error:
+                raise ConfigurationError(f"the Trainer cannot be made ({type(error).__name__}): {error}") from error
+
+    if os.getcwd() not in sys.path:  # a console script does not see the modules beside the user
+        sys.path.insert(0, os.getcwd())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # `main(argv)` is called from Python
+        given = [_CLASS.sub(r'\1{"class_path": "\2"}', argument) for argument in arguments]
+        OurCLI(
+            args=None if given == sys.argv[1:] else given, parser_class=Parser, parser_kwargs={"prog": "lightning-3d"}
+        )
+    return 0
+
+
+def _with_defaults(config: Any) -> Any:
+    """`config` with the sizes that `Strategy3D` takes where none are given."""
+    strategy = config.get("trainer.strategy")
+    given = getattr(strategy, "init_args", None)
+    if given is None or not strategy.class_path.endswith(".Strategy3D") or given.get("layout") != "given":
+        return config  # layout="auto" chooses what is not given
+    config, usual = config.clone(), Layout()
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "zero_stage"):
+        if given.get(name) is None:
+            config[f"trainer.strategy.init_args.{name}"] = getattr(usual, name)
+    return config

@@ -1,0 +1,1 @@
+"""The order of samples, and the place of a run in its epoch."""

@@ -1,0 +1,173 @@
+"""Resuming in the middle of an epoch: Lightning restores how many batches there were, this which samples they had.
+
+Touches the loops of Lightning (read in 2.6: `FitLoop.setup_data` builds loaders and their first iterator, `reset`
+decides where in an epoch to go on, then the strategy's `on_train_start` is called, then epochs run) and what checkpoint
+callbacks remember; `tests/checkpoint/test_position.py` and `tests/test_resuming.py` fail when they change.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_3d.data.position import Counted, Place, counter_of
+
+NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def places(fit_loop: Any) -> list[Place | None] | None:
+    """Where each loader is in this epoch, as far as that can be told; None between epochs."""
+    combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
+    batches, _ = _batches(progress)
+    if combined is None or batches == 0 or progress.is_last_batch:
+        return None
+    counters = [counter_of(loader) for loader in combined.flattened]
+    return [None if c is None else c.place(_in_cycle(combined, c, batches)) for c in counters]
+
+
+def goes_on_shared(fit_loop: Any) -> bool:
+    """Whether what is left of the run depends on samplers that the data ranks share.
+
+    Between epochs it does not where those do not shuffle: Lightning's own in their place would.
+    """
+    if fit_loop._combined_loader is None or places(fit_loop) is not None:
+        return True
+    counters = [counter_of(loader) for loader in fit_loop._combined_loader.flattened]
+    return any(counter is None or (counter.shared and counter.sampler.shuffle) for counter in counters)
+
+
+def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
+    """The states of the user's own stateful loaders."""
+    combined = fit_loop._combined_loader
+    return [] if combined is None else combined._state_dicts()
+
+
+class Was(Protocol):
+    """Where the data was when a checkpoint was saved."""
+
+    @property
+    def places(self) -> list[Place | None] | None:
+        """What `places` gave; None where it is not known."""
+
+    @property
+    def loaders(self) -> list[dict[str, Any]]:
+        """What `loader_states` gave."""
+
+    @property
+    def same_data_ranks(self) -> bool:
+        """Whether there are as many data ranks as there were."""
+
+
+def go_on(fit_loop: Any, was: Was, restore_streams: Callable[[], None]) -> None:
+    """Have the fit loop, which is about to run, go on where the one that was saved stood.
+
+    Args:
+        fit_loop: Lightning's, its progress restored.
+        was: what the checkpoint says of the data.
+        restore_streams: puts the random streams where they were.
+    """
+    combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
+    if combined is None or not fit_loop.restarting:
+        restore_streams()
+        if combined is not None and fit_loop.is_resuming:  # what was saved after `fit`: an epoch is about to begin
+            _iterate(fit_loop, was.loaders)
+        return
+    (batches, at_batch_end), over = _batches(progress), progress.is_last_batch
+    skip = fit_loop.max_batches if over else 0
+    if batches and not over:
+        skip = _take_up(fit_loop, was, batches)
+        over = skip >= fit_loop.max_batches
+        if over:  # of what is left, this many data ranks can make no whole batch
+            _end_epoch(fit_loop, at_batch_end)
+    if skip < float("inf"):
+        _move(progress, skip - batches)
+    if over and not at_batch_end:  # what is left of the epoch is what comes after its last batch
+        fit_loop._data_fetcher.done = True
+        restore_streams()
+    elif skip == 0 or over:
+        restore_streams()
+        _iterate(fit_loop, was.loaders)
+    else:
+        _iterate(fit_loop, was.loaders)
+        restore_streams()
+
+
+def _batches(progress: Any) -> tuple[int, bool]:
+    """How many batches of the epoch count as had when the loop restarts, and whether a batch was just ending."""
+    total = progress.total
+    at_batch_end = total.ready == total.started == total.processed == total.completed + 1
+    return progress.current.completed + at_batch_end, at_batch_end
+
+
+def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
+    """How many of `batches` are of the current pass over this loader: a short one may go around several times."""
+    length = len(counter)
+    return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
+
+
+def _take_up(fit_loop: Any, was: Was, batches: int) -> int:
+    """Have loaders go on where they were; how many batches of the epoch that leaves out."""
+    combined, saved = fit_loop._combined_loader, was.places
+    counters = [counter_of(loader) for loader in combined.flattened]
+    known = saved if saved is not None and len(saved) == len(counters) else [None] * len(counters)
+    for loader in combined.flattened:
+        _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+    skips = {
+        len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches), was.same_data_ranks)
+        for counter, place in zip(counters, known, strict=True)
+        if counter is not None
+    }
+    if saved is not None:
+        if any(counter is not None and not counter.follows for counter in counters):
+            rank_zero_warn(
+                "The number of data ranks changed in the middle of an epoch, and samples are not dealt out by a"
+                " DistributedSampler: every rank goes on after the same share of its own dataloader."
+            )
+        if all(counter_of(loader) is not None or isinstance(loader, _Stateful) for loader in combined.flattened):
+            warnings.filterwarnings("ignore", NOT_RESUMABLE)
+    longest = min(skips) if combined._mode == "min_size" and skips else max(skips, default=None)
+    return batches if longest is None or len(skips) < len(counters) else skips[longest]
+
+
+def _end_epoch(fit_loop: Any, at_batch_end: bool) -> None:
+    fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    if at_batch_end:  # as `FitLoop.reset` does where it finds the last batch had
+        fit_loop.epoch_progress.increment_processed()
+        fit_loop.epoch_progress.increment_completed()
+
+
+def _move(progress: Any, batches: int) -> None:
+    """Count in batches of now: another number of data ranks cuts the epoch into others."""
+    for count in ("ready", "started", "processed", "completed"):
+        setattr(progress.current, count, getattr(progress.current, count) + batches)
+
+
+def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
+    """Begin an iteration with what is known now; that of `setup_data` may be older than the restored progress."""
+    combined = fit_loop._combined_loader
+    waiting = fit_loop._combined_loader_states_to_load
+    if not waiting and all(counter_of(loader) is None for loader in combined.flattened):
+        return
+    combined.reset()  # ends the workers that were started for the older iteration
+    for loader in combined.flattened:
+        _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+        if (counter := counter_of(loader)) is not None:
+            counter.restart()
+    fit_loop._combined_loader_states_to_load = []
+    combined._load_state_dicts(states)
+    iter(fit_loop._data_fetcher)
+
+
+def nothing_new_yet(trainer: Any) -> None:
+    """Tell checkpoint callbacks of a resumed run that its step is saved already (read in lightning 2.6).
+
+    They ask only whether the number of steps is right, which it also is within the first window of accumulation: what
+    they would save there lacks the gradients gathered so far, and a run that goes on from it loses them.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = max(callback._last_global_step_saved, trainer.global_step)

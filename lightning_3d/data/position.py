@@ -1,0 +1,245 @@
+"""How far a map-style dataloader is in an epoch, and going on from there.
+
+A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. It is the number
+of samples that all data ranks have had together, so that another number of data ranks deals out the rest of the same
+order. A sampler of the user's own is run again from the random state it started from.
+"""
+
+import copy
+from array import array
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_3d.data.order import Order, can_draw, is_shared, order_of, whole_order
+from lightning_3d.data.worker_streams import WorkerStreams, note_streams
+from lightning_3d.ranks.random_streams import Streams, main_streams, set_main_streams
+
+Place = dict[str, Any]
+"""A position as plain values, to be saved: see `Counted.place`."""
+
+
+def counted(loader: object) -> object:
+    """`loader`, or where it has a sampler a copy of it whose position can be told and taken up."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, _Stateful):
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    loader = copy.copy(loader)  # the user's own stays as it is
+    loader._iterator = None
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    # a DataLoader refuses to have its sampler set; what is set here deals out the very same
+    counter = Counted(getattr(loader, name), name == "batch_sampler", note_streams(loader))
+    object.__setattr__(loader, name, counter)
+    return loader
+
+
+def counter_of(loader: object) -> "Counted | None":
+    """What counts the batches of a loader that `counted` returned."""
+    for name in ("batch_sampler", "sampler"):
+        if type(found := getattr(loader, name, None)) is Counted:
+            return found
+    return None
+
+
+class Counted(Sampler[Any]):
+    """A batch sampler (or, for a loader that does not batch, a sampler) that knows how much it has dealt out.
+
+    Args:
+        inner: whose batches it deals out.
+        batched: whether `inner` deals out lists.
+        workers: the random streams of the loader's workers, if it has any.
+    """
+
+    def __init__(self, inner: Any, batched: bool, workers: WorkerStreams | None = None) -> None:
+        self.inner, self.batched, self.workers = inner, batched, workers
+        self.sampler: Any = getattr(inner, "sampler", None) if batched else inner
+        self._next: tuple[Place | None, int] = (None, 0)
+        self._skipped = self._samples = 0
+        self._ends = array("q")
+        """How many samples this data rank has had after each batch of the epoch that was not skipped."""
+        self._streams: list[Streams] = []
+        self._order: Order = {"kind": "own"}
+        """Of the epoch that is under way; another sampler than this one's may have begun it."""
+        self.follows = True
+        """Whether the epoch goes on with exactly the samples that were not had."""
+
+    @property  # type: ignore[misc, override]
+    def __class__(self) -> type:
+        return type(self.inner)  # what asks for the user's own kind of sampler finds it
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def shared(self) -> bool:
+        """Whether the data ranks share one order, of which each takes its part."""
+        return is_shared(self.sampler)
+
+    @property
+    def _drawn(self) -> bool:
+        """Whether the order is drawn from a random stream. That of a DistributedSampler is a matter of its seed."""
+        return type(self.sampler) is not DistributedSampler
+
+    @property
+    def _generator(self) -> torch.Generator | None:
+        found = getattr(self.sampler, "generator", None)
+        return found if isinstance(found, torch.Generator) else None
+
+    # ---- where it is ---------------------------------------------------------------------------------------------
+
+    def place(self, batches: int) -> Place:
+        """The position after `batches` of this epoch."""
+        place: Place = {"batches": batches, "length": len(self), "order": self._order, "samples": self._had(batches)}
+        if self._streams:
+            place |= {"streams": self._streams, "now": main_streams(self._generator)}
+        if self.workers is not None:
+            place["workers"] = self.workers.after(batches - self._skipped)
+        return place
+
+    def _had(self, batches: int) -> int:
+        """How many samples of the order were dealt out after `batches` of this epoch, to all that share it."""
+        index = min(batches - self._skipped, len(self._ends))
+        here = self._ends[index - 1] if index > 0 else 0
+        return self._samples + int(here) * self._ranks
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.sampler.num_replicas) if self.shared else 1
+
+    # ---- going on ------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """The loader starts anew; what was dealt out so far came to nothing."""
+        self._ends = array("q")
+        if self.workers is not None:
+            self.workers.restart()
+
+    def go_on_from(self, place: Place | None, batches: int, same_data_ranks: bool) -> int:
+        """Have the next iteration go on from `place`, or leave out `batches` where there is none.
+
+        Returns how many batches that leaves out, in those of now: another number of data ranks cuts the epoch into
+        others. The sampler must know its epoch.
+        """
+        length = len(self)
+        place = place or {"batches": batches, "length": length}
+        if self.shared and "order" in place:
+            for name in ("seed", "shuffle"):
+                setattr(self.sampler, name, place["order"].get(name, getattr(self.sampler, name)))
+        deals_rest = self._deals_rest_of(place)
+        self.follows = same_data_ranks or deals_rest
+        if deals_rest:
+            skip = length - len(self._rest(place))
+        else:  # the same share of the epoch
+            skip = min(length, round(place["batches"] * length / max(1, place["length"])))
+        self._next = (place, skip)
+        streams = place.get("workers", [])
+        if self.workers is not None and same_data_ranks and len(streams) == self.workers.workers:
+            self.workers.starts = streams
+        return skip
+
+    def _deals_rest_of(self, place: Place) -> bool:
+        """Whether it takes the rest of the very order of `place`, and not its own from the start."""
+        if "order" not in place or not can_draw(self.sampler, place["order"]):
+            return False
+        plain = not self.batched or type(self.inner) is BatchSampler  # another may not ask its sampler
+        return plain or place["order"]["kind"] == "shared"
+
+    def _rest(self, place: Place) -> Any:
+        """What deals out the rest of the order of `place`."""
+        part = self._part(place)
+        if not self.batched:
+            return part
+        rest = copy.copy(self.inner)
+        rest.sampler = part
+        return rest
+
+    def _part(self, place: Place) -> list[Any]:
+        """This data rank's part of what all of them have not had yet."""
+        now = main_streams(self._generator)
+        self._set_streams(place, -1)
+        order = whole_order(self.sampler, place["order"], _generator_of(place))
+        set_main_streams(now, self._generator)
+        left, ranks = order[place["samples"] :], self._ranks
+        if self.sampler.drop_last:
+            left = left[: len(left) // ranks * ranks]
+        elif left:
+            left += islice(cycle(order), -len(left) % ranks)
+        return left[self.sampler.rank :: ranks]
+
+    def _set_streams(self, place: Place, index: int) -> None:
+        if place.get("streams"):
+            set_main_streams(place["streams"][index], self._generator)
+
+    def __iter__(self) -> Iterator[Any]:
+        place, _ = self._next
+        if place is None:
+            if self.workers is not None:
+                self.workers.starts = None
+            return self._from_start([main_streams(self._generator)] if self._drawn else [])
+        return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
+
+    def _going_on(self) -> Iterator[Any]:
+        (place, skip), self._next = self._next, (None, 0)
+        assert place is not None, "only one iteration goes on from a position"
+        if self._deals_rest_of(place):
+            order, had, batches = place["order"], place["samples"], iter(self._rest(place))
+        else:
+            order, had, batches = order_of(self.sampler), *self._again(place, skip)
+        yield from self._count(batches, order, place.get("streams", []), skip, had)
+
+    def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
+        """Everything, noting what the order is drawn from: some samplers draw at once, some when they begin."""
+        return self._began(iter(self.inner), streams)
+
+    def _began(self, batches: Iterator[Any], streams: list[Streams]) -> Iterator[Any]:
+        if self._drawn:
+            streams = [*streams, main_streams(self._generator)]
+        yield from self._count(batches, order_of(self.sampler), streams)
+
+    def _again(self, place: Place, skip: int) -> tuple[int, Iterator[Any]]:
+        """The order from its start, but for the first `skip` batches, and how many samples those have."""
+        now = main_streams(self._generator)
+        self._set_streams(place, 0)
+        batches = iter(self.inner)
+        self._set_streams(place, -1)
+        had = sum(self._size(batch) for batch in islice(batches, skip))
+        set_main_streams(now, self._generator)
+        if self._generator is not None and "generator" in place.get("now", {}):
+            self._generator.set_state(place["now"]["generator"])
+        return had, batches
+
+    def _count(
+        self, batches: Iterator[Any], order: Order, streams: list[Streams], skip: int = 0, samples: int = 0
+    ) -> Iterator[Any]:
+        self._order, self._streams = order, streams
+        if self.workers is not None:
+            self.workers.next_epoch(len(self._ends))
+        self._skipped, self._samples, self._ends = skip, samples, array("q")
+        had = 0
+        for batch in batches:
+            had += self._size(batch)
+            self._ends.append(had)
+            yield batch
+
+    def _size(self, batch: Any) -> int:
+        return len(batch) if self.batched else 1
+
+
+def _generator_of(place: Place) -> torch.Generator | None:
+    """The user's own generator as it was when the order was drawn from it."""
+    streams = place.get("streams", [])
+    if not streams or "generator" not in streams[-1]:
+        return None
+    generator = torch.Generator()
+    generator.set_state(streams[-1]["generator"])
+    return generator

@@ -1,0 +1,150 @@
+"""What the ranks of one data rank must share so that they see the same samples, and a check that they do."""
+
+import os
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.errors import DivergenceError
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.ranks import talk
+
+BATCHES = 2
+"""How many batches of each kind of step are compared; of training in each epoch, else in each run over a loader."""
+SEED = (
+    "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
+    " shard by global rank, but by trainer.distributed_sampler_kwargs."
+)
+
+
+def seed_workers_by_data_rank(dataloader: object, data_rank: int) -> None:
+    """Under `seed_everything(workers=True)` seed dataloader workers by data rank.
+
+    Lightning would seed them by global rank, so that tensor and pipeline peers augment the same sample differently.
+    """
+    wanted = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if wanted and getattr(dataloader, "worker_init_fn", False) is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=data_rank)  # type: ignore[attr-defined]
+
+
+class SampleCheck:
+    """Compares the first batches of the tensor and pipeline peers of one data rank.
+
+    Peers only: another data rank may be at another batch.
+    """
+
+    def __init__(self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device) -> None:
+        self.layout, self.coordinate, self.device = layout, coordinate, device
+        self.groups = [mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)]
+        self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+        self.seen: Counter[str] = Counter()
+        self.epoch = 0
+        self.evaluation: object = None
+        self.differing: set[str] = set()
+
+    def check(self, step: str, batch: Any, epoch: int) -> None:
+        """Raise on every peer if they were given different batches. Collective over them.
+
+        In each epoch anew: something that only one rank draws from the main stream (a callback that plots, say) makes
+        the next order another one there.
+        """
+        if epoch != self.epoch:
+            self.epoch, self.seen[step] = epoch, 0
+        if (difference := self._difference(step, batch)) is not None:
+            raise DivergenceError(difference)
+
+    def settle(self, step: str, batch: Any, evaluation: object) -> Any:
+        """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
+
+        For evaluation, which a data set that each process has drawn for itself does no harm to. In each `evaluation`
+        (what tells one run over a loader from the next) anew.
+        """
+        if evaluation != self.evaluation:
+            self.evaluation, self.seen[step] = evaluation, 0
+        if step not in self.differing:
+            difference = self._difference(step, batch)
+            if difference is None:
+                return batch
+            self.differing.add(step)
+            warnings.warn(f"{difference} From now on all of them take the first one's.", stacklevel=2)
+        return self._first_of_peers(batch)
+
+    def _first_of_peers(self, batch: Any) -> Any:
+        batch = move_data_to_device(batch, torch.device("cpu"))
+        for group in self.groups:
+            batch = talk.from_first(batch, group)
+        return move_data_to_device(batch, self.device)
+
+    def _difference(self, step: str, batch: Any) -> str | None:
+        """Which peers have which of the first batches, or None if they are equal."""
+        if self.alone or self.seen[step] >= BATCHES:
+            return None
+        self.seen[step] += 1
+        table = torch.tensor([fingerprint(batch)], device=self.device)
+        for group in self.groups:
+            parts = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, table, group=group)
+            table = torch.cat(parts)
+        if (table == table[0]).all():
+            return None
+        return self._describe(step, table.view(self.layout.pipeline_parallel_size, -1).tolist())
+
+    def _describe(self, step: str, table: list[list[int]]) -> str:
+        data = self.coordinate.data
+        ranks: dict[int, list[int]] = {}
+        for pipeline, row in enumerate(table):
+            for tensor, mark in enumerate(row):
+                place = Coordinate(pipeline=pipeline, data=data, tensor=tensor)
+                ranks.setdefault(mark, []).append(self.layout.rank(place))
+        sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
+        return (
+            f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"
+            f" same samples (equal on: {sets}). {SEED}"
+        )
+
+
+def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor, number and text in `value`, in order, with the expression that finds it."""
+    if isinstance(value, Tensor | str | int | float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for field in value._fields:
+            yield from named_leaves(getattr(value, field), f"{name}.{field}")
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for index, item in enumerate(value):
+            yield from named_leaves(item, f"{name}[{index}]")
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
+            yield from named_leaves(getattr(value, each.name, None), f"{name}.{each.name}")
+
+
+def fingerprint(batch: Any) -> int:
+    """A number that depends on every tensor, number and text in `batch`, in order."""
+    mark = 0
+    for _, leaf in named_leaves(batch, "batch"):
+        mark = zlib.crc32(leaf_bytes(leaf), mark)
+    return mark
+
+
+def leaf_bytes(leaf: Any) -> bytes | memoryview:
+    """What two leaves have in common that are equal."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf).encode()
+    if leaf.layout != torch.strided:
+        return repr((leaf.shape, leaf.dtype)).encode()
+    plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
+    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,222 @@
+"""What a script finds in a dry run: a cluster that is not there, and modules whose parameters take no memory."""
+
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.report import DryRunReport
+from lightning_3d.errors import ConfigurationError, RunError
+from lightning_3d.planner.catalogue import CALIBRATED, Catalogue
+from lightning_3d.planner.hardware import Cluster
+
+MOST_RANKS = 4096
+_COUNTED = "h100"
+"""The accelerator of a cluster that is given as a number of ranks."""
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`128x8xh100`, `8xcpu`, or a number of ranks (of H100s)."""
+    cluster = Catalogue.load().cluster(f"{text}x{_COUNTED}" if text.strip().isdecimal() else text)
+    if not cluster.accelerator.runs_here:
+        raise ConfigurationError(
+            f"{cluster.accelerator.name} is priced and counted only: lightning_3d does not run on it."
+        )
+    if cluster.devices > MOST_RANKS:
+        raise ConfigurationError(
+            f"a dry run knows clusters of up to {MOST_RANKS} ranks, and {text} has {cluster.devices}. More ranks on the"
+            " data axis change only the size of shards: try a smaller data_parallel_size."
+        )
+    return cluster
+
+
+class World:
+    """One cluster, as a Trainer of this process sees it, and the mode that stands for its devices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.pretend = cluster, Pretend()
+        self.rank = 0
+        self.ranks: Sequence[int] | None = None
+        """Ranks to simulate; None for one of each pipeline stage."""
+        self.reports: list[DryRunReport] = []
+        """One for each `fit`."""
+        self.decisions = ""
+        """A file for what one simulated rank decides for all."""
+        self.quiet = False
+        """Whether someone else shows the reports."""
+
+    def show(self, report: DryRunReport) -> None:
+        """Called with the report of each `fit`: print it, and fail where the job would."""
+        if self.quiet:
+            return
+        print(report)
+        if report.errors:
+            raise RunError(f"the job would fail: {report.errors[0]}")
+
+    @property
+    def streams(self) -> bool:
+        """Whether devices overlap by streams and the backend's own collectives are used, as on GPUs."""
+        name = self.cluster.accelerator.name
+        return name != "cpu" and (name != CALIBRATED or torch.cuda.is_available())
+
+    def fake_parameters(self, module: nn.Module) -> None:
+        """Make what is real or on meta fake, in place, tied parameters once. Buffers keep their values."""
+        made: dict[int, nn.Parameter] = {}
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    made.setdefault(id(parameter), self.fake_parameter(parameter))
+                    owner._parameters[name] = made[id(parameter)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    owner._buffers[name] = self.pretend.made(buffer)
+
+    def fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, self.pretend.kind):
+            return parameter
+        fake = nn.Parameter(self.pretend.made(parameter), requires_grad=parameter.requires_grad)
+        fake.__dict__.update(parameter.__dict__)
+        return fake
+
+
+class FakeClusterEnvironment(ClusterEnvironment):
+    """The environment of one rank of a cluster that is not there."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.world.cluster.devices
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self.world.rank % self.world.cluster.devices_per_node
+
+    def node_rank(self) -> int:
+        return self.world.rank // self.world.cluster.devices_per_node
+
+
+_worlds: list[World] = []
+
+
+def current_world() -> World | None:
+    """The dry run that this process is in, if any."""
+    return _worlds[-1] if _worlds else None
+
+
+def world_for(strategy: object, cluster: Cluster) -> World:
+    """A dry run of the one Trainer that is given `strategy`; its module is the caller's own and stays as it is."""
+    world, before, owner = World(cluster), Trainer.__init__, weakref.ref(strategy)
+    dry = _on_cluster(before, world)
+
+    def init(trainer: Trainer, *args: Any, **flags: Any) -> None:
+        if flags.get("strategy") is not owner():
+            before(trainer, *args, **flags)
+            return
+        if Trainer.__init__ is init:
+            Trainer.__init__ = before  # type: ignore[method-assign]
+        dry(trainer, *args, **flags)
+
+    Trainer.__init__ = wraps(before)(init)  # type: ignore[method-assign, assignment]
+    return world
+
+
+@contextmanager
+def in_world(cluster: Cluster) -> Iterator[World]:
+    """Inside, Trainers find `cluster` and modules are built without memory for parameters."""
+    world = World(cluster)
+    world.quiet = True
+    handle: RemovableHandle = register_module_parameter_registration_hook(
+        lambda module, name, parameter: None if parameter is None else world.fake_parameter(parameter)  # type: ignore[arg-type, return-value]
+    )
+    before, apply = Trainer.__init__, nn.Module._apply
+    Trainer.__init__ = _on_cluster(before, world)  # type: ignore[method-assign]
+    nn.Module._apply = apply_to_fakes(apply)  # type: ignore[method-assign]
+    _worlds.append(world)
+    try:
+        with warnings.catch_warnings():
+            ignore_pointers()
+            yield world
+    finally:
+        _worlds.remove(world)
+        Trainer.__init__, nn.Module._apply = before, apply  # type: ignore[method-assign]
+        handle.remove()
+
+
+def ignore_pointers() -> None:
+    """torch warns where code compares addresses of tensors, as FSDP2 and deep copies do; those of fake ones are 0."""
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+
+
+def apply_to_fakes(apply: Any) -> Any:
+    """`Module._apply` (`to`, `half` ...) that keeps fake parameters the objects that they are; torch swaps them."""
+
+    def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, Pretend.kind)}
+        for name in fakes:
+            module._parameters[name] = None
+        apply(module, function, recurse)
+        with torch.no_grad():
+            for name, parameter in fakes.items():
+                parameter.data = function(parameter).data
+                module._parameters[name] = parameter
+        return module
+
+    return apply_all
+
+
+def _on_cluster(init: Any, world: World) -> Any:
+    """`Trainer.__init__` with the devices of the cluster, whatever the script asks for."""
+
+    @wraps(init)
+    def on_cluster(trainer: Trainer, *args: Any, **flags: Any) -> None:
+        given = flags.get("plugins") or []
+        plugins = [p for p in (given if isinstance(given, list) else [given]) if not isinstance(p, ClusterEnvironment)]
+        flags.update(
+            accelerator="cpu",
+            devices=world.cluster.devices_per_node,
+            num_nodes=world.cluster.nodes,
+            plugins=[*plugins, FakeClusterEnvironment(world)],
+        )
+        init(trainer, *args, **flags)
+        if not hasattr(type(trainer.strategy), "coordinate"):
+            raise ConfigurationError(
+                f"the script's Trainer has strategy={type(trainer.strategy).__name__}: a dry run shows what Strategy3D"
+                ' would do. Give the Trainer strategy=Strategy3D(...), or a name such as "3d_zero1".'
+            )
+
+    return on_cluster

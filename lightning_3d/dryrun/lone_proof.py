@@ -1,0 +1,157 @@
+"""The rehearsal of a pipeline by one rank alone: blocks of other stages run here too, on shapes.
+
+Tensor plans of blocks that are too large to be proven on numbers in a dry run: what is declared is tried on shapes.
+
+A proof runs a block whole and in shards, forward and backward, several times. For a block of a 70B model that takes
+minutes and tens of gigabytes on a laptop; the real job does it before it trains. A block up to `PROVEN` parameters is
+proven here as there, so that the plan is the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.dryrun.cluster import World
+from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.sandbox.record import Record, combine
+from lightning_3d.sandbox.snapshot import Attributes, join_changes
+from lightning_3d.sandbox.trees import detached, map_leaves, untrace
+from lightning_3d.tensor import plan_module, proof, scratch
+from lightning_3d.tensor.blocks import structure
+
+
+class LoneRehearsal(Rehearsal):
+    """Has the blocks of other stages compute shapes with parameters made for the occasion."""
+
+    pipeline: Any
+    world: World
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self._use((args, kwargs), self.call + 1)
+        self._begin(unit)
+        args, kwargs, module = untrace(args), untrace(kwargs), self.pipeline.module.get_submodule(unit)
+        key = (structure(module), repr(map_leaves(_spec, (args, kwargs))))
+        if key not in self.seen:
+            self.seen[key] = map_leaves(_spec, self._run(module, args, kwargs))
+        return self._share(map_leaves(self._received, self.seen[key]))
+
+    @cached_property
+    def seen(self) -> dict[object, Any]:
+        """What blocks of a kind give, by what they are called with: most blocks of a module are alike."""
+        return {}
+
+    def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        forward = next(before for owner, before in self.pipeline.gates.replaced if owner is module)
+        run = forward or type(module).forward.__get__(module)
+        with self.world.pretend.aside(), _present(module, self.world):
+            return run(*args, **kwargs)
+
+    def _received(self, leaf: Any) -> Any:
+        """Like what would have been received: no view and without a graph."""
+        if not isinstance(leaf, Spec):
+            return leaf
+        return leaf.empty(self.wire.device).requires_grad_(leaf.requires_grad)
+
+
+def _spec(leaf: Any) -> Any:
+    return Spec.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
+    """In place of the part of `rehearse` in which every rank runs its own blocks and hears of the others'."""
+
+    def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
+        whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
+        whole.pipeline, whole.world = pipeline, world
+        attributes = Attributes(pipeline.module)
+        recording = pipeline.taps.recording(record, whole.use_at_end)
+        with attributes.apart() as changes, whole, pipeline.gates.directed(whole), recording:
+            with torch.enable_grad():
+                result = pipeline.call(step, args, seed)
+            whole.use_at_end(result)
+        kept = join_changes([changes], [1], attributes.before)
+        pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)
+        return whole, whole.trace_of_step(), []
+
+    return run
+
+
+def results(wire: Wire, value: Any, site: Any) -> Any:
+    """What another rank shares: at the end of a step what the rehearsal of it gave, in the rehearsal the value."""
+    if site != "results":
+        return value
+    if not hasattr(wire, "rehearsed"):
+        raise UnsupportedError(
+            "a pipeline with all blocks on one stage is not simulated. Use pipeline_parallel_size=1, which does the"
+            " same work with less memory."
+        )
+    return wire.rehearsed
+
+
+@contextmanager
+def _present(module: nn.Module, world: World) -> Iterator[None]:
+    """Give an absent block parameters and buffers for a while."""
+    absent: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, tensor)
+        for owner in module.modules()
+        for held in (owner._parameters, owner._buffers)
+        for name, tensor in held.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    for held, name, tensor in absent:
+        new = world.pretend.made(tensor)
+        held[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    try:
+        yield
+    finally:
+        for held, name, tensor in absent:
+            held[name] = tensor
+
+
+PROVEN = 30_000_000
+"""Parameters up to which a block is proven on numbers."""
+
+
+def plan_large(pretend: Pretend, plan_unit: Callable[..., Any]) -> Callable[..., Any]:
+    """`plan_unit` that tries the declared plan of a large block on shapes."""
+
+    def plan(unit: nn.Module, sample: Any, size: int, kinds: Any, ways: Any, *rest: Any) -> Any:
+        count = sum(parameter.numel() for parameter in unit.parameters())
+        if count <= PROVEN:
+            return plan_unit(unit, sample, size, kinds, ways, *rest)
+        if not ways:
+            raise UnsupportedError(
+                f"{type(unit).__name__} has {count:,} parameters, too many to find out in a dry run how it is split"
+                f" over tensor ranks (the most is {PROVEN:,}). Say how with tensor_plan={{...}}, or give the module"
+                " narrower blocks for the dry run."
+            )
+        with _on_shapes(pretend):
+            return plan_unit(unit, sample, size, kinds, ways, *rest)
+
+    return plan
+
+
+@contextmanager
+def _on_shapes(pretend: Pretend) -> Iterator[None]:
+    """Scratch copies are fake, two results agree if their shapes do, and one call is as good as two of other sizes."""
+
+    def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+        return pretend.made(parameter)
+
+    random, size, samples = scratch._random, proof._size, plan_module._samples
+    scratch._random, proof._size, plan_module._samples = made, _no_size, partial(samples, most=1)
+    try:
+        yield
+    finally:
+        scratch._random, proof._size, plan_module._samples = random, size, samples
+
+
+def _no_size(tensor: Tensor) -> float:
+    return 0.0

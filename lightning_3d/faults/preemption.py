@@ -1,0 +1,129 @@
+"""SIGTERM, a cluster's own warning and `trainer.should_stop`: all ranks act upon what any was told, at the same batch.
+
+Lightning answers signals inside the handler, with collectives, whatever collective the signal interrupted; and a rank
+that a callback tells to stop leaves its loops alone, to meet the others' next batch with the collectives of the end.
+Touches four private names of Lightning (read in 2.6): `_signal_connector` with `_sigterm_notifier_fn` and
+`_slurm_sigusr_handler_fn`, and `_broadcast_sigterm_tensor` of the epoch loop; `tests/faults/test_preempt.py` fails when
+they change.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_3d.faults.flight_recorder import flight
+
+NOTHING, END, REQUEUE = 0, 1, 2
+Agree = Callable[[list[int]], list[int]]
+"""The largest numbers that any rank says. Collective over the world."""
+
+
+class Preemption:
+    """Answers signals for one run of a Trainer. Made before Lightning registers its handlers.
+
+    Args:
+        path: where to save, asked when it is time.
+    """
+
+    def __init__(self, trainer: Trainer, agree: Agree, path: Callable[[], str]) -> None:
+        self.trainer, self.agree, self.path = trainer, agree, path
+        self.asked = self.agreed = NOTHING
+        self.connector, self.loop = _any(trainer._signal_connector), _any(trainer.fit_loop.epoch_loop)
+        self.undo: list[Callable[[], None]] = []
+        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        if not self.fitting:
+            self._replace(self.connector, "_sigterm_notifier_fn", self._end_now)
+            return
+        self.requeue, self.advance = self.connector._slurm_sigusr_handler_fn, self.loop.advance
+        self._replace(self.connector, "_sigterm_notifier_fn", lambda *_: self._ask(END))
+        self._replace(self.connector, "_slurm_sigusr_handler_fn", lambda *_: self._ask(REQUEUE))
+        self._replace(self.loop, "_broadcast_sigterm_tensor", _nothing)
+        self._replace(self.loop, "advance", self._advance)
+        self._replace(trainer.fit_loop, "on_advance_end", self._then_agree(trainer.fit_loop.on_advance_end))
+
+    def close(self) -> None:
+        """Leave the Trainer's loop and signals as they were."""
+        while self.undo:
+            self.undo.pop()()
+
+    def after_validation(self) -> None:
+        """Callbacks may stop the run there, or a signal come in the long time that it takes."""
+        if self.fitting:
+            self._agree()
+
+    def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Until `close`; what the user put there before is there again afterwards, and what they put there since."""
+        attributes = vars(owner)
+        before = {name: attributes[name]} if name in attributes else {}
+        attributes[name] = ours
+
+        def restore() -> None:
+            if attributes.get(name) is ours:
+                del attributes[name]
+                attributes.update(before)
+
+        self.undo.append(restore)
+
+    def _ask(self, what: int) -> None:
+        self.asked = max(self.asked, what)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        if self.agreed:
+            self._end(self.agreed)
+        flight.at("between steps", self.trainer.global_step)
+        self.advance(*args, **kwargs)
+        self._agree()
+
+    def _then_agree(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`original`, which runs callbacks that may stop the run outside of a batch."""
+
+        def then_agree(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._agree()
+            return result
+
+        return then_agree
+
+    def _agree(self) -> None:
+        """Before the Trainer looks at `should_stop`: to validate once more, or to leave a loop."""
+        self.agreed, stop = self.agree([self.asked, int(self.trainer.should_stop)])
+        self.trainer.should_stop = bool(stop)
+
+    def _end(self, asked: int) -> None:
+        if asked == REQUEUE:
+            self.requeue(signal.SIGUSR1, None)  # Lightning's own: saves, and has the cluster start the job again
+        elif not self._saved_by_others():
+            path = self.path()
+            self.trainer.save_checkpoint(path)
+            rank_zero_info(f"Told to end: saved step {self.trainer.global_step} to {path}.")
+        self.connector.received_sigterm = True
+        raise SIGTERMException
+
+    def _saved_by_others(self) -> bool:
+        """Whether a callback saves when it sees the exception that ends the run."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(isinstance(c, OnExceptionCheckpoint) or getattr(c, "save_on_exception", False) for c in callbacks)
+
+    def _end_now(self, signum: int, _: Any) -> None:
+        """Outside of a fit there is nothing to save."""
+        launcher = self.trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+
+def _any(private: object) -> Any:
+    """`private`, of which nothing is known to the type checker."""
+    return private
+
+
+def _nothing() -> None:
+    """In place of Lightning's broadcast of rank 0's SIGTERM before each batch: all ranks have agreed already."""

@@ -1,0 +1,264 @@
+"""A thread beside training that tells the other ranks of this one and learns of them, through the job's store.
+
+A process group tells at best that a connection broke, and only to the two ranks that it joined. So each rank says every
+second or so where it stands; what happened is decided once, by whoever notices first, and read by all.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from lightning_3d.errors import PeerError
+from lightning_3d.faults.flight_recorder import flight
+from lightning_3d.faults.verdict import Verdict, confession, is_communication, judge
+from lightning_3d.ranks.talk import StoreGone, bounded
+
+GRACE = 30.0
+"""Seconds that a rank which is stuck may stay alive once the job has failed."""
+LINGER = 10.0
+"""Seconds that rank 0 stays for the others once the job has failed."""
+EXIT_CODE = 1
+
+
+class Watch:
+    """Watches over the ranks of one run. Every rank makes one, in the same order.
+
+    Args:
+        rank: of this process.
+        places: the coordinates of every rank, in words.
+        timeout: seconds after which a rank that waits for another gives up.
+        folder: where the flight record goes.
+    """
+
+    def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
+        job = _get_default_store()
+        # one for each thread, so that one may ask while another blocks; made now, while whoever serves is surely there
+        self._main, self._beside = _connection(job), _connection(job)
+        run = job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
+        self.key = f"lightning_3d/watch/{run}"
+        self.rank, self.places, self.folder = rank, places, folder
+        self.timeout = timeout
+        self.beat = min(max(timeout / 20, 0.2), 1.0)
+        self.silence = max(timeout / 2, min(timeout, 5.0))
+        self.verdict: Verdict | None = None
+        self.known_since = 0.0
+        self.failing = False
+        self._stop = threading.Event()
+        self._answered = time.monotonic()
+        self._neighbour, self._changed = b"", time.monotonic()
+        self._server = b""
+        """The last beat of rank 0, which may take the store with it when it dies."""
+        self._threads = [
+            threading.Thread(target=work, name=f"lightning_3d.{work.__name__.strip('_')}", daemon=True)
+            for work in (self._tell, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, ended: bool) -> None:
+        """Stop watching. Once one rank has `ended` well, others may be silent: nobody waits for anybody any more."""
+        if ended:
+            with suppress(StoreGone, RuntimeError):  # rank 0 has ended before, and its store with it
+                self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * self.beat)
+
+    # ---- the two threads -------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Say where this rank stands, and learn what happened."""
+        count = 0
+        while not self._stop.wait(self.beat if count else 0):
+            count += 1
+            try:
+                self._exchange(count)
+            except RuntimeError:  # whoever served the store is gone: nothing more to be learnt
+                self._learn(self._store_lost())
+                return
+            self._answered = time.monotonic()
+
+    def _exchange(self, count: int) -> None:
+        store = self._beside
+        store.set(self._beat_of(self.rank), json.dumps([count, flight.standing(), time.time()]))
+        if store.check([f"{self.key}/ended"]):
+            self._stop.set()
+        if self.verdict is None and (known := self._decided(store)) is not None:
+            self._learn(known)
+        if self.verdict is not None:
+            store.set(self._knows(self.rank), "yes")
+        self._server = _read(store, self._beat_of(0))
+        heard = _read(store, self._beat_of((self.rank + 1) % len(self.places)))
+        if heard != self._neighbour:
+            self._neighbour, self._changed = heard, time.monotonic()
+        elif self.verdict is None and time.monotonic() - self._changed > self.silence:
+            lost = (self.rank + 1) % len(self.places)
+            self._post(store, Verdict("lost", {lost: _standing(heard)}))
+
+    def _guard(self) -> None:
+        """End this process if it cannot end itself: it touches nothing that could block."""
+        while not self._stop.wait(0.2):
+            now = time.monotonic()
+            if self.verdict is None and now - self._answered > self.silence + self.beat and self._threads[0].is_alive():
+                self._learn(self._store_lost())
+            if self.verdict is not None and not self.failing and now > self.known_since + self._patience(self.verdict):
+                self._end(self.verdict)
+
+    def _patience(self, verdict: Verdict) -> float:
+        """Seconds in which the collective that the main thread waits in should fail by itself."""
+        rest = self.timeout - self.silence if verdict.how == "lost" else 0.0
+        return rest + min(GRACE, self.timeout)
+
+    def _end(self, verdict: Verdict) -> None:
+        text = self._message(verdict, flight.standing())
+        self.record(text)
+        print(f"{text} This process is stuck and ends now.", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    # ---- what the main thread asks ---------------------------------------------------------------------------------
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What to raise instead of `error`: if another rank caused it, an error that says which, and where it was."""
+        self.failing = True
+        where = flight.failing(error)
+        try:
+            verdict = self._find(error, where)
+        except (StoreGone, RuntimeError):
+            verdict = self._store_lost()
+        self._learn(verdict)
+        with suppress(StoreGone, RuntimeError):
+            self._ask(lambda store: store.set(self._knows(self.rank), "yes"))
+        assert self.verdict is not None
+        if not is_communication(error):
+            return error
+        text = f"{self._message(self.verdict, where)} ({str(error).splitlines()[0][:300]})"
+        self.record(text, where)
+        return PeerError(text)
+
+    def linger(self) -> None:
+        """On the rank that serves the store: stay until the others know what happened."""
+        if self.rank == 0 and not _agent_serves():
+            others = [self._knows(r) for r in self.places if self.verdict is None or r not in self.verdict.ranks]
+            with suppress(StoreGone, RuntimeError):  # then there is nobody to stay for
+                self._wait(LINGER, lambda s: s.check(others))
+
+    def record(self, error: str, where: str | None = None) -> None:
+        """Write the flight record; a disk that does not take it must not hide the error itself."""
+        about = {"rank": self.rank, "coordinates": self.places[self.rank], "where": where, "error": error}
+        layout = {str(rank): place for rank, place in self.places.items()}
+        try:
+            flight.write(self.path, **about, ranks=layout if len(layout) <= 64 else len(layout))
+        except OSError as problem:
+            print(f"The flight record {self.path} cannot be written: {problem}", file=sys.stderr)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"rank-{self.rank:05d}.json"
+
+    # ---- deciding --------------------------------------------------------------------------------------------------
+
+    def _find(self, error: BaseException, where: str) -> Verdict:
+        self._ask(lambda s: s.set(self._failure_of(self.rank), where))
+        if not is_communication(error):
+            return self._ask(lambda s: self._post(s, confession(error, self.rank, where)))
+        # a rank that failed by itself, or one that noticed before us, says so within a few beats
+        before = self._ask(self._beats)
+        if self._wait(3.5 * self.beat, lambda s: self._decided(s) is not None):
+            return self._ask(self._decided)
+        after, failures = self._ask(self._beats), self._ask(self._failures)
+        silent = {r: _standing(b) for r, b in after.items() if before.get(r) == b and r not in failures}
+        if not silent:
+            everyone = [*map(self._failure_of, self.places)]
+            self._wait(min(5.0, self.timeout / 4), lambda s: s.check(everyone) or self._decided(s) is not None)
+            failures = self._ask(self._failures)
+        standing = {r: _standing(b) for r, b in after.items() if r not in failures and r not in silent}
+        return self._ask(lambda s: self._post(s, judge(silent, failures, standing)))
+
+    def _beats(self, store: Store) -> dict[int, bytes]:
+        return {rank: _read(store, self._beat_of(rank)) for rank in self.places}
+
+    def _failures(self, store: Store) -> dict[int, str]:
+        said = {rank: _read(store, self._failure_of(rank)) for rank in self.places}
+        return {rank: where.decode(errors="replace") for rank, where in said.items() if where}
+
+    def _decided(self, store: Store) -> Verdict | None:
+        return Verdict.loads(_read(store, f"{self.key}/verdict"))
+
+    def _ask(self, question: Callable[[Store], Any]) -> Any:
+        """Ask the store, but not for longer than it takes a store to answer."""
+        return bounded(lambda: question(self._main), 5.0)
+
+    def _wait(self, seconds: float, holds: Callable[[Store], bool]) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._ask(holds):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _post(self, store: Store, verdict: Verdict) -> Verdict:
+        """Make `verdict` the one of all ranks, unless there is one; that which holds."""
+        holds = Verdict.loads(store.compare_set(f"{self.key}/verdict", "", verdict.dumps()))
+        if holds is None:  # what stands there is none, and must not hide this one
+            store.set(f"{self.key}/verdict", verdict.dumps())
+        self._learn(holds or verdict)
+        return holds or verdict
+
+    def _learn(self, verdict: Verdict) -> None:
+        if self.verdict is None:
+            self.verdict, self.known_since = verdict, time.monotonic()
+
+    def _store_lost(self) -> Verdict:
+        if _agent_serves():
+            return Verdict("lost", {}, "the torchrun agent that serves the job's store does not answer any more")
+        return Verdict("lost", {0: _standing(self._server)}, "it served the job's store")
+
+    def _message(self, verdict: Verdict, where: str) -> str:
+        text = verdict.explain(self.places)
+        return (
+            f"{text[:1].upper()}{text[1:]}. This is rank {self.rank} ({self.places[self.rank]}), at {where}. What each"
+            f" rank did last is in {self.folder}."
+        )
+
+    def _beat_of(self, rank: int) -> str:
+        return f"{self.key}/beat/{rank}"
+
+    def _failure_of(self, rank: int) -> str:
+        return f"{self.key}/failure/{rank}"
+
+    def _knows(self, rank: int) -> str:
+        """Set once a rank that fails has learnt why, and needs the store no more."""
+        return f"{self.key}/knows/{rank}"
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun serves the store, so that it outlives rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _standing(beat: bytes) -> str:
+    """Where the rank of `beat` was, and how old that news is by the clocks of the two machines."""
+    try:
+        _, where, at = json.loads(beat)
+        return f"{where}, {max(0.0, time.time() - at):.0f} s ago"
+    except (ValueError, TypeError, RecursionError):
+        return "an unknown place"
+
+
+def _read(store: Store, key: str) -> bytes:
+    """What `key` holds, nothing where nobody has set it."""
+    return store.get(key) if store.check([key]) else b""
+
+
+def _connection(store: Store) -> Store:
+    """Another connection to the same store, where it can be had."""
+    clone = getattr(store, "clone", None)
+    return clone() if clone is not None else store

@@ -1,0 +1,1 @@
+"""The module itself: its parts, its state, its buffers and metrics."""

@@ -1,0 +1,180 @@
+"""The state of the module and its optimizers in one piece, whatever the layout, and back.
+
+While a module is in parts, `state_dict()` of it and of its optimizers still gives whole tensors, and
+`load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+Convert = Callable[[nn.Parameter, Tensor], Tensor]
+"""What a tensor shaped like the parameter becomes: whole, or this rank's part."""
+Meet = Callable[[str], None]
+"""Raises unless every rank asks for the same now: making a tensor whole takes all of them."""
+
+
+class Stages(Protocol):
+    """The stages of a pipeline, each of which has the state of its own blocks."""
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank provides `parameter` to the others."""
+
+    def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """The entries of all ranks of the pipeline. Collective."""
+
+
+_as_they_are: ContextVar[bool] = ContextVar("_as_they_are", default=False)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Within, states are left as this rank holds them: nothing is gathered, nothing dealt out."""
+    token = _as_they_are.set(True)
+    try:
+        yield
+    finally:
+        _as_they_are.reset(token)
+
+
+def whole_module_state(
+    module: nn.Module, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+) -> list[RemovableHandle]:
+    """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it.
+
+    What other pipeline stages hold is in the state of the whole `module` only; in that of a part of it, it is on meta.
+    """
+    owners = [owner for owner in module.modules() if any(_in_parts(p) for p in owner._parameters.values())]
+    if not owners and stages is None:
+        return []
+
+    def gather_soon(*_: object) -> None:
+        if not _as_they_are.get():
+            meet("state_dict() of the module")
+
+    handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(gather_soon)]
+
+    def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        if _as_they_are.get():
+            return
+        for name, parameter in owner._parameters.items():
+            if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
+                state[prefix + name] = whole(parameter, state[prefix + name])
+
+    def deal_out(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and prefix + name in state:
+                state[prefix + name] = _convert(parameter, state[prefix + name], part)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta and prefix + name in state:
+                state[prefix + name] = buffer
+
+    for owner in owners:
+        handles.append(owner.register_state_dict_post_hook(gather))
+        handles.append(owner.register_load_state_dict_pre_hook(deal_out))
+    if stages is not None:
+        handles.append(module.register_state_dict_post_hook(_from_all_stages(stages)))
+    return handles
+
+
+def _in_parts(parameter: nn.Parameter | None) -> bool:
+    """Whether this rank holds only a part of `parameter`, or none of it."""
+    return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
+
+
+def _from_all_stages(stages: Stages) -> Callable[..., None]:
+    def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        if _as_they_are.get():
+            return
+        parameters = dict(module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False))
+        mine = {
+            name: {"value": value}
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+            and not value.is_meta
+            and (name not in parameters or stages.counts(parameters[name]))
+        }
+        for name, entry in stages.exchange(mine).items():
+            if isinstance(state.get(name), Tensor) and state[name].is_meta:
+                state[name] = entry["value"]
+
+    return complete
+
+
+def whole_optimizer_state(
+    optimizer: Optimizer, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+) -> list[RemovableHandle]:
+    """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
+    if stages is None and not any(_in_parts(p) for group in optimizer.param_groups for p in group["params"]):
+        return []
+
+    def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _as_they_are.get():
+            return state
+        meet("state_dict() of an optimizer")
+        return _converted(optimizer, state, whole, stages)
+
+    def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _as_they_are.get():
+            return state
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        here = {
+            key: value
+            for key, value in state.get("state", {}).items()
+            if not (isinstance(key, int) and parameters[key].is_meta)  # another stage steps it
+        }
+        return _converted(optimizer, {**state, "state": here}, part, None)
+
+    return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]
+
+
+def _converted(
+    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Stages | None
+) -> dict[str, Any]:
+    """`state` with the entries that are numbered by parameter converted."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, LBFGS):  # its state is of all parameters together, and whole on every rank
+        return {**state}
+    entries = {
+        key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
+        for key, value in state.get("state", {}).items()
+    }
+    if stages is not None:
+        mine = {key: entry for key, entry in entries.items() if isinstance(key, int) and stages.counts(parameters[key])}
+        entries = dict(sorted({**entries, **stages.exchange(mine)}.items()))
+    return {**state, "state": entries}
+
+
+def whole_optimizer_entries(optimizer: Optimizer, whole: Convert, stages: Stages | None) -> dict[int, Any]:
+    """The state of each parameter in one piece, by its place in `param_groups`. Collective."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
+    return dict(_converted(optimizer, {"state": state}, whole, stages)["state"])
+
+
+def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
+    same = isinstance(value, Tensor) and value.shape == parameter.shape
+    return convert(parameter, value) if same else value
+
+
+def swap_parameters(
+    optimizers: Sequence[Optimizer],
+    swaps: Mapping[nn.Parameter, nn.Parameter],
+    entries: Sequence[Mapping[int, Any]] | None = None,
+) -> None:
+    """Have `optimizers` hold the new parameters in place of the old, and `entries` for their state (else none)."""
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            held = group["params"]
+            held[:] = [swaps.get(parameter, parameter) for parameter in held]  # in place: LBFGS keeps the list
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for old in [parameter for parameter in swaps if parameter in optimizer.state]:
+            del optimizer.state[old]
+        if entries is not None:
+            optimizer.state.update({parameters[place]: entry for place, entry in entries[index].items()})

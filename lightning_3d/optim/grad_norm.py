@@ -1,0 +1,153 @@
+"""The norm of all gradients, each element counted once, wherever it lives.
+
+`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` and `get_total_norm`, as users call them, over a module that is
+divided.
+
+They see the gradients of this rank: under a pipeline those of its stages alone, and plain and sharded ones among each
+other, which torch does not mix. Users import the functions by name, so it is what these call that is replaced. Private
+to torch, read in 2.13; `tests/same/test_clip.py` and `test_numbers.py` fail when they call something else.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grad
+
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.ranks.mesh import SHARD_AXIS
+from lightning_3d.ranks.shards import local
+
+Counted = Callable[[nn.Parameter], bool]
+
+
+def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> bool:
+    """Whether this rank is the one that counts its part of `parameter`.
+
+    Along an axis that splits the parameter every rank counts its own part; along one that replicates it only the first.
+
+    Args:
+        parameter: plain, or a DTensor that names the axes it is split over.
+        coordinate: of this rank.
+        shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
+    """
+    split: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
+    return coordinate.data < first and (TENSOR_AXIS in split or coordinate.tensor == 0)
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float, device: torch.device) -> Tensor:
+    """The norm that one process would compute. Collective over the world; the same bits on every rank.
+
+    Args:
+        parameters: may lack gradients; those that this rank does not count are left out.
+        counted: whether this rank counts its part of a parameter.
+        norm_type: 2, infinity, or any other p above 0.
+        device: that the ranks communicate from.
+    """
+    if not norm_type > 0:
+        raise ConfigurationError(
+            f"grad_norm({norm_type}): the norms of the parts that ranks hold can be put together for a norm type above"
+            " 0 only. Use 1.0, 2.0 or float('inf')."
+        )
+    mine = [local(p.grad) for p in parameters if p.grad is not None and counted(p)]
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)).double() for grad in mine if grad.numel()]
+    norm = torch.stack([each.to(device) for each in norms]) if norms else torch.zeros(1, dtype=torch.double)
+    norm = norm.to(device)
+    if math.isinf(norm_type):
+        return _largest(norm)
+    total = (norm**norm_type).sum()
+    dist.all_reduce(total)
+    return total ** (1.0 / norm_type)
+
+
+def _largest(norm: Tensor) -> Tensor:
+    """Not every backend's maximum passes NaN on, so that it travels beside."""
+    both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf).max(), norm.isnan().any().to(norm)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    """At least fp32; complex where the gradient is, whose norm is that of its absolute values."""
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, device: torch.device) -> Tensor:
+    """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
+    norm = grad_norm(parameters, counted, 2.0, device)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            grad.mul_(factor.to(grad))
+    return norm
+
+
+_NORM, _GROUPED = "_get_total_norm", "_group_tensors_by_device_and_dtype"
+Norm = Callable[[list[nn.Parameter], float], Tensor]
+
+
+def clip_as_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
+    """Have torch's functions clip parameters of `module` by what one device would; returns what undoes it.
+
+    Args:
+        norm: the p-norm of the gradients of some parameters, wherever they live. Collective.
+    """
+    before = {name: getattr(clip_grad, name) for name in (_NORM, _GROUPED)}
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        grads: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        total = of_module(grads, float(norm_type))
+        if total is None:
+            return before[_NORM](grads, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped"
+                " (error_if_nonfinite=True)."
+            )
+        return total.to(grads[0].dtype if grads and grads[0].is_floating_point() else torch.get_default_dtype())
+
+    def of_module(grads: list[Tensor], norm_type: float) -> Tensor | None:
+        """None where none of them is the module's."""
+        owners = {id(parameter.grad): parameter for parameter in module.parameters() if parameter.grad is not None}
+        here = [grad for grad in grads if not grad.is_meta]
+        mine = [owners[id(grad)] for grad in here if id(grad) in owners]
+        if here and not mine:
+            return None
+        # also where there is none: this stage may hold none of the parameters that another one clips
+        total = norm(mine, norm_type)
+        if others := [grad for grad in here if id(grad) not in owners]:
+            beside = before[_NORM](others, norm_type, False)
+            total = torch.linalg.vector_norm(torch.stack([total, beside.to(total)]), norm_type)
+        return total
+
+    def grouped(lists: Iterable[Iterable[Tensor]], *args: Any, **kwargs: Any) -> Any:
+        tensors, caller = [list(some) for some in lists], sys._getframe(1)
+        if caller.f_code.co_name == _NORM:  # torch's own, which the user called: the norm of the whole norm is itself
+            total = of_module(tensors[0], caller.f_locals["norm_type"])
+            if total is not None:
+                return {(total.device, total.dtype): ([[total]], [0])}
+        return before[_GROUPED]([[local(each) for each in some] for some in tensors], *args, **kwargs)
+
+    for name, function in ((_NORM, total_norm), (_GROUPED, grouped)):
+        setattr(clip_grad, name, function)
+
+    def undo() -> None:
+        for name, function in before.items():
+            setattr(clip_grad, name, function)
+
+    return undo

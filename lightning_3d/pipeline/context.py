@@ -1,0 +1,32 @@
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Hooks:
+    """What the ZeRO layer does around a pipelined step.
+
+    With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
+    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
+    registered as a forward method, since a cut step would never reach the root's hook after it. Parameters must be
+    sharded again whenever a training step begins, because that is when older gradients are dropped.
+    """
+
+    begin: Callable[[], None] = _nothing
+    """Before the schedule: parameters gathered, no reduction of gradients in backward."""
+    reduce: Callable[[], None] = _nothing
+    """After the schedule, on the last batch of an accumulation window: gradients reduced over data ranks."""
+    locate: Callable[[str], Tensor] | None = None
+    """The tensor whose `.grad` holds the not yet reduced gradient of a parameter, by name; for tied parameters."""
+    evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around an evaluation step: parameters gathered inside, sharded again after it."""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around each call of a step on a microbatch (autocast)."""

@@ -1,0 +1,109 @@
+"""What the stages of a pipeline tell each other outside of steps: states that only some of them hold."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.ranks import talk
+
+
+class Stages:
+    """Who holds what.
+
+    Args:
+        split: the plan that the module was cut by.
+        group: the ranks of this pipeline.
+        stage_rank: rank in `group` of each stage.
+    """
+
+    def __init__(self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
+        self.split, self.group, self.stage_rank = split, group, stage_rank
+        self.rank = dist.get_rank(group)
+        self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
+        self._elsewhere: set[nn.Parameter] = set()
+        self.apart: dict[nn.Parameter, tuple[str, int]] = {}
+        """Parameters that some ranks do not have: their names, and the first rank that does. Alike on every rank."""
+
+    def locate_parameters(self, module: nn.Module) -> None:
+        """Note which of the parameters that are registered now another rank of the pipeline counts and saves."""
+        self._elsewhere = {
+            parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
+        }
+        holders = {name: self._holders(name) for name, _ in module.named_parameters()}
+        self.apart = {
+            parameter: (name, holders[name][0])
+            for name, parameter in module.named_parameters()
+            if len(set(holders[name])) < dist.get_world_size(self.group)
+        }
+
+    def _holders(self, name: str) -> list[int]:
+        """Ranks that have the parameter called `name`."""
+        if name in self.split.everywhere:
+            return list(range(dist.get_world_size(self.group)))
+        stages = next((tie.stages for tie in self.split.ties if name in tie.names), ()) or next(
+            (stages for unit, stages in self.split.holders.items() if name.startswith(f"{unit}.")), ()
+        )
+        return [self.stage_rank[stage] for stage in stages] or list(range(dist.get_world_size(self.group)))
+
+    def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
+        """Names of those `apart` of which a rank that has them has a gradient. Collective.
+
+        Args:
+            gathered: what has the gradient in the place of a parameter.
+        """
+        if not self.apart:
+            return set()
+        here = [gathered.get(parameter, parameter).grad is not None for parameter in self.apart]
+        mask = torch.tensor(here, dtype=torch.uint8)
+        mask = mask.to(self.device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.group)
+        return {name for (name, _), has in zip(self.apart.values(), mask.tolist(), strict=True) if has}
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts `parameter` in norms and provides it to the others."""
+        return parameter not in self._elsewhere
+
+    def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+        """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective.
+
+        Args:
+            mine: for each key some named values; tensors travel as tensors, everything else as Python objects.
+        """
+        outlines = talk.gather({key: _outline(entry) for key, entry in mine.items()}, self.group)
+        result: dict[Any, dict[str, Any]] = {}
+        for source, outline in enumerate(outlines):
+            for key, entry in outline.items():
+                result[key] = {name: self._share(mine, key, name, value, source) for name, value in entry.items()}
+        return result
+
+    def _share(self, mine: Mapping[Any, Mapping[str, Any]], key: Any, name: str, value: Any, source: int) -> Any:
+        if not isinstance(value, _Outline):
+            return value
+        if source == self.rank:
+            tensor = mine[key][name].detach().contiguous()
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    @property
+    def device(self) -> torch.device:
+        cuda = dist.get_backend(self.group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+class _Outline:
+    """A tensor that follows by itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+
+def _outline(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _Outline(value) if isinstance(value, Tensor) else value for name, value in entry.items()}

@@ -1,0 +1,307 @@
+"""`Pipeline`: the user's own steps, run over the stages of one pipeline.
+
+Evaluation: every rank runs the user's step, each unit runs where it lives and its output is shared.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.limits import check_supported
+from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.prove import rehearse
+from lightning_3d.pipeline.rehearsal import Trace
+from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.ties import Ties
+from lightning_3d.pipeline.training_step import TrainingStep
+from lightning_3d.pipeline.wire import Wire
+from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.counts import Counts
+from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.trees import detached, loss_of, unshared
+
+_TRACES_KEPT = 256
+
+
+class Pipeline:
+    """Runs steps of a module that `apply_split` has cut.
+
+    Make it last, once tensor layers and FSDP have put their hooks on the module.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        split: PipelineSplit,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int | Literal["auto"] = "auto",
+        loss_scope: Literal["microbatch", "batch"] = "microbatch",
+        hooks: Hooks | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """
+        Args:
+            module: the LightningModule, after `apply_split` and everything else that changes modules.
+            split: the plan it was cut by.
+            group: the ranks of this pipeline, in order.
+            device: where activations live.
+            schedule: order of forwards and backwards.
+            num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
+            loss_scope: "batch" computes head and loss once on the whole batch, for losses that are no mean over
+                samples. All forwards run before all backwards then, whatever `schedule` says.
+            hooks: of the ZeRO and precision layers.
+            ledger: told of what this rank sends along the pipeline.
+        """
+        check_supported(module)
+        self.module, self.split, self.schedule = module, split, schedule
+        self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
+        self.wire = Wire(group, device or torch.device("cpu"), ledger)
+        self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
+        self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
+        self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())
+        units = list(split.holders)
+        absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
+        self.gates = Gates(module, units, absent)
+        self.taps = LogTap(module, self.gates.inside_block)
+        self.locate = self.hooks.locate or module.get_parameter
+        self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
+        self.traces: dict[Any, Trace] = {}
+        self.trained = self._trained()
+        """Which parameters get gradients: callbacks freeze and unfreeze them between steps."""
+        self.unsplit: set[int] = set()
+        """Stages whose backward is not to be run in two halves."""
+        self.proven: dict[Any, frozenset[str]] = {}
+        """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
+        self.counts = Counts()
+        self.stash: dict[nn.Parameter, Tensor] = {}
+        self.older: dict[nn.Parameter, Tensor] = {}
+        """Gradients of earlier windows that may have to stay."""
+        self.first = self.last = True
+        self.keeps = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
+        """Whether the gradients of an earlier window may have to stay: whoever overrides it may not zero them."""
+
+    @property
+    def holds_last(self) -> bool:
+        return self.stage_rank[-1] == self.wire.rank
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what a step does on rank 0 only is done here: where the pipeline of rank 0 ends."""
+        return self.holds_last and dist.get_global_rank(self.wire.group, 0) == 0
+
+    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
+        """Run forward and backward of a whole batch; gradients wait for `backward`.
+
+        Args:
+            args: what Lightning gives the step: the batch, its index ...
+            first: whether this is the first batch of an accumulation window: older gradients are put aside.
+            last: whether it is the last one: gradients of ties are summed and `hooks.reduce` is called.
+            scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
+
+        Returns:
+            What the step would have returned for the batch, on every rank. Its loss needs gradients, as Lightning
+            wants, but `backward` of this class is what must be called with it.
+        """
+        self.first, self.last = first, last
+        if first:
+            self.older = self._set_gradients_aside()
+        self.trained = self._trained()
+        self.taps.look()
+        self.hooks.begin()
+        seed = random_streams.draw()
+        record, sizes = Record(), [1]
+        with random_streams.set_aside():
+            if self.split.solo:
+                output = self._solo(args, seed, scale)
+            else:
+                running = TrainingStep(self, args, seed, scale)
+                output, record = running.run()
+                sizes = running.sizes
+                if last:
+                    self._forget_unreached(running.traces)
+        if last:
+            self.ties.sum_gradients()
+            self.hooks.reduce()
+        if first:
+            self._stash_gradients()
+            for parameter, grad in self.older.items():
+                parameter.grad = grad
+        self.taps.replay(record, sizes)
+        return _with_loss(output)
+
+    def backward(self, loss: Tensor | None = None) -> None:
+        """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between).
+
+        What it left of older ones comes back with the last batch of the window: those of ties are summed already, and
+        the new ones not before.
+        """
+        if self.first:
+            self.older = {parameter: parameter.grad for parameter in self.older if parameter.grad is not None}
+            for parameter in self.older:
+                parameter.grad = None
+        _add(self.stash)
+        self.stash = {}
+        if self.last:
+            _add(self.older)
+            self.older = {}
+
+    def eval_step(self, name: str, *args: Any) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
+
+        Each unit runs where it lives and its output is shared, the user's own code runs everywhere with the real
+        values: what it returns, logs and keeps is the same on every rank.
+        """
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it looks at the parameters of foreign blocks
+        seed = random_streams.draw()
+        try:
+            conductor = Conductor(self.split, self.wire, self.stage_rank, seed)
+            with (
+                random_streams.set_aside(),
+                self.hooks.evaluating(),
+                self.gates.directed(conductor),
+                self.taps.outside(),
+            ):
+                return self.call(name, args, seed)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        self.gates.remove()
+
+    def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
+        """The module's own method, with random streams at the start of a microbatch."""
+        random_streams.restart_python(seed)
+        random_streams.restart(seed, -1)
+        if name == "training_step":  # that is run again, here or for the rehearsal
+            args = unshared(args)
+        with self.hooks.context():
+            return getattr(self.module, name)(*args)
+
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
+        """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
+        with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)), self.taps.outside():
+            output = self.call("training_step", args, seed)
+        loss = loss_of(output)
+        if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
+            torch.autograd.backward(loss * scale)  # not the method: Lightning calls that once per step, and is counted
+        return self.wire.share(detached(output), self.stage_rank[-1], "results")
+
+    def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
+        """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
+        key = self._key(step, args)
+        if key not in self.traces:
+            while len(self.traces) >= _TRACES_KEPT:
+                del self.traces[next(iter(self.traces))]
+            self.traces[key] = rehearse(self, step, args, seed)
+        return self.traces[key]
+
+    def prove(self, whole: Whole) -> None:
+        """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
+        self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
+
+    def _key(self, step: str, args: tuple[Any, ...]) -> Any:
+        return step, self.module.training, self.trained, signature(args[0] if args else None)
+
+    def _trained(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.module.parameters())
+
+    def stage_parameters(self, stage: int) -> list[Tensor]:
+        """The tensors that get gradients on a stage."""
+        found: dict[int, Tensor] = {}
+        for unit in (unit for unit, stages in self.split.holders.items() if stage in stages):
+            found |= {id(item): item for item in self.module.get_submodule(unit).parameters() if item.requires_grad}
+        for name in self.split.everywhere:
+            parameter = self.module.get_parameter(name)
+            if parameter.requires_grad:
+                found[id(parameter)] = parameter
+        return list(found.values())
+
+    def _set_gradients_aside(self) -> dict[nn.Parameter, Tensor]:
+        """Start without gradients; returns those that Lightning, or what overrides it, is still to zero, and those of
+        parameters that no optimizer has, which nobody zeroes. The others are let go at once: that is when there is
+        room for the new ones."""
+        self.stash = {}
+        zeroed = set() if self.keeps else self._zeroed()
+        older = {p: p.grad for p in self.module.parameters() if p.grad is not None and p not in zeroed}
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        return older
+
+    def _zeroed(self) -> set[nn.Parameter]:
+        """What the Trainer's optimizers zero; where there is no Trainer, everything."""
+        trainer = getattr(self.module, "_trainer", None)
+        if trainer is None:
+            return set(self.module.parameters())
+        return {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+    def _forget_unreached(self, traces: Sequence[Trace]) -> None:
+        """No gradient, as on one device, where there would be one of zeros. One that is not zero stays: the loss may
+        depend on more in some steps than in the rehearsal."""
+        for name in frozenset.intersection(*(trace.unreached for trace in traces)):
+            tensor = self.locate(name)
+            if tensor.grad is not None and not local(tensor.grad).any():
+                tensor.grad = None
+
+    def _stash_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                self.stash[parameter], parameter.grad = parameter.grad, None
+
+
+def _add(gradients: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in gradients.items():
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _with_loss(output: Any) -> Any:
+    """Lightning backpropagates what a step returns, so the loss must need a gradient."""
+    loss = loss_of(output)
+    if loss is not None:
+        loss.requires_grad_()
+    return output
+
+
+class Conductor:
+    """A `Director` that gives every rank the real output of every unit."""
+
+    skipping = False
+
+    def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
+        self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
+        self.calls = 0
+        self.reached = 0
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        random_streams.restart(self.seed, 2 * self.calls)
+        return args, kwargs
+
+    def leave(self, unit: str, output: Any) -> Any:
+        return self._share(unit, output)
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        return self._share(unit, None)
+
+    def _share(self, unit: str, output: Any) -> Any:
+        holders = self.split.holders[unit]
+        self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
+        self.calls += 1
+        shared = self.wire.share(output, self.stage_rank[self.reached], ("call", self.calls))
+        random_streams.restart(self.seed, 2 * self.calls - 1)
+        return shared

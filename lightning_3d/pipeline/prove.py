@@ -1,0 +1,335 @@
+"""Learning and proving how a step is cut, on one microbatch, before any of that shape is trained on.
+
+One microbatch through the stages, one after the other: forward, and back again for the gradients.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError
+from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
+from lightning_3d.pipeline.gates import hooked_inside
+from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.play import play
+from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.schedule import SPLIT
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.snapshot import Attributes, changed, marks, open_buffers
+from lightning_3d.sandbox.trees import loss_of, untrace
+from lightning_3d.sandbox.trial import as_before
+
+if TYPE_CHECKING:
+    from lightning_3d.pipeline.pipeline import Pipeline
+
+
+def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: Whole | None = None) -> Trace:
+    """Run the whole step, then the step in stages, and compare; the latter once for all shapes that are cut alike.
+
+    Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the modules' own plain
+    attributes are as before afterwards; nothing is logged.
+
+    Args:
+        uncut: what the same step did before the module was cut; then gradients are compared too.
+    """
+    with random_streams.set_aside():
+        with as_before(pipeline.module):
+            whole, trace, result = _run_whole(pipeline, step, args, seed)
+        _agree(pipeline, trace, seed)
+        key = (step, trace.pattern, pipeline.trained)
+        if uncut is not None or key not in pipeline.proven:
+            pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+    return replace(trace, unreached=pipeline.proven[key])
+
+
+def _run_in_stages(
+    pipeline: "Pipeline",
+    step: str,
+    args: tuple[Any, ...],
+    seed: int,
+    whole: Rehearsal,
+    trace: Trace,
+    result: Any,
+    uncut: Whole | None,
+) -> frozenset[str]:
+    relay = Relay(pipeline, trace)
+    with as_before(pipeline.module):
+        relay.forward(step, args, seed, whole, result)
+        if uncut is not None:
+            relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
+    _raise_if_any(pipeline, relay.problem)
+    unreached = relay.unreached()
+    if (uncut is not None and uncut.grads) or pipeline.schedule in SPLIT:
+        stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
+        _raise_if_any(pipeline, relay.problem)
+        if uncut is not None:
+            _compare_gradients(pipeline, stages, uncut)
+    return unreached
+
+
+def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
+    """Every rank raises what is wrong on any."""
+    problems = [text for text in pipeline.wire.agree(problem) if text]
+    if problems:
+        raise PipelineSplitError(problems[0])
+
+
+def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
+    whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
+    record = Record()
+    attributes = Attributes(pipeline.module, pipeline.counts)
+    before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
+    with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
+        result = pipeline.call(step, args, seed)
+        whole.use_at_end((result, list(attributes.changes().values())))
+    trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
+    return whole, trace, fingerprint(untrace(result))
+
+
+def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
+    """All ranks must have learnt the same, or messages would not match."""
+    seeds_drawn = set(pipeline.wire.agree(seed))
+    if len(seeds_drawn) > 1:
+        raise DivergenceError(
+            f"The ranks of a pipeline drew {len(seeds_drawn)} different random seeds for one step. Seed torch's default"
+            " generator alike on all of them: they run the same step on the same batch."
+        )
+    text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
+    if len(set(pipeline.wire.agree(text))) > 1:
+        raise PipelineSplitError(
+            "The ranks of a pipeline saw different tensors cross the cuts in the rehearsal. They must have the same"
+            " batch, and the step must not depend on the rank."
+        )
+
+
+def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
+    """What differs from the module before it was cut."""
+    for at, unit in enumerate(uncut.calls):
+        if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
+            return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
+    if differ(result, uncut.result, uncut.rounding):
+        return f"The step returns another result once the module is cut. {_BESIDE}"
+    return None
+
+
+def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], uncut: Whole) -> None:
+    name = unlike(uncut.grads, stages, uncut.rounding)
+    if name is None:
+        return
+    differs = f"Cut into stages, the step gives {name!r} another gradient than the whole module does"
+    hooked = hooked_inside(pipeline.module, list(pipeline.split.holders))
+    if hooked:
+        nearest = max(hooked, key=lambda inner: len(inner) if name.startswith(f"{inner}.") else 0)
+        raise PipelineSplitError(
+            f"{differs}: {nearest!r}, which is inside of a block, has a forward hook, and what a hook takes there is"
+            " missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts is made"
+            " of such values: output_router_logits=True). Return it from the block, leave that term out, or use"
+            " pipeline_parallel_size=1."
+        )
+    raise PipelineSplitError(
+        f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that was not seen (a"
+        " hook on a node of the graph, say): move it into a block, or use a hook of the tensor."
+    )
+
+
+def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
+    """What is wrong with the buffers of this rank's blocks, and on the last stage with those around blocks."""
+    outside = set(open_buffers(pipeline.module, list(pipeline.split.holders)))
+    for name, buffer in pipeline.module.named_buffers():
+        mine = not buffer.is_meta and (name not in outside or pipeline.holds_last)
+        if mine and name in uncut.buffers and differ(fingerprint(buffer), uncut.buffers[name], uncut.rounding):
+            return (
+                f"Cut into stages, the step leaves another value in the buffer {name!r} than whole. Give the module"
+                " that owns it a parameter, so that it is placed on a stage, or change it behind the last block."
+            )
+    return None
+
+
+_BESIDE = (
+    "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
+    " inside of a block), or the step draws from a random generator of its own, or changes its batch in place. Pass it"
+    " from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator; write"
+    " x = x * 2 instead of x.mul_(2)."
+)
+
+
+@dataclass
+class Relay:
+    """The stages of this rank on one microbatch."""
+
+    pipeline: "Pipeline"
+    trace: Trace
+    received: dict[int, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    """What crossed the cut behind each stage; of the last one its loss, if it has one."""
+    problem: str | None = None
+    """What is wrong on this rank, if anything."""
+
+    def forward(self, step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, result: Any) -> None:
+        """Run every stage in turn and compare what it gets and gives with the whole step's."""
+        arriving: list[Tensor] = []
+        for stage in range(self._last + 1):
+            if stage in self.pipeline.my_stages:
+                self.received[stage] = arriving
+                self.outputs[stage] = self._play(stage, step, args, seed, whole, result)
+            if stage < self._last:
+                arriving = self._pass_on(stage)
+
+    def _play(
+        self, stage: int, step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, result: Any
+    ) -> list[Tensor]:
+        try:
+            output = play(
+                self.pipeline, self.trace, self.trace.parts[stage], f"stage {stage}", step, args, seed,
+                self.received[stage], Record(), whole.arguments,
+            )  # fmt: skip
+            if stage < self._last:
+                return list(output)
+            if differ(fingerprint(untrace(output)), result):
+                self.problem = self.problem or "Cut into stages, the step returns another result than whole."
+            loss = loss_of(output)
+            return [] if loss is None else [loss]
+        except RunError:
+            raise
+        except Exception as error:  # told to every rank, which all raise it
+            self.problem = self.problem or _text(error, stage)
+            specs = self.trace.specs(stage) if stage < self._last else []
+            return [spec.empty(self.pipeline.wire.device).zero_() for spec in specs]
+
+    def _pass_on(self, stage: int) -> list[Tensor]:
+        """What the next stage starts from, where that is on this rank."""
+        specs = self.trace.specs(stage)
+        what = f"stage {stage + 1}: rehearsal, microbatch 0, receiving activations from stage {stage}"
+        tensors = self._move(self.outputs.get(stage), specs, stage, stage + 1, stage, what)
+        return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(tensors, specs, strict=False)]
+
+    def _move(
+        self, tensors: list[Tensor] | None, specs: list[Any], source: int, target: int, tag: int, what: str
+    ) -> list[Tensor]:
+        """`tensors` of stage `source` on the rank of stage `target`; nothing elsewhere."""
+        wire, ranks = self.pipeline.wire, self.pipeline.stage_rank
+        given = [tensor.detach() for tensor in tensors or []]
+        if ranks[source] == ranks[target]:
+            return given
+        if wire.rank == ranks[source]:
+            wire.send(given, ranks[target], tag, what)
+            wire.finish()
+        return wire.start_receive(specs, ranks[source], tag, what).wait() if wire.rank == ranks[target] else []
+
+    def backward(self) -> list[dict[str, Print]]:
+        """Run the backward of every stage in turn: fingerprints of the gradients, by parameter, of stages here.
+
+        Nothing is added to any `.grad`.
+        """
+        arriving: list[Tensor] = []
+        found = []
+        for stage in reversed(range(self._last + 1)):
+            back: list[Tensor] | None = None
+            if stage in self.pipeline.my_stages:
+                back, grads = self._try_to_differentiate(stage, arriving)
+                found.append(grads)
+            if stage:
+                specs = [spec for spec in self.trace.specs(stage - 1) if spec.requires_grad]
+                what = f"stage {stage - 1}: rehearsal, microbatch 0, receiving gradients from stage {stage}"
+                arriving = self._move(back, specs, stage, stage - 1, self._last + stage, what)
+        return found
+
+    def _try_to_differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
+        try:
+            return self._differentiate(stage, arriving)
+        except RunError:
+            raise
+        except Exception as error:  # told to every rank, which all raise it
+            self.problem = (
+                f"stage {stage}: the backward fails when other stages' blocks are absent ({type(error).__name__}:"
+                f" {error}). What is recomputed in backward must not reach over a cut: put cuts at the borders of"
+                " checkpointed regions with pipeline_split, or recompute block by block. Call a function of autograd by"
+                " its class (`Function.apply`), so that it is seen."
+            )
+            return [torch.zeros_like(tensor) for tensor in self.received[stage] if tensor.requires_grad], {}
+
+    def unreached(self) -> frozenset[str]:
+        """Parameters of this rank that no backward from the loss comes to, followed back from stage to stage.
+
+        On one device they get no gradient, and optimizers leave them alone. Here zeros come over the wire for what a
+        later stage makes of them.
+        """
+        pipeline, run, found = self.pipeline, set[int](), set[int]()
+        used: list[bool] | None = None
+        for stage in reversed(range(self._last + 1)):
+            if stage in self.outputs:
+                outputs = self.outputs[stage]
+                run |= leaves_below(outputs)
+                wanted = [True] * len(outputs) if used is None else used
+                below = leaves_below([output for output, is_used in zip(outputs, wanted, strict=True) if is_used])
+                found |= below
+                used = [id(tensor) in below for tensor in self.received[stage]]
+            used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
+        # the gathered parameters themselves: to locate one is to begin to accumulate beside it in mixed precision
+        return frozenset(name for name, parameter in pipeline.module.named_parameters() if id(parameter) in run - found)
+
+    def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
+        """Gradients of what a stage received, and fingerprints of those of its parameters."""
+        mine = dict(self._parameters(stage))
+        entering = [tensor for tensor in self.received[stage] if tensor.requires_grad]
+        pairs = list(self._pairs(stage, arriving))
+        if not pairs:
+            return [torch.zeros_like(tensor) for tensor in entering], {}
+        outputs, seeds = [output for output, _ in pairs], [grad for _, grad in pairs]
+        wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in SPLIT
+        grads = gradients(outputs, seeds, wanted, again=halved)
+        if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
+            self._keep_whole(stage)
+        back = [
+            torch.zeros_like(tensor) if grad is None else grad
+            for tensor, grad in zip(entering, grads[: len(entering)], strict=True)
+        ]
+        own = zip(mine, grads[len(entering) :], strict=True)
+        return back, {name: grad_print(grad) for name, grad in own if grad is not None}
+
+    def _keep_whole(self, stage: int) -> None:
+        if stage not in self.pipeline.unsplit:
+            self.pipeline.unsplit.add(stage)
+            warnings.warn(
+                f"schedule={self.pipeline.schedule!r}: on stage {stage} gradients of weights cannot be computed apart"
+                " from those of inputs (a weight used at two depths, a hook on a gradient, recomputation). Its"
+                " backwards run in one piece: the numbers are right, some idle time is not filled.",
+                stacklevel=2,
+            )
+
+    def _pairs(self, stage: int, arriving: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Outputs that are differentiated, with their gradients; the loss has none."""
+        if stage == self._last:
+            yield from ((output, None) for output in self.outputs[stage] if output.requires_grad)
+            return
+        waiting = iter(arriving)
+        for output, spec in zip(self.outputs[stage], self.trace.specs(stage), strict=True):
+            if spec.requires_grad:
+                grad = next(waiting)
+                if output.requires_grad:
+                    yield output, grad
+
+    def _parameters(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+        held = {id(tensor) for tensor in self.pipeline.stage_parameters(stage)}
+        for name, parameter in self.pipeline.module.named_parameters():
+            if id(parameter) in held:
+                yield name, parameter
+
+    @property
+    def _last(self) -> int:
+        return self.pipeline.split.num_stages - 1
+
+
+def _text(error: Exception, stage: int) -> str:
+    if type(error).__module__.startswith("lightning_3d."):
+        return str(error)
+    return (
+        f"stage {stage}: the step fails when other stages' blocks are absent ({type(error).__name__}: {error}). Code"
+        " outside of the blocks must not need more of a block than what it returns."
+    )

@@ -1,0 +1,237 @@
+"""`Traced`: a tensor that knows where in a step it was made.
+
+A stage runs the user's step from the start, but has no values for what earlier stages compute. Those tensors are
+*absent*: zeros of the right shape that carry their origin. An operation whose absent inputs were received gets the
+received values; one with inputs that were not gives another absent tensor; nothing is ever computed from a stand-in
+and used. Operations are numbered as (calls of units so far, index since then), which is the same on every stage.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.errors import PipelineSplitError
+from lightning_3d.sandbox.trees import leaves, map_leaves
+
+Node = tuple[int, int]
+"""Where a tensor was made: calls of units before it, and its index among traced tensors made since."""
+_READS = {
+    "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
+    "equal", "allclose", "is_nonzero", "__contains__", "cpu_numpy",
+}  # fmt: skip
+
+_HOOKS = {"register_hook", "retain_grad"}
+
+
+class Traced(Tensor):
+    """A tensor under a `Tape`; an ordinary one once no tape is active."""
+
+    node: Node
+    absent: bool
+
+    def untraced(self) -> Tensor:
+        """The same tensor as an ordinary one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return as_kind(self, Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _active:
+            return _active[-1].run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Tape:
+    """Numbers what a step makes, supplies what was received, keeps what must be sent on."""
+
+    def __init__(self, received: dict[Node, Tensor] | None = None, wanted: frozenset[Node] = frozenset()) -> None:
+        self.call = 0
+        self.index = 0
+        self.values = received or {}
+        self.received = frozenset(self.values)
+        self.wanted = wanted
+        self.made: dict[Node, Tensor] = {node: value for node, value in self.values.items() if node in wanted}
+        self.tracing = True
+        """Whether what is made is still traced: not on the last stage once its own units run."""
+
+    def __enter__(self) -> "Tape":
+        _active.append(self)
+        Function.apply = classmethod(_apply_traced)  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.remove(self)
+        if not _active:
+            Function.apply = _plain_apply  # type: ignore[method-assign]
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
+        name = getattr(func, "__name__", "")
+        self.refresh(inputs)
+        if name in _READS:
+            self.on_read(inputs, missing, name)
+        if name in _HOOKS and inputs and args and args[0] is inputs[0]:
+            return self._hook(func, inputs[0], args[1:], kwargs)
+        if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
+            return self._in_place(func, args, kwargs, bool(missing))
+        if _changes_input(name) and inputs and isinstance(args[0], Tensor):
+            self.on_written(inputs, missing)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*self.plain(args), **self.plain(kwargs))
+        if not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
+            return result
+        for leaf in inputs:
+            self.on_use(leaf.node, self.call)
+        return self.trace(result, bool(missing)) if self.tracing or missing else result
+
+    def _hook(self, func: Callable[..., Any], handle: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook on a gradient: on the handle, which all uses go through, and only where the tensor was made."""
+        if handle.absent or handle.node in self.received:
+            return RemovableHandle(OrderedDict())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(self.values.get(handle.node, handle), *args, **kwargs)
+
+    def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
+        """The handle that the user holds now stands for the changed tensor; what was received must not change."""
+        handle: Traced = args[0]
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Traced):
+                self.on_use(leaf.node, self.call)
+        target = self.plain(handle)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(target, *self.plain(args[1:]), **self.plain(kwargs))
+        handle.node = self._number()
+        if not missing:
+            self.values[handle.node] = target
+            self.on_made(handle.node, target)
+        return handle if isinstance(result, Tensor) else result
+
+    def plain(self, value: Any) -> Any:
+        """`value` with received tensors in place of absent ones."""
+        return map_leaves(self._plain, value)
+
+    def _plain(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Traced):
+            return leaf
+        return self.values[leaf.node] if leaf.node in self.values else leaf.untraced()
+
+    def trace(self, value: Any, absent: bool) -> Any:
+        """`value` with its tensors numbered."""
+        return map_leaves(lambda leaf: self._trace(leaf, absent), value)
+
+    def _trace(self, leaf: Any, absent: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if type(leaf) not in (Tensor, nn.Parameter, Traced):
+            # What only passes for a tensor (logits in parts) becomes one to travel: any operation that it does not do
+            # itself gives one. `as_subclass` would not ask it.
+            leaf = leaf.view_as(leaf)
+        node = self._number()
+        if absent and node in self.values:  # received: real from here on, wherever the user's code takes it
+            leaf, absent = self.values[node], False
+        if not absent:
+            self.on_made(node, leaf)
+        traced = as_kind(leaf, Traced)
+        traced.node, traced.absent = node, absent
+        return traced
+
+    def _number(self) -> Node:
+        node = (self.call, self.index)
+        self.index += 1
+        return node
+
+    def next_call(self) -> int:
+        """Number of the call of a unit that begins now."""
+        call, self.call, self.index = self.call, self.call + 1, 0
+        return call
+
+    def refresh(self, inputs: list[Traced]) -> None:
+        """Note tensors that have got a gradient since they were made: a function of autograd gives it at its end."""
+        for leaf in inputs:
+            if not leaf.absent and leaf.node not in self.values and (plain := leaf.untraced()).requires_grad:
+                self.on_made(leaf.node, plain)
+
+    def on_made(self, node: Node, value: Tensor) -> None:
+        """A traced tensor was made."""
+        if node in self.wanted:
+            self.made[node] = value
+
+    def on_use(self, node: Node, when: int) -> None:
+        """A traced tensor is used after `when` calls of units."""
+
+    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+        """A tensor that is not traced is changed by them: one that the user keeps, or has made to be filled."""
+
+    def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
+        if missing:
+            raise PipelineSplitError(
+                f"The step reads the value of a tensor in Python (`{name}`) that another stage computes, before its own"
+                " blocks have run. A branch on such a value cannot be cut into stages; move it behind the last block."
+            )
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad
+
+
+def not_a_view(tensor: Tensor) -> Tensor:
+    """The same data with a place of its own in the graph: neither a leaf nor a view, so it may be changed in place."""
+    return _Identity.apply(tensor) if tensor.requires_grad else tensor
+
+
+def refuse_stand_ins(value: Any) -> None:
+    """Raise where the last stage ends with something that it computed from a tensor that it does not have."""
+    refuse_missing([leaf for leaf in leaves(value) if isinstance(leaf, Traced) and leaf.absent])
+
+
+def refuse_missing(tensors: list[Traced]) -> None:
+    if tensors:
+        raise PipelineSplitError(
+            "training_step returns, logs or keeps a value of an earlier stage that it did not in its rehearsal, so that"
+            " it was not sent to the last one: a term of the loss that comes in after some steps or epochs"
+            " (`if self.global_step >= 100: loss = loss + ...`), say. Compute it in every step, and multiply it by 0"
+            " where it is not to count."
+        )
+
+
+def as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    """The same tensor seen as a `kind` (a dry run, whose tensors are of a class of their own, has another way)."""
+    return tensor.as_subclass(kind)  # type: ignore[arg-type]
+
+
+def _changes_input(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
+    return name.endswith("_") and name not in ("requires_grad_",)
+
+
+_active: list[Tape] = []
+_plain_apply: Any = Function.__dict__["apply"]
+
+
+def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Function.apply` as one operation of the step: torch does not ask `__torch_function__` about it (2.13).
+
+    A function that is given something to call recomputes: units are called inside of it, and it stays as it is.
+    """
+    plain = partial(_plain_apply.__func__, cls)
+    traced = any(isinstance(leaf, Traced) for leaf in leaves((args, kwargs)))
+    if not _active or not traced or any(callable(arg) for arg in args):
+        return plain(*args, **kwargs)
+    return _active[-1].run(plain, args, kwargs)

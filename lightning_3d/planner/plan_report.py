@@ -1,0 +1,169 @@
+"""Plans as tables for people and as plain data for programs."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from importlib.util import find_spec
+from io import StringIO
+from shutil import get_terminal_size
+from typing import Any
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.memory import RankMemory
+from lightning_3d.planner.priced_layout import Plan
+from lightning_3d.planner.printable import printable
+from lightning_3d.planner.show import show_bytes, show_count, show_dollars, show_seconds
+
+HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
+RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right. On a terminal drawn by rich where it is there."""
+    rows = [[printable(text) for text in row] for row in rows]
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        return _drawn(header, rows)
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(_cell(*cell) for cell in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+    )
+
+
+def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As wide as the terminal: long cells are folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, name in enumerate(header):
+        numbers = all(_is_number(row[column]) for row in rows)
+        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    console = Console(file=StringIO(), width=get_terminal_size().columns, color_system=None)
+    console.print(drawn)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
+
+
+def plans_table(plans: Sequence[Plan]) -> str:
+    """One line per plan."""
+    return table((*HEADER, *RESULTS), [(*layout_cells(plan), *result_cells(plan)) for plan in plans])
+
+
+def layout_cells(plan: Plan) -> tuple[str, ...]:
+    layout = plan.layout
+    return (
+        str(layout.data_parallel_size),
+        str(layout.tensor_parallel_size),
+        str(layout.pipeline_parallel_size),
+        str(layout.zero_stage),
+        schedule_name(layout),
+        f"{plan.microbatches}x{plan.micro}",
+        layout.recompute,
+        layout.offload,
+    )
+
+
+def result_cells(plan: Plan) -> tuple[str, ...]:
+    return (
+        show_bytes(plan.peak.total),
+        show_seconds(plan.time.total),
+        f"{100 * plan.mfu:.1f}%",
+        show_seconds(plan.seconds),
+        "-" if plan.dollars is None else show_dollars(plan.dollars),
+        plan.time.limit,
+    )
+
+
+def schedule_name(layout: Layout) -> str:
+    if layout.pipeline_parallel_size == 1:
+        return "-"
+    return layout.schedule + (f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
+
+
+def memory_table(plan: Plan) -> str:
+    """Memory per rank, a line for the first and one for the last pipeline rank."""
+    names = [field.name for field in fields(RankMemory) if field.name != "host"]
+    if any(memory.host for memory in plan.memory):
+        names.append("host")
+    ranks = ["every rank"] if len(plan.memory) == 1 else ["first stage", "last stage"]
+    rows = [
+        (rank, show_bytes(memory.total), *(show_bytes(getattr(memory, name)) for name in names))
+        for rank, memory in zip(ranks, plan.memory, strict=True)
+    ]
+    return table(("memory", "total", *names), rows)
+
+
+def time_line(plan: Plan) -> str:
+    """Where the seconds of a step go, largest first."""
+    parts = sorted(((seconds, name) for name, seconds in asdict(plan.time).items() if seconds > 0), reverse=True)
+    return ", ".join(f"{name} {100 * seconds / plan.time.total:.1f}%" for seconds, name in parts)
+
+
+def job_lines(job: Job) -> list[str]:
+    """The model and its data."""
+    profile = job.profile
+    what = f"{profile.name}: {show_count(profile.parameters)} parameters, {profile.layers} blocks"
+    if profile.tokens > 1:
+        what += f", {profile.tokens} tokens a sample"
+    data = (
+        f"{show_count(job.samples * profile.tokens)} tokens"
+        if profile.tokens > 1
+        else f"{show_count(job.samples)} samples"
+    )
+    steps = f"{data} in {job.steps:,.0f} steps of {job.batch:,} samples, {job.precision}, {job.optimizer}"
+    return [what, steps]
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: bytes, seconds, dollars."""
+    return {
+        "layout": asdict(plan.layout),
+        "cluster": {
+            "name": str(plan.cluster),
+            "accelerator": plan.cluster.accelerator.name,
+            "nodes": plan.cluster.nodes,
+            "devices": plan.cluster.devices,
+        },
+        "microbatch_samples": plan.micro,
+        "microbatches": plan.microbatches,
+        "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
+        "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
+        "fits": plan.fits,
+        "step_seconds": {**asdict(plan.time), "total": plan.time.total},
+        "limited_by": plan.time.limit,
+        "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "steps": plan.job.steps,
+        "tokens_per_second": plan.tokens_per_second,
+        "days": plan.seconds / 86400,
+        "device_hours": plan.device_hours,
+        "dollars": plan.dollars,
+        "kwh": plan.kwh,
+    }
+
+
+def job_data(job: Job) -> dict[str, Any]:
+    """A job as plain data."""
+    return {
+        "model": job.profile.name,
+        "parameters": job.profile.parameters,
+        "layers": job.profile.layers,
+        "tokens_per_sample": job.profile.tokens,
+        "samples": job.samples,
+        "batch": job.batch,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "model_flops_per_step": job.profile.model_flops(job.batch),
+    }
+
+
+def _cell(text: str, width: int) -> str:
+    return text.rjust(width) if _is_number(text) else text.ljust(width)
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in ("$", "-")

@@ -1,0 +1,339 @@
+"""The `Profile` of a user's own module: counted from its parts, and measured by running it on fake tensors.
+
+How many kernels a forward starts, weighed by how long starting them takes.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, said
+from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.states import Precision
+
+_HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
+
+
+@dataclass
+class Trace:
+    """What one forward of a module did, in its chain of blocks and outside it. Elements are floating-point ones."""
+
+    samples: int = 1
+    tokens: int = 1
+    block_flops: float = 0
+    last_flops: float = 0
+    attention_flops: float = 0
+    block_kernels: float = 0
+    outside_kernels: float = 0
+    whole_elements: float = 0
+    split_elements: float = 0
+    outside_elements: float = 0
+    boundary_elements: float = 0
+    width: int = 1
+    """Elements of one position of what passes between blocks."""
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    """Storages already counted, kept alive so that none is reused."""
+
+
+def profile_module(
+    dotted: str, arguments: Sequence[str], *, precision: Precision, tokens: int | None, inputs: str | None
+) -> Profile:
+    """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
+    with FakeTensorMode(), _quiet():
+        module = build_module(dotted, arguments)
+        if not any(True for _ in module.parameters()):
+            raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
+        counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
+        trace = Trace()
+        _run(module, trace, dotted, tokens=tokens, inputs=inputs)
+    return measured_profile(counted, trace)
+
+
+def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -> Profile:
+    """What can be known of `module` without running it: parameters, where they sit, and what could be split."""
+    anatomy = Anatomy.of(module)
+    chain = main_chain(anatomy)
+    if chain is None:
+        return Profile(
+            name=name, layers=1, block_parameters=anatomy.parameters, tensor_splits=False, block_frozen=_frozen(module)
+        )
+    first, last = _outside(module, chain)
+    first_frozen, last_frozen = _outside(module, chain, frozen=True)
+    inside = anatomy.parameters - first - last
+    heads = _heads(module.get_submodule(chain.blocks[0]))
+    return Profile(
+        name=name,
+        layers=len(chain.blocks),
+        block_parameters=inside / len(chain.blocks),
+        whole_parameters=_whole(module, chain) / len(chain.blocks),
+        first_parameters=first,
+        last_parameters=last,
+        tied_parameters=_tied(module, anatomy),
+        block_frozen=(_frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
+        first_frozen=first_frozen,
+        last_frozen=last_frozen,
+        backward_share=_backward_share(module, chain, before=first > first_frozen),
+        element_bytes=4 if precision == "32" else 2,
+        tensor_divides=heads,
+        tensor_splits=any(_matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
+    )
+
+
+def measured_profile(counted: Profile, trace: Trace) -> Profile:
+    """`counted` with what `trace` measured, per sample."""
+    size, blocks = counted.element_bytes, counted.layers * trace.samples
+    return Profile(
+        **{
+            **vars(counted),
+            "block_flops": trace.block_flops / blocks,
+            "attention_flops": trace.attention_flops / blocks,
+            "last_flops": trace.last_flops / trace.samples,
+            "block_kernels": trace.block_kernels / counted.layers,
+            "outside_kernels": trace.outside_kernels,
+            "whole_bytes": trace.whole_elements * size / blocks,
+            "split_bytes": trace.split_elements * size / blocks,
+            "last_bytes": trace.outside_elements * size / trace.samples,
+            "boundary_elements": trace.boundary_elements / trace.samples,
+            "tokens": trace.tokens,
+            "example_samples": trace.samples,
+        }
+    )
+
+
+def main_chain(anatomy: Anatomy) -> Chain | None:
+    """The chain that a pipeline would cut: the one with most parameters, if it has more than one block."""
+    chain = next(iter(anatomy.chains), None)
+    return chain if chain is not None and len(chain.blocks) > 1 else None
+
+
+@contextmanager
+def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
+    """Record what forwards of `module` do into `trace`."""
+    chain = main_chain(Anatomy.of(module))
+    blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
+    owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    state: dict[str, Any] = {"inside": False, "before": 0, "started": 0}
+    kernels = KernelCount()
+    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops(trace)})
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state.update(inside=True, before=counter.get_total_flops(), started=kernels.kernels)
+        hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
+        if hidden is not None:
+            trace.boundary_elements = hidden.numel()
+            trace.width = hidden.shape[-1]
+
+    def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        state["inside"] = False
+        trace.block_flops += counter.get_total_flops() - state["before"]
+        trace.block_kernels += kernels.kernels - state["started"]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in owned and storage not in trace.seen:
+            trace.seen[storage] = tensor
+            _count_kept(tensor, trace, state["inside"])
+        return tensor
+
+    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        with counter, kernels, saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    trace.last_flops = counter.get_total_flops() - trace.block_flops
+    trace.outside_kernels = kernels.kernels - trace.block_kernels
+
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _attention_flops(trace: Trace) -> Any:
+    """torch's counter has no rule for attention on CPU: two products of (queries x keys x head size) each."""
+
+    def rule(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        batch, heads, queries, size = query
+        flops = int(2 * batch * heads * queries * key[2] * (size + value[3]))
+        trace.attention_flops += flops
+        return flops
+
+    return rule
+
+
+def _count_kept(tensor: Tensor, trace: Trace, inside: bool) -> None:
+    """A tensor as wide as what passes between blocks is whole on each tensor rank; others are split."""
+    elements = tensor.untyped_storage().nbytes() / tensor.element_size()
+    weight = 1.0 if tensor.is_floating_point() else tensor.element_size() / 4
+    if not inside:
+        trace.outside_elements += elements * weight
+    elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:
+        trace.whole_elements += elements * weight
+    else:
+        trace.split_elements += elements * weight
+
+
+def _run(module: nn.Module, trace: Trace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
+    step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
+    first = next((tensor for tensor in _tensors(batch) if tensor.ndim), None)
+    if first is None or first.numel() == 0:
+        raise PlannerError(f"the example_input_array of {dotted} holds no samples: describe a batch with --inputs.")
+    trace.samples = first.shape[0]
+    trace.tokens = first.shape[1] if first.ndim == 2 and not first.is_floating_point() else 1
+    try:
+        with traced(module, trace):
+            result = step()
+    except FAILURES as error:
+        raise PlannerError(f"{dotted} cannot be run{_why(error, inputs)} ({said(error)}).") from error
+    if result is None and getattr(module, "automatic_optimization", True):
+        raise PlannerError(f"{dotted} returns no loss from its step, so there is nothing to train.")
+
+
+def _why(error: BaseException, inputs: str | None) -> str:
+    """What helps against `error`, where that can be told."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return ": what it does depends on the values of tensors, and a plan knows only their shapes"
+    if "attached to a `Trainer`" in str(error):
+        return ": a plan runs the step without a Trainer"
+    return " on its inputs: describe a batch with --inputs" if inputs is None else f" on --inputs {inputs}"
+
+
+def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
+    """What runs one step of the module, and the batch that it is given."""
+    if inputs is not None:
+        if tokens is not None:
+            raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")
+        batch = build_inputs(inputs)
+        return _step(module, dotted, batch), batch
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        if tokens is not None:
+            raise PlannerError(f"{dotted} has an example_input_array: give --inputs in place of --sequence.")
+        return lambda: _forward(module, example), example
+    if tokens is not None:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        return lambda: module(ids), ids
+    raise PlannerError(
+        f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
+        " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
+    )
+
+
+def _step(module: nn.Module, dotted: str, batch: Any) -> Callable[[], Any]:
+    """The `training_step` on `batch`, or the forward of what is no LightningModule."""
+    if not isinstance(module, LightningModule):
+        return lambda: _forward(module, batch)
+    if not is_overridden("training_step", module):
+        raise PlannerError(f"{dotted} has no training_step, which --inputs is a batch of.")
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+    return lambda: module.training_step(batch, *index)
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    """As Lightning gives an `example_input_array` to a module."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict | list | tuple):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from _tensors(part)
+
+
+def _frozen(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
+
+
+def _backward_share(module: nn.Module, chain: Chain, *, before: bool) -> float:
+    """Share of the blocks that gradients go back through: all where something `before` them is trained."""
+    trained = [any(p.requires_grad for p in module.get_submodule(name).parameters()) for name in chain.blocks]
+    ahead = trained.index(True) if True in trained else len(trained)
+    return 1.0 if before else 1 - ahead / len(trained)
+
+
+def _outside(module: nn.Module, chain: Chain, frozen: bool = False) -> tuple[int, int]:
+    """Elements of the parameters (or of the `frozen` ones) before and after the chain, in the order of registration."""
+    before, after, passed = 0, 0, False
+    for name, parameter in module.named_parameters():
+        if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
+            passed = True
+        elif frozen and parameter.requires_grad:
+            continue
+        elif passed:
+            after += parameter.numel()
+        else:
+            before += parameter.numel()
+    return before, after
+
+
+def _whole(module: nn.Module, chain: Chain) -> int:
+    """Elements in the blocks that are not matrices, which a tensor axis leaves whole."""
+    blocks = (module.get_submodule(name) for name in chain.blocks)
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters() if parameter.ndim < 2)
+
+
+def _tied(module: nn.Module, anatomy: Anatomy) -> int:
+    return sum(module.get_parameter(group[0]).numel() for group in anatomy.tied)
+
+
+def _matrices(block: nn.Module) -> int:
+    """Parameters of a block that a tensor axis could divide: of two in a row the first by columns, the next by rows."""
+    return sum(parameter.ndim > 1 for parameter in block.parameters())
+
+
+def _heads(block: nn.Module) -> tuple[int, ...]:
+    """Head counts that modules of the block, or the configs that they keep, say they have."""
+    owners = [owner for part in block.modules() for owner in (part, getattr(part, "config", None))]
+    found = {getattr(owner, name, None) for owner in owners for name in _HEADS}
+    return tuple(sorted(size for size in found if type(size) is int and size > 0))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """`self.log` outside a Trainer warns; here that is how it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+POINTWISE = 0.5
+"""What starting a kernel that goes element by element takes, where a product, a norm or an attention is 1: on a core,
+with its backward, 4 to 23 microseconds against 34 to 54."""
+
+
+class KernelCount(TorchDispatchMode):
+    """Counts the operations inside that compute or copy something; views start nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _computes(func):
+            self.kernels += POINTWISE if torch.Tag.pointwise in func.tags else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _computes(func: Any) -> bool:
+    results = func._schema.returns
+    view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
+    return func.namespace != "prim" and func is not torch.ops.aten._unsafe_view.default and not view

@@ -1,0 +1,278 @@
+"""`StepTime`: how long one optimizer step takes, and on what."""
+
+from dataclasses import dataclass, fields
+
+from lightning_3d.layout import Layout
+from lightning_3d.planner.bubble import PassTimes, bubble_time
+from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
+from lightning_3d.planner.hardware import Accelerator, Cluster
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
+from lightning_3d.planner.profile import Profile
+
+DATA_OVERLAP = 0.8
+"""Share of one microbatch's compute behind which gradients and weights travel."""
+PIPELINE_OVERLAP = 0.5
+"""Share of pipeline transfers that other microbatches' compute hides."""
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+SPLIT_COST = 0.03
+"""What it costs to compute the gradients of inputs and of weights apart, as a share of the compute."""
+KEPT_PASSES = 6
+"""Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
+WEIGHT_PASSES = 5
+"""Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
+GRADIENT_PASSES = 3
+"""Of those, the ones that a frozen weight does without."""
+USUAL_KERNELS = 8.5
+"""Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
+and three that go element by element. How long those take to start is what is known of a device."""
+HOST_ADAM_BYTES = 20e9
+"""Bytes per second at which the host updates offloaded optimizer states, per device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step that are spent on each thing, as far as nothing else hides it."""
+
+    compute: float
+    traffic: float = 0
+    launching: float = 0
+    recompute: float = 0
+    bubble: float = 0
+    tensor: float = 0
+    pipeline: float = 0
+    data: float = 0
+    optimizer: float = 0
+    offload: float = 0
+    overhead: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the time, in words."""
+        name = max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
+        return _WORDS[name]
+
+
+_WORDS = {
+    "compute": "matrix products",
+    "traffic": "memory bandwidth",
+    "launching": "launching kernels (host)",
+    "recompute": "memory (recompute)",
+    "bubble": "pipeline bubble",
+    "tensor": "links (tensor)",
+    "pipeline": "links (pipeline)",
+    "data": "links (data)",
+    "optimizer": "memory bandwidth (optimizer)",
+    "offload": "host link (offload)",
+    "overhead": "latency and the training loop",
+}
+
+
+def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microbatches: int) -> StepTime:
+    """Seconds of one step of `microbatches` of `micro` samples per data rank."""
+    if job.sustained is not None:
+        return sustained_step(job, layout, cluster.devices)
+    useful, again = compute_seconds(job, layout, cluster, micro)
+    traffic, launching = traffic_seconds(job, layout, cluster, micro)
+    hidden_by = 0.0 if cluster.accelerator.cores else DATA_OVERLAP * useful
+    if splits_backward(layout):
+        traffic += SPLIT_COST * useful
+    parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
+    bubble = bubble_time(
+        layout.schedule,
+        stages=layout.pipeline_parallel_size,
+        chunks=layout.stages_per_rank,
+        times=parts,
+        joined=True,
+    )
+    alone = StepTime(
+        compute=useful * microbatches,
+        traffic=traffic * microbatches,
+        launching=launching * microbatches,
+        recompute=again * microbatches,
+        bubble=bubble,
+        tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
+        pipeline=pipeline_seconds(job, layout, cluster, micro) * microbatches,
+        data=data_seconds(job, layout, cluster, hidden_by=hidden_by, microbatches=microbatches),
+        optimizer=optimizer_seconds(job, layout, cluster),
+        offload=offload_seconds(job, layout, cluster, microbatches),
+        overhead=overhead_seconds(job, layout, cluster, microbatches),
+    )
+    return crowded(alone, cluster.crowd)
+
+
+def splits_backward(layout: Layout) -> bool:
+    """Whether gradients of weights are computed apart. Where blocks are recomputed backwards run in one piece
+    (`lightning_3d/pipeline/prove.py`), in the same order."""
+    return layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
+
+
+def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
+    """What a microbatch takes on a rank, by pass, of `useful` seconds and `again` seconds of recomputing."""
+    unit = useful / profile.passes
+    backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
+    if layout.schedule in SPLIT_BACKWARD and not splits_backward(layout):
+        return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
+    return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
+
+
+def crowded(alone: StepTime, crowd: float) -> StepTime:
+    """The step where `crowd` processes share a core: each thing takes so many times as long, and while one waits in
+    the pipeline another works."""
+    if crowd == 1:
+        return alone
+    busy = alone.total - alone.bubble
+    idle = max(0.0, busy + alone.bubble - crowd * busy) if crowd > 1 else crowd * alone.bubble
+    parts = {field.name: crowd * getattr(alone, field.name) for field in fields(alone)}
+    return StepTime(**{**parts, "bubble": idle})
+
+
+def sustained_step(job: Job, layout: Layout, devices: int) -> StepTime:
+    """A step at a known rate per device: every loss is in that rate already."""
+    rate = devices * (job.sustained or 1.0)
+    useful = job.profile.model_flops(job.batch) / rate
+    return StepTime(compute=useful, recompute=job.profile.hardware_flops(job.batch, layout.recompute) / rate - useful)
+
+
+def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
+    """Seconds of one microbatch on the busiest rank: useful, and done again."""
+    profile, device = job.profile, cluster.accelerator
+    rate = device.peak(job.precision) * device.matrix_share * layout.tensor_parallel_size
+    pipeline = layout.pipeline_parallel_size
+    layers = layers_on_rank(profile.layers, layout)
+    forward = max(layers * profile.block_flops, (profile.layers * profile.block_flops + profile.last_flops) / pipeline)
+    again = {"none": 0.0, "selective": 3 * profile.attention_flops, "full": profile.block_flops}[layout.recompute]
+    return profile.passes * forward * micro / rate, layers * again * micro / rate
+
+
+def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
+    """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
+    products, and those in which the device waits for the host to launch it all. Whichever takes longer hides the other,
+    save that a core launches nothing while it computes."""
+    profile, device = job.profile, cluster.accelerator
+    tensor = layout.tensor_parallel_size
+    kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
+    passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
+    weights = passes * job.per_parameter.weights * profile.block_parameters / tensor
+    layers = layers_on_rank(profile.layers, layout)
+    weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
+    bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
+    launches = launch_seconds(job, layout, device)
+    useful, _ = compute_seconds(job, layout, cluster, micro)
+    if device.cores:
+        return bus, launches
+    return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
+
+
+def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
+    """Seconds that the host takes to start the kernels of one microbatch. What is outside of blocks runs on any rank of
+    a pipeline, as the step's own code does.
+    """
+    profile = job.profile
+    blocks = layers_on_rank(profile.layers, layout) * (profile.block_kernels or USUAL_KERNELS)
+    return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6
+
+
+def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+    """Seconds of tensor collectives for one microbatch; nothing hides them. Full recompute repeats the forward's."""
+    tensor = layout.tensor_parallel_size
+    if tensor == 1:
+        return 0.0
+    sent = ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
+    given = cluster.accelerator.sum_gb_per_s
+    rate = given * 1e9 if given else link_rate(cluster, span=tensor, stride=1)
+    return tensor_sums(job, layout) * sent / rate
+
+
+def tensor_sums(job: Job, layout: Layout) -> float:
+    """Sums over tensor ranks for one microbatch, on the busiest rank."""
+    again = 1.5 if layout.recompute == "full" else 1
+    return again * layers_on_rank(job.profile.layers, layout) * job.profile.block_sums + job.profile.outside_sums
+
+
+def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
+    """Seconds of stage-to-stage transfers for one microbatch that nothing hides."""
+    if layout.pipeline_parallel_size == 1:
+        return 0.0
+    sent = 2 * layout.stages_per_rank * micro * job.profile.boundary_elements * job.profile.element_bytes
+    neighbour = layout.data_parallel_size * layout.tensor_parallel_size
+    overlap = 0.0 if cluster.accelerator.cores else PIPELINE_OVERLAP
+    return (1 - overlap) * sent / link_rate(cluster, span=2, stride=neighbour)
+
+
+def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float, microbatches: int) -> float:
+    """Seconds of gradient and weight collectives that compute does not hide."""
+    ranks = layout.data_parallel_size
+    if ranks == 1:
+        return 0.0
+    per = job.per_parameter
+    parameters, trained = rank_parameters(job.profile, layout, 0), rank_trained(job.profile, layout, 0)
+    streamed = layout.pipeline_parallel_size == 1
+    reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
+    gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
+    gathered = parameters if layout.zero_stage else trained  # stage 0 sends summed gradients in place of weights
+    sent = ring_reduce_scatter(gathered * gathers * per.weights + trained * reduces * per.gradients, ranks)
+    seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
+    return max(0.0, seconds - hidden_by * max(1, reduces))
+
+
+def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Seconds to read and write every state that this rank updates."""
+    if layout.offload != "none":
+        return 0.0
+    per = job.per_parameter
+    touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
+    device = cluster.accelerator
+    rate = device.update_gb_per_s or device.memory_gb_per_s
+    if layout.zero_stage and layout.data_parallel_size > 1:
+        rate = device.shard_update_gb_per_s or rate
+    return touched / (rate * 1e9)
+
+
+def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
+    """Seconds to move gradients and weights over the host link, and to update on the host."""
+    if layout.offload == "none":
+        return 0.0
+    per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
+    updated = updated_parameters(job, layout)
+    passes = 2 * microbatches if layout.offload == "all" else 1
+    held = rank_parameters(job.profile, layout, 0) / shards(layout)
+    moved = updated * per.gradients + held * passes * per.weights
+    return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
+
+
+def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
+    """Seconds of the training loop itself, and of what is started, however little it sends or computes."""
+    device, layers = cluster.accelerator, layers_on_rank(job.profile.layers, layout)
+    piped = layout.pipeline_parallel_size > 1
+    sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
+    times = microbatches if layout.zero_stage >= 2 and not piped else 1
+    shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
+    halves = 2 if layout.sequence_parallel else 1
+    sums = halves * tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
+    stages = layout.stages_per_rank * microbatches if piped else 0
+    waits = device.step_us + device.shard_us * shards + device.collective_us * sums + device.stage_us * stages
+    return waits * 1e-6
+
+
+def updated_parameters(job: Job, layout: Layout) -> float:
+    """Trained parameters whose optimizer states this rank owns."""
+    return rank_trained(job.profile, layout, 0) / shards(layout)
+
+
+def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:
+    """Bytes per second that one rank sends on a ring of `span` ranks `stride` apart.
+
+    A ring that stays in a node uses the node's links. One that crosses nodes leaves a node once per group of its
+    members there, so its members share their network cards.
+    """
+    device, per_node = cluster.accelerator, cluster.devices_per_node
+    node = device.node_link_gb_per_s * 1e9 * device.link_share
+    if span * stride <= per_node:
+        return node
+    members = max(1, per_node // stride)
+    return min(node, device.cluster_link_gb_per_s * 1e9 * device.link_share * members)

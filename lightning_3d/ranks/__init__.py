@@ -1,0 +1,1 @@
+"""Processes and what they share: mesh, groups, messages, random streams, shards."""

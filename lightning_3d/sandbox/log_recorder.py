@@ -1,0 +1,243 @@
+"""What a pipelined `training_step` logs and prints: recorded on the last stage, replayed on every rank.
+
+The last stage runs the step once per microbatch; a user's one call of `self.log` must be one logged value, and a call
+of a metric one call on the whole batch, on every rank, so that metrics' states are equal everywhere. A value that a
+metric's `forward` or `compute` returned and that is logged as it is, is exact too: what the replay of that call gives.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.metrics import named_metrics
+from lightning_3d.ranks.rank_zero import speaking
+from lightning_3d.sandbox.loggers import Tell, do, told_trainer
+from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, scratch_of, wholly
+from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
+from lightning_3d.sandbox.trees import detached, map_leaves, untrace
+
+_METHODS = ("forward", "update", "compute", "reset")
+
+
+class LogTap:
+    """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch.
+
+    Args:
+        inside_block: True while a block runs. Nothing can be logged there: only the rank that runs the block would.
+    """
+
+    def __init__(self, module: Any, inside_block: Callable[[], bool] = lambda: False) -> None:
+        self.module, self.inside_block = module, inside_block
+        self.modules: list[Any] | None = None
+        self.metrics: dict[str, Any] = {}
+        self.names: dict[int, str] = {}
+        self.roots: dict[str, str] = {}
+        """The outermost metric that each belongs to: a collection for its members."""
+        self.scratch: dict[int, Any] = {}
+        """A copy of each metric, by the metric's id, for values that must not change its state."""
+        self.look()
+
+    def look(self) -> None:
+        """Find the module's metrics, which may be others than in the step before: some make new ones in each epoch, as
+        `MetricTracker` does. In plain attributes only what there is at first: those may hold anything, and much."""
+        found = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
+        if self.modules is not None and list(map(id, found)) == list(map(id, self.modules)):
+            return
+        self.modules, self.metrics, self.roots, self.scratch = found, dict(named_metrics(self.module)), {}, {}
+        self.names = {id(metric): name for name, metric in self.metrics.items()}
+        for name in self.metrics:
+            self.roots[name] = next((root for root in self.roots if name.startswith(f"{root}.")), name)
+
+    @contextmanager
+    def recording(
+        self, record: Record, noted: Callable[[Any], None] | None = None, *, speaks: bool = False
+    ) -> Iterator[None]:
+        """Calls of `log`, `print`, loggers and metrics go to `record`; metrics give the microbatch's value and keep
+        their state.
+
+        Args:
+            noted: sees every value before anything else does.
+            speaks: whether this rank does what only rank 0 does; else none does.
+        """
+        returned: dict[int, Computed] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            self._refuse_inside("log", name)
+            if noted:
+                noted(value)
+            names = _LOG_ARGUMENTS[: len(args)]
+            given = dict(zip(names, args, strict=True)) | kwargs
+            record.add("log", name, (self._named(value, returned),), given)
+
+        def tell(what: str) -> Tell:
+            def told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if noted:
+                    noted((args, kwargs))
+                record.add(what, name, detached(untrace(args)), detached(untrace(kwargs)))
+
+            return told
+
+        def tap(name: str, method: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._refuse_inside(method, name)
+                if noted:
+                    noted((args, kwargs))
+                args, kwargs = map_leaves(_detached, untrace(args)), map_leaves(_detached, untrace(kwargs))
+                value = self._on_microbatch(name, method, args, kwargs, record)
+                made = record.add(method, name, args, kwargs)
+                for leaf, path in _paths(value, ()):
+                    returned[id(leaf)] = Computed(made.key, path, leaf)  # keeps the leaf, so that its id stays its own
+                return value
+
+            return call
+
+        self._copy_metrics()
+        taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
+        say = tell("print")
+        taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
+        with instead(taps), told_trainer(self.module, tell("logger")), speaking(speaks):
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Calls of `log` and of metrics do what they do, and are refused inside of blocks."""
+
+        own = self.module.log
+
+        def log(name: str, *args: Any, **kwargs: Any) -> None:
+            self._refuse_inside("log", name)
+            own(name, *args, **kwargs)
+
+        def watch(metric: Any, name: str, method: str) -> Callable[..., Any]:
+            original = getattr(metric, method)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._refuse_inside(method, name)
+                return original(*args, **kwargs)
+
+            return call
+
+        self.look()
+        every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
+        taps = [(metric, method, watch(metric, name, method)) for name, metric, method in every]
+        with instead([(self.module, "log", log), *taps]):
+            yield
+
+    def replay(self, record: Record, sizes: list[int]) -> None:
+        """Do on this rank what one step on the whole batch, of microbatches of `sizes`, would have done."""
+        self._copy_metrics()
+        results: dict[str, Any] = {}
+        for call in record.calls:
+            if call.what == "log":
+                [((value,), kwargs)] = [piece for piece in call.pieces if piece]
+                self.module.log(call.name, self._value(value, results), **kwargs)
+            elif call.what in ("logger", "print"):
+                self._say(call)
+            else:
+                results[call.key] = self._on_batch(call, sizes)
+
+    def _say(self, call: Call) -> None:
+        for args, kwargs in (piece for piece in call.pieces if piece):
+            if call.what == "print":
+                self.module.print(*unpacked(args), **unpacked(kwargs))
+            else:
+                path, given = args
+                do(self.module.trainer, path, unpacked(given), unpacked(kwargs))
+
+    def _refuse_inside(self, method: str, name: str) -> None:
+        if self.inside_block():
+            what = f"{name!r} is logged" if method == "log" else f"{method}() of the metric {name!r} is called"
+            raise UnsupportedError(
+                f"{what} inside of a block. A stage of a pipeline runs its own blocks only, so other ranks would not"
+                " know of it. Return the value from the block, and log it or give it to the metric in the step itself;"
+                " or use pipeline_parallel_size=1."
+            )
+
+    def _copy_metrics(self) -> None:
+        for metric in self.metrics.values():
+            if id(metric) not in self.scratch:
+                copy = scratch_of(metric)
+                for mine, inner in zip(metric.modules(), copy.modules(), strict=True):
+                    self.scratch.setdefault(id(mine), inner)
+
+    def _on_microbatch(self, name: str, method: str, args: Any, kwargs: Any, record: Record) -> Any:
+        """What a call of a metric returns within the step."""
+        metric = self.metrics[name]
+        if method == "forward":
+            return cleared(metric, self.scratch[id(metric)]).forward(*args, **kwargs)
+        if method != "compute":
+            return None
+        root = self.metrics[self.roots[name]]
+        as_far_as(root, self.scratch[id(root)])
+        for call in record.calls:
+            if call.what in ("forward", "update", "reset") and self.roots[call.name] == self.roots[name]:
+                (piece,) = call.pieces
+                assert piece is not None
+                copy = self.scratch[id(self.metrics[call.name])]
+                getattr(copy, "reset" if call.what == "reset" else "update")(*piece[0], **piece[1])
+        return self.scratch[id(metric)].compute(*args, **kwargs)
+
+    def _on_batch(self, call: Call, sizes: list[int]) -> Any:
+        metric = self._reached(call.name)
+        pieces = [(piece, size) for piece, size in zip(call.pieces, sizes, strict=False) if piece is not None]
+        if call.what in ("forward", "update"):
+            return wholly(metric, call.what, pieces, self.scratch)()
+        args, kwargs = pieces[0][0]
+        return getattr(metric, call.what)(*args, **kwargs)
+
+    def _reached(self, name: str) -> Any:
+        """A metric as the step reached it: members of a collection get states of their own before they are changed."""
+        collection = self.metrics.get(name.rpartition(".")[0])
+        if isinstance(collection, MetricCollection):
+            collection.values()
+        return self.metrics[name]
+
+    def _named(self, value: Any, returned: dict[int, Computed]) -> Any:
+        if isinstance(value, Metric | MetricCollection):
+            return MetricName(self.names[id(value)])
+        if isinstance(value, dict):
+            return {key: self._named(item, returned) for key, item in value.items()}
+        return returned[id(value)] if id(value) in returned else _detached(untrace(value))
+
+    def _value(self, value: Any, results: dict[str, Any]) -> Any:
+        if isinstance(value, MetricName):
+            return self._reached(value.name)
+        if isinstance(value, Computed):
+            found = results[value.key]
+            for key in value.path:
+                found = found[key]
+            return found
+        return {key: self._value(item, results) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tuple[Hashable, ...]]]:
+    """The tensors in what a metric returned, and where they are in it."""
+    if isinstance(value, Tensor):
+        yield value, path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _paths(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _paths(item, (*path, index))
+
+
+def _detached(leaf: Any) -> Any:
+    """What is averaged and sent to other ranks; numpy's numbers and arrays as torch's, which alone are."""
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    if isinstance(leaf, np.ndarray):
+        return torch.as_tensor(leaf)
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+_LOG_ARGUMENTS = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip

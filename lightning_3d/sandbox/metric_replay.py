@@ -1,0 +1,145 @@
+"""Calls of metrics on a batch of which the arguments are there microbatch by microbatch.
+
+Arguments cannot be joined in general: their rows may be tokens, or those that a mask leaves over, and a number may be
+a count, an extreme or a mean. So a metric is updated once for each microbatch, which adds up to the same state. The
+value of a batch (what `forward` returns) is that of a metric that saw nothing else. What counts updates, not rows, is
+updated once: the windows of `Running`, and a `MeanMetric` that is given one number (a loss), which then is averaged by
+the sizes of the microbatches.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.wrappers import Running
+
+from lightning_3d.sandbox.record import Arguments, mean_of
+from lightning_3d.sandbox.trees import leaves
+
+Pieces = list[tuple[Arguments, int]]
+"""Arguments and size of each microbatch."""
+
+
+def wholly(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any]) -> Callable[..., Any]:
+    """`metric.forward` or `metric.update` on all of `pieces`, whatever it is called with.
+
+    Args:
+        scratch: a copy of each metric, by its id, that may be reset.
+    """
+    own = getattr(metric, method)
+    # to many metrics rows that are none (no token of this microbatch is under the mask) are an error
+    pieces = _joined(metric, [piece for piece in pieces if not _no_rows(piece)] or pieces[:1])
+    args, kwargs = pieces[0][0]
+    if len(pieces) == 1:
+        return lambda *_, **__: own(*args, **kwargs)
+    inside = _inside(metric)
+    if inside:
+
+        def through(*_: Any, **__: Any) -> Any:
+            members = [(each, method, wholly(each, method, _filtered(each, pieces), scratch)) for each in inside]
+            with instead(members):
+                return own(*args, **kwargs)
+
+        return through
+
+    def update(*_: Any, **__: Any) -> None:
+        for (args, kwargs), _size in pieces:
+            own(*args, **kwargs)
+
+    def forward(*_: Any, **__: Any) -> Any:
+        apart = cleared(metric, scratch[id(metric)])
+        apart._to_sync, apart.dist_sync_fn = metric.dist_sync_on_step, metric.dist_sync_fn
+        for (args, kwargs), _size in pieces:
+            apart.update(*args, **kwargs)
+            metric.update(*args, **kwargs)
+        metric._forward_cache = apart.compute()
+        apart._to_sync = False
+        return metric._forward_cache
+
+    return update if method == "update" else forward
+
+
+def _joined(metric: Any, pieces: Pieces) -> Pieces:
+    """One piece where a mean is given one number."""
+    numbers = [args[0] for (args, kwargs), _ in pieces if len(args) == 1 and not kwargs and _is_number(args[0])]
+    if not isinstance(metric, MeanMetric) or len(numbers) < len(pieces):
+        return pieces
+    sizes = [size for _, size in pieces]
+    return [(((mean_of(numbers, sizes),), {}), sum(sizes))]
+
+
+def _no_rows(piece: tuple[Arguments, int]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.ndim and not len(leaf) for leaf in leaves(piece[0]))
+
+
+def _is_number(value: Any) -> bool:
+    return value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _inside(metric: Any) -> list[Any]:
+    """The metrics that this one calls with what it is called with, and that are to be called once."""
+    if isinstance(metric, Running):
+        return [metric.base_metric]
+    # not `values()`, which changes how members of a compute group share their states
+    return list(metric.children()) if isinstance(metric, MetricCollection) else []
+
+
+def _filtered(metric: Metric, pieces: Pieces) -> Pieces:
+    return [((args, metric._filter_kwargs(**kwargs)), size) for (args, kwargs), size in pieces]
+
+
+def scratch_of(metric: Any) -> Any:
+    """A copy of a metric that gathers nothing from other ranks.
+
+    Members of a collection keep states of their own: those that agree on one microbatch need not on another.
+    """
+    copy = metric.clone()
+    for inner in copy.modules():
+        if isinstance(inner, MetricCollection):
+            inner._enable_compute_groups, inner._groups_checked, inner._groups = False, False, {}
+        if isinstance(inner, Metric):
+            inner.sync_on_compute = inner.dist_sync_on_step = inner._to_sync = False
+    return copy
+
+
+def cleared(metric: nn.Module, scratch: Any) -> Any:
+    """`scratch`, which is a copy of `metric`, where the metric is now and as if nothing had been given to it."""
+    for mine, copy in _pairs(metric, scratch):
+        if copy.device != mine.device:
+            copy.to(mine.device)
+    scratch.reset()
+    return scratch
+
+
+def as_far_as(metric: nn.Module, scratch: Any) -> Any:
+    """`scratch`, which is a copy of `metric`, with the metric's state of now."""
+    for mine, copy in _pairs(metric, cleared(metric, scratch)):
+        for name, value in mine._copy_state_dict().items():
+            setattr(copy, name, value)
+        copy._update_count = mine._update_count
+    return scratch
+
+
+def _pairs(metric: nn.Module, scratch: nn.Module) -> Iterator[tuple[Metric, Metric]]:
+    for mine, copy in zip(metric.modules(), scratch.modules(), strict=True):
+        if isinstance(mine, Metric) and isinstance(copy, Metric):
+            yield mine, copy
+
+
+@contextmanager
+def instead(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes on instances, and put back what was there."""
+    missing = object()
+    before = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        owner.__dict__[name] = value
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is missing:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = value

@@ -1,0 +1,193 @@
+"""What one run of a step logs and does to metrics, and one record made of those of all microbatches.
+
+Calls are matched by what is called, its name and how often it was before, not by position: a call that depends on the
+data ("if mask.any(): self.log(...)") is not made on every microbatch.
+
+Objects of any kind on their way from the last stage, which runs a step to its end, to the other ranks.
+"""
+
+import pickle
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.ranks import talk
+from lightning_3d.sandbox.trees import form, leaves, map_leaves, weighted_mean
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """Stands for a metric of the module in a record."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Stands for what a call of a metric returned, or a part of it."""
+
+    key: str
+    """Of the call."""
+    path: tuple[Hashable, ...]
+    value: Any
+    """On the microbatch. None in the record of the whole batch: replaying the call gives it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `self.log` or `self.print`, of a method of a metric, or of a logger."""
+
+    what: str
+    """"log", "print", "forward", "update", "reset", "compute", or "logger"."""
+    name: str
+    """Of the logged value or of the metric; of a logger, which and what is called."""
+    key: str
+    """Says which call of the step it is, on every microbatch alike."""
+    pieces: tuple[Arguments | None, ...]
+    """The arguments on each microbatch, None for one that did not call; of what is logged or printed one for all."""
+
+
+@dataclass
+class Record:
+    """Calls in order."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        before = sum(call.what == what and call.name == name for call in self.calls)
+        self.calls.append(Call(what, name, f"{what} {name} {before}", ((args, kwargs),)))
+        return self.calls[-1]
+
+
+def combine(records: list[Record], sizes: list[int]) -> Record:
+    """One record from those of the microbatches.
+
+    Values are averaged over the microbatches that logged them, by size or by the `batch_size` they were logged with
+    (or summed, or their extreme taken, as `reduce_fx` says). Metrics keep the arguments of every microbatch.
+    """
+    made = [{call.key: call for call in record.calls} for record in records]
+    whole = Record()
+    for key in _order(records):
+        calls = [of_one.get(key) for of_one in made]
+        first = next(call for call in calls if call is not None)
+        if first.what in _ONCE:
+            logged = [(call.pieces[0], size) for call, size in zip(calls, sizes, strict=True) if call is not None]
+            once = _ONCE[first.what]([piece for piece, _ in logged], [size for _, size in logged])
+            what = f"training_step calls {first.name} with something"
+            pieces: tuple[Any, ...] = (once,) if first.what == "log" else packed(what, once)
+        else:
+            pieces = tuple(None if call is None else call.pieces[0] for call in calls)
+        whole.calls.append(replace(first, pieces=pieces))
+    logged_keys = {part.key for call in whole.calls if call.what == "log" for part in _computed(call.pieces)}
+    # nobody on the other ranks sees a computed value that is not logged, and computing costs (and gathers)
+    whole.calls = [call for call in whole.calls if call.what != "compute" or call.key in logged_keys]
+    return whole
+
+
+def _order(records: list[Record]) -> list[str]:
+    """Keys of all calls; one that the first microbatches did not make goes behind its predecessor in its own."""
+    order: list[str] = []
+    for record in records:
+        at = 0
+        for call in record.calls:
+            if at < len(order) and order[at] == call.key:
+                at += 1
+            elif call.key in order:
+                at = max(at, order.index(call.key) + 1)
+            else:
+                order.insert(at, call.key)
+                at += 1
+    return order
+
+
+def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
+    _, kwargs = pieces[0]
+    given = [each.get("batch_size") for _, each in pieces]
+    if None not in given:
+        kwargs = kwargs | {"batch_size": sum(given)}
+        if len(set(given)) > 1 or given[0] <= max(sizes):  # else it is the whole batch's, and says nothing of its parts
+            sizes = given
+    return (_combine([args[0] for args, _ in pieces], sizes, kwargs.get("reduce_fx", "mean")),), kwargs
+
+
+def _said_once(pieces: list[Any], sizes: list[int]) -> Any:
+    """Of what goes to a logger or is printed: numbers are averaged, of the rest the first microbatch's is taken."""
+    like = form(pieces[0])
+    alike = [(list(leaves(piece)), size) for piece, size in zip(pieces, sizes, strict=True) if form(piece) == like]
+    sizes, columns = [size for _, size in alike], zip(*(items for items, _ in alike), strict=True)
+    return map_leaves(lambda _: _averaged(next(columns), sizes), pieces[0])
+
+
+def _averaged(values: tuple[Any, ...], sizes: list[int]) -> Any:
+    first = values[0]
+    is_number = isinstance(first, float) or (isinstance(first, Tensor) and not first.ndim and first.is_floating_point())
+    return mean_of(list(values), sizes) if is_number and len({type(value) for value in values}) == 1 else first
+
+
+def _combine(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
+    first = values[0]
+    if isinstance(first, Computed) and len({(v.key, v.path) if isinstance(v, Computed) else None for v in values}) == 1:
+        return replace(first, value=None)
+    values = [value.value if isinstance(value, Computed) else value for value in values]
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _combine([value[key] for value in values], sizes, reduce_fx) for key in first}
+    if not isinstance(first, Tensor | float | int) or len(values) == 1:
+        return first
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    if name in ("sum", "max", "min"):
+        stacked = torch.stack([torch.as_tensor(value) for value in values])
+        return stacked.sum(0) if name == "sum" else getattr(stacked, f"a{name}")()
+    return mean_of(values, sizes)
+
+
+_ONCE = {"log": _logged_once, "logger": _said_once, "print": _said_once}
+
+
+def mean_of(values: list[Any], sizes: list[int]) -> Any:
+    """Mean of numbers by size. What has no size does not count: the mean over no token is not a number."""
+    total = sum(sizes)
+    counted = [(value, size / total) for value, size in zip(values, sizes, strict=True) if size] if total else []
+    counted = counted or [(value, 1 / len(values)) for value in values]
+    numbers = [value.float() if isinstance(value, Tensor) and not value.is_floating_point() else value
+               for value, _ in counted]  # fmt: skip
+    return weighted_mean(numbers, [weight for _, weight in counted])
+
+
+def _computed(value: Any) -> list[Computed]:
+    if isinstance(value, Computed):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [part for item in value for part in _computed(item)] if isinstance(value, list | tuple) else []
+
+
+_SENT = (Tensor, str, bytes, int, float, complex, bool, type(None))
+
+
+class Packed(bytes):
+    """An object (a figure, an image of a logger's own kind), pickled."""
+
+
+def packed(what: str, value: Any) -> tuple[Any, ...]:
+    """`value` as it can be sent; nothing, and a warning, where it cannot."""
+    try:
+        return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else Packed(talk.pickled(leaf)), value),)
+    except Exception as error:  # any failure to pickle means the same: it stays behind
+        warnings.warn(
+            f"{what} that cannot be sent to other ranks ({type(error).__name__}: {error}). Under a pipeline only the"
+            " last stage has it, and loggers are on rank 0: it is left out. Do that in on_train_batch_end.",
+            stacklevel=2,
+        )
+        return ()
+
+
+def unpacked(arguments: Any) -> Any:
+    return map_leaves(lambda leaf: pickle.loads(leaf) if isinstance(leaf, Packed) else leaf, arguments)

@@ -1,0 +1,76 @@
+"""The first batches of tensor and pipeline peers, compared before set-up concludes anything from one."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch import distributed as dist
+
+from lightning_3d.data.same_samples import SEED, leaf_bytes, named_leaves
+from lightning_3d.errors import DivergenceError
+from lightning_3d.layout import Layout
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
+
+Marks = dict[str, tuple[str, int]]
+"""Name of a leaf of a batch -> its kind and a number that depends on its values."""
+
+
+def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
+    """Raise on every rank if peers would train on different first batches. Collective over all ranks.
+
+    Evaluation goes on with the first peer's data (`SampleCheck.settle`). A proof that runs on different data would
+    blame the module. A batch that cannot be read ahead of training is compared in the first step.
+    """
+    alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+    if alone or trainer.state.fn != TrainerFn.FITTING:
+        return
+    everyone: list[Marks | None] = [None] * layout.world_size
+    dist.all_gather_object(everyone, _marks_of_first_batch(trainer))
+    own = layout.coordinate(trainer.global_rank).data
+    for data in (own, *(other for other in range(layout.data_parallel_size) if other != own)):
+        peers = {rank: marks for rank, marks in enumerate(everyone) if layout.coordinate(rank).data == data}
+        read = {rank: marks for rank, marks in peers.items() if marks is not None}
+        if len(read) == len(peers) and (difference := _difference_between(read)) is not None:
+            raise DivergenceError(
+                f"batch 0 of training_step is not the same on the ranks of data rank {data}, which work on the same"
+                f" samples: {difference}. Most often each process drew data of its own. {SEED}"
+            )
+
+
+def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
+    """None where the batch would be lost to training, or where it fails: the step that reads it says why."""
+    try:
+        with random_streams.set_aside():
+            loaders = loaders_of(trainer)
+            return _marks(first_batch(loaders)) if map_style(loaders) else None
+    except Exception:
+        return None
+
+
+def _marks(batch: Any) -> Marks:
+    return {name: (_kind(leaf), zlib.crc32(leaf_bytes(leaf))) for name, leaf in named_leaves(batch, "batch")}
+
+
+def _difference_between(marks: Mapping[int, Marks]) -> str | None:
+    """The first leaf that some ranks have otherwise, with their kinds of it; None where all are equal."""
+    names = list(dict.fromkeys(name for each in marks.values() for name in each))
+    differing = [name for name in names if len({each.get(name) for each in marks.values()}) > 1]
+    if not differing:
+        return None
+    ranks: dict[tuple[str, int] | None, list[str]] = {}
+    for rank, each in marks.items():
+        ranks.setdefault(each.get(differing[0]), []).append(str(rank))
+    kinds = [mark[0] if mark else "absent" for mark in ranks]
+    how = f"has other values ({kinds[0]})" if len(set(kinds)) == 1 else f"is {' | '.join(kinds)}"
+    more = f"; so do {len(differing) - 1} more of its {len(names)} parts" if len(differing) > 1 else ""
+    return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    return type(leaf).__name__

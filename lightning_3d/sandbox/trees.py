@@ -1,0 +1,147 @@
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import UnsupportedError
+
+_SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+
+
+def children(value: Any) -> list[Any] | None:
+    """What a container holds, None for a leaf."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
+
+
+def rebuild(value: Any, items: list[Any]) -> Any:
+    """A container like `value` that holds `items`."""
+    if isinstance(value, Mapping):
+        if type(value) is dict:
+            return dict(zip(value, items, strict=True))
+        result: Any = copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            result[key] = item
+        return result
+    if isinstance(value, list | tuple):
+        if hasattr(value, "_make"):
+            return value._make(items)  # not its own `__new__`: a PackedSequence's looks at the tensors
+        return type(value)(items)
+    result = copy.copy(value)
+    for field, item in zip(dataclasses.fields(value), items, strict=True):
+        object.__setattr__(result, field.name, item)
+    return result
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    inner = children(value)
+    if inner is None:
+        yield value
+    else:
+        for item in inner:
+            yield from leaves(item)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    inner = children(value)
+    if inner is None:
+        return function(value)
+    items = [map_leaves(function, item) for item in inner]
+    if all(new is old for new, old in zip(items, inner, strict=True)):
+        return value
+    return rebuild(value, items)
+
+
+def unshared(value: Any) -> Any:
+    """The leaves of `value` in containers of their own: a step may take entries out of its batch (`batch.pop`)."""
+    inner = children(value)
+    return value if inner is None else rebuild(value, [unshared(item) for item in inner])
+
+
+def detached(value: Any) -> Any:
+    """`value` without its graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def form(value: Any) -> Any:
+    """The containers of `value`, without what they hold."""
+    return map_leaves(lambda _: None, value)
+
+
+def weighted_mean(values: list[Any], weights: list[float]) -> Any:
+    """Mean of numbers or tensors, computed in their own type; one value is returned as it is."""
+    if len(values) == 1:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True))
+
+
+def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
+    """One step's output from those of its microbatches.
+
+    Tensors with a row per sample, or as many rows for each (tokens), are joined, and so are those that differ in length
+    only; scalars and tensors of one shape are averaged by size, lists of one entry per sample joined. Arrays of numpy
+    are treated like tensors. Of anything else the first microbatch's value is kept.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    first = outputs[0]
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        return join_outputs([torch.as_tensor(out) for out in outputs], sizes).numpy()
+    if isinstance(first, Tensor):
+        if _in_rows(outputs, sizes):
+            return torch.cat(outputs)
+        weights = [size / sum(sizes) for size in sizes]
+        same = all(out.shape == first.shape for out in outputs)
+        return weighted_mean(outputs, weights) if first.is_floating_point() and same else first
+    if isinstance(first, float | np.floating):
+        return weighted_mean(outputs, [size / sum(sizes) for size in sizes])
+    inner = children(first)
+    if inner is None:
+        return first
+    if isinstance(first, list) and all(_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
+        return [item for out in outputs for item in out]
+    columns = zip(*(children(out) or [] for out in outputs), strict=True)
+    return rebuild(first, [join_outputs(list(column), sizes) for column in columns])
+
+
+def _in_rows(outputs: list[Tensor], sizes: list[int]) -> bool:
+    """Whether tensors are parts of one: rows for each sample, or of another length for each microbatch."""
+    if not outputs[0].ndim or len({out.shape[1:] if out.ndim else None for out in outputs}) > 1:
+        return False
+    lengths = [out.shape[0] for out in outputs]
+    for_each = lengths[0] // sizes[0]
+    if for_each and all(length == for_each * size for length, size in zip(lengths, sizes, strict=True)):
+        return True
+    if len(set(lengths)) > 1 or outputs[0].is_floating_point():
+        return len(set(lengths)) > 1
+    return any(type(out) is Tensor and not out.equal(outputs[0]) for out in outputs)  # a dry run's have no values
+
+
+def _per_sample(output: list[Any], size: int) -> bool:
+    """Whether a list has one entry per sample, rather than being a few tensors with a row per sample."""
+    rowwise = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size for leaf in output)
+    return len(output) == size and not rowwise
+
+
+def untrace(value: Any) -> Any:
+    """`value` with ordinary tensors."""
+    return map_leaves(lambda leaf: leaf.untraced() if hasattr(type(leaf), "untraced") else leaf, value)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a training step returned."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is not None and not isinstance(loss, Tensor):
+        raise UnsupportedError(
+            f"training_step returned {type(output).__name__}: a tensor, a dict with 'loss', or None is needed."
+        )
+    return loss

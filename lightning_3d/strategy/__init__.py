@@ -1,0 +1,1 @@
+"""The class that Lightning calls. It holds no arithmetic."""

@@ -1,0 +1,201 @@
+"""What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
+from lightning_3d.checkpoint.averaged import Clones, Waiting
+from lightning_3d.checkpoint.full_files import with_configs
+from lightning_3d.checkpoint.keeper import gather
+from lightning_3d.checkpoint.leftovers import Sending, sending
+from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
+from lightning_3d.checkpoint.stored import RANKS
+from lightning_3d.data.fit_loop import go_on, goes_on_shared, loader_states, nothing_new_yet, places
+from lightning_3d.data.position import counted
+from lightning_3d.data.same_samples import seed_workers_by_data_rank
+from lightning_3d.faults import flight
+from lightning_3d.module import state_dict
+from lightning_3d.parallelize import Composed
+from lightning_3d.precision import Precision3D
+from lightning_3d.strategy.processes import Processes
+from lightning_3d.strategy.steps import PlacedSteps
+
+PATIENCE = 60.0
+"""Seconds that a failing rank gives a save in the background."""
+
+
+class Saving(Processes):
+    """Checkpoints of a module that may be in parts."""
+
+    _composed: Composed | None
+    _steps: PlacedSteps | None
+    _found = Found()
+    """What was this rank's own in the checkpoint that a run goes on from."""
+    _clones: Clones | None = None
+    """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
+    _waiting: Waiting | None = None
+    """States of callbacks that are given to them once the module is placed."""
+    _left: Mapping[str, Any] = {}
+    """What was this rank's own when the last `fit` ended, for a checkpoint that is saved after it."""
+
+    def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
+        super().__init__(**processes)
+        self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._composed is not None:
+            self._composed.data.rest()
+        with self._as_saved():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._as_saved():
+            return super().optimizer_state(optimizer)
+
+    def _as_saved(self) -> AbstractContextManager[None]:
+        """A sharded checkpoint takes states as each rank holds them, a single file takes them whole."""
+        sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
+        return state_dict.in_parts() if sharded else nullcontext()
+
+    @property
+    def _splits(self) -> Splits:
+        return self._composed.splits if self._composed is not None else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        flight.at(f"saving {filepath}")
+        own = self._own_state() if "optimizer_states" in checkpoint else {}
+        if self._keeper.is_sharded(self._module, self.checkpoint_io):
+            copies: Mapping[int, Any] = {}
+            if self._clones is not None:
+                checkpoint, copies = self._clones.in_parts(checkpoint, gather)
+            self._keeper.save(
+                checkpoint,
+                filepath,
+                module=self._module,
+                optimizers=self.optimizers,
+                splits=self._splits,
+                own=own,
+                copies=copies,
+            )
+            return
+        if self._clones is not None:
+            checkpoint = self._clones.whole(checkpoint, gather)
+        owns = gather(own)
+        whole = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
+        self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        flight.at(f"loading {checkpoint_path}")
+        loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        self._waiting = Waiting.take(loaded)
+        self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
+        self._shares_order = found.shares_order
+        if self._mesh is not None:
+            self._settle_samplers()
+        loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if "combined_loader" in loop:
+            loop["combined_loader"] = found.loaders
+        return loaded
+
+    def setup_environment(self) -> None:
+        self._waiting = None
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._left = {}
+        super().setup_environment()
+
+    def _end_of_run(self) -> None:
+        """Keep what a checkpoint needs that is saved after `fit`: what comes between then draws random numbers too."""
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
+            self._left = self._own_state()
+
+    def _tell_callbacks(self) -> None:
+        """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
+        assert self._composed is not None
+        self._clones, waiting, self._waiting = Clones(self._composed), self._waiting, None
+        if waiting is not None:
+            waiting.give(self._module.trainer, self._composed)
+
+    # ---- what is each rank's own ---------------------------------------------------------------------------------
+
+    def _own_state(self) -> Mapping[str, Any]:
+        if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
+            return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
+        if self._steps is None or self._communication is None:
+            return {}
+        loop = self._module.trainer.fit_loop
+        return own_state(
+            self.layout,
+            self.coordinate,
+            self._steps.random,
+            self._communication,
+            self._how_gradients_are_sent(),
+            places(loop),
+            loader_states(loop),
+            (self._shares_order or self.layout.data_parallel_size > 1) and goes_on_shared(loop),
+        )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        seed_workers_by_data_rank(dataloader, self.coordinate.data)
+        return counted(dataloader) if self._module.trainer.training else dataloader
+
+    def on_train_start(self) -> None:
+        """Go on with the samples, random streams and leftovers of the checkpoint."""
+        super().on_train_start()
+        assert self._steps is not None
+        assert self._communication is not None
+        random, communication, to = self._steps.random, self._communication, self._how_gradients_are_sent()
+        found, self._found = self._found, Found()
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, to))
+        nothing_new_yet(self._module.trainer)
+
+    def _how_gradients_are_sent(self) -> Sending:
+        assert self._composed is not None
+        self._composed.data.rest()  # parameters go by their names only where they are sharded
+        plugin = self.precision_plugin
+        assert isinstance(plugin, Precision3D)
+        return sending(self._sending, self._module, self._splits, self.coordinate, plugin.loss_scale())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._composed is not None:
+            self._composed.data.rest()
+        load_weights(self._module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
+            _optimizers_to_device([optimizer], self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let a save that is under way come to its end while there is a process group."""
+        try:
+            self._keeper.wait(PATIENCE)
+        except Exception as error:  # what ends the run is `exception`: of a peer that died, the save heard too
+            rank_zero_warn(f"The save that was under way has failed: {error}")
+        super().on_exception(exception)
+        if self._failed:
+            self._keeper.forget()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._keeper.close()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._keeper.remove(filepath, self.checkpoint_io)
+
+
+def _note(trainer: Any, newest_first: list[str]) -> None:
+    if isinstance(trainer.strategy, Saving):
+        trainer.strategy._keeper.instead = newest_first
+
+
+tell_of_last(_note)

@@ -1,0 +1,169 @@
+"""What is checked before anything is placed, on every rank, so that all raise together and none waits.
+
+Lightning's own callbacks that reach into parameters.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim import Optimizer
+
+from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
+from lightning_3d.layout import Layout
+from lightning_3d.ranks import talk
+
+
+def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
+    """The layout, if it is possible and every rank was given the same. Collective."""
+    running = dist.get_world_size()
+    if running != world_size:
+        raise LayoutError(
+            f"the Trainer was given {world_size} processes (devices x num_nodes), but the process group that is already"
+            f" running has {running}: it is left over from an earlier job in this process. Call"
+            " torch.distributed.destroy_process_group() between the two, or start each job in its own process."
+        )
+    mine = ("error", str(layout)) if isinstance(layout, LayoutError) else ("layout", repr(layout))
+    everyone = talk.gather(mine)
+    for rank, (kind, text) in enumerate(everyone):
+        if kind == "error":
+            raise LayoutError(text if mine[0] == "error" else f"rank {rank}: {text}")
+        if text != everyone[0][1]:
+            raise LayoutError(
+                f"rank {rank} was given another layout than rank 0.\nrank 0: {everyone[0][1]}\nrank {rank}: {text}\n"
+                "Every process must build the same Strategy3D."
+            )
+    assert isinstance(layout, Layout)
+    return layout
+
+
+def check_same_module(module: nn.Module) -> None:
+    """Raise on every rank unless all have built the same parameters and buffers. Collective over the world.
+
+    Collectives on short tensors take whatever the peers send: ranks would train to the end, each with other weights.
+    """
+    mine = _tensors(module)
+    digests = talk.gather(hashlib.sha256("\n".join(mine).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not others:
+        return
+    everyone = talk.gather(mine)
+    first, there = everyone[0], everyone[others[0]]
+    line = next(n for n, (here, other) in enumerate(zip_longest(first, there)) if here != other)
+    odd = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
+    raise ConfigurationError(
+        f"rank {odd} built another {type(module).__name__} than rank 0. The first difference:\n"
+        f"rank 0: {_line(first, line)}\nrank {others[0]}: {_line(there, line)}\n"
+        "Ranks would average weights that do not belong together. Build the same module in every process: let neither"
+        " its sizes nor what is frozen depend on the rank, on random numbers without a seed, or on files that only some"
+        " machines have."
+    )
+
+
+def _tensors(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer: name, data type, shape, whether it is trained, what it is tied to."""
+    names: dict[Tensor, str] = {}
+    lines = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        trained = "trained" if parameter.requires_grad else "frozen"
+        tied = f", tied to {names[parameter]!r}" if parameter in names else ""
+        lines.append(f"parameter {name!r}, {_kind(parameter)}, {trained}{tied}")
+        names.setdefault(parameter, name)
+    lines += [f"buffer {name!r}, {_kind(buffer)}" for name, buffer in module.named_buffers(remove_duplicate=False)]
+    return lines
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = "no shape yet" if isinstance(tensor, UninitializedParameter | UninitializedBuffer) else [*tensor.shape]
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
+
+
+def _line(lines: list[str], number: int) -> str:
+    return lines[number] if number < len(lines) else f"nothing after {len(lines)} parameters and buffers"
+
+
+def check_module(module: nn.Module, fitting: bool) -> None:
+    """Raise for a module that cannot be trained in this layout."""
+    lazy = [
+        name
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+    ]
+    if lazy:
+        raise ConfigurationError(
+            f"{type(module).__name__} has {len(lazy)} lazy parameters without a shape yet ({lazy[0]}, ...). Run one"
+            " forward, for example in setup(), so that every rank knows the shapes before they are placed."
+        )
+    if fitting and next(module.parameters(), None) is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameters: there is nothing to train. Assign its layers to attributes in"
+            " __init__ or configure_model()."
+        )
+
+
+def check_hooks(module: nn.Module, layout: Layout) -> None:
+    """Raise for hooks on parameters of which a rank has only a part."""
+    if not layout.holds_parts:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). Here its"
+                f" gradient comes in parts ({layout}), so that the hook would be given something else than on one"
+                " device, or nothing. Change gradients in on_after_backward or on_before_optimizer_step instead."
+            )
+
+
+def use_no_grad(trainer: Any) -> None:
+    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop.inference_mode = False
+
+
+_WHOLE = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
+
+
+def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[], None]:
+    """Have those work that can; returns what undoes it.
+
+    Raises for a callback that computes with whole parameters where ranks hold parts of them.
+    """
+    for callback in callbacks:
+        if isinstance(callback, _WHOLE) and layout.holds_parts:
+            raise UnsupportedError(
+                f"{type(callback).__name__} computes with the module's whole parameters, of which a rank holds only a"
+                f" part ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints after"
+                " training."
+            )
+    return _finetune_by_identity()
+
+
+def _finetune_by_identity() -> Callable[[], None]:
+    """Have `BaseFinetuning` tell parameters apart by identity.
+
+    It compares their values, which is impossible where another stage holds them and takes messages where they are
+    sharded. Its `filter_on_optimizer` was read in Lightning 2.6.
+    """
+    original = BaseFinetuning.__dict__["filter_on_optimizer"]
+
+    def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    BaseFinetuning.filter_on_optimizer = staticmethod(new_ones)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        BaseFinetuning.filter_on_optimizer = original  # type: ignore[method-assign]
+
+    return undo

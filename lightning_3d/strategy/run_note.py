@@ -1,0 +1,236 @@
+"""`Strategy3D(resume="auto")`: where the checkpoints of this very run are, and what the run was when it wrote them.
+
+A run is known by the directory that its ModelCheckpoints were given. Where they were given none, Lightning makes a new
+one at each start; then the run is known by the job that torchrun or Slurm restarts, which leaves a note of it.
+
+The layout to go on with when a job comes back with another number of ranks. Pure, no process group.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_3d.checkpoint.last import checkpoints_in, newest_first
+from lightning_3d.checkpoint.locks import beside, create, sweep_beside
+from lightning_3d.checkpoint.manifest import NAME
+from lightning_3d.errors import CheckpointError, LayoutError
+from lightning_3d.layout import Layout
+
+NOTE = "lightning_3d-run.json"
+ACCUMULATED = "accumulate_grad_batches"
+LARGEST = 10**6
+"""Neither data ranks nor accumulated batches are more."""
+PREEMPTED = "preempted.ckpt"
+"""What a run that was told to end saves."""
+
+
+@dataclass(frozen=True)
+class RunNote:
+    """What a later start must know of a run."""
+
+    folders: tuple[str, ...]
+    """Where its checkpoints are."""
+    data_parallel_size: int
+    """Of the first start."""
+    accumulate_grad_batches: int
+    """As the user set it at the first start."""
+
+    @property
+    def windows(self) -> int:
+        """Batches that one optimizer step is made of."""
+        return self.data_parallel_size * self.accumulate_grad_batches
+
+    @classmethod
+    def read(cls, path: Path) -> "RunNote | None":
+        try:
+            content = json.loads(path.read_text())
+            crc = content.pop("crc")
+            note = cls(_folders(content), _number(content, "data_parallel_size"), _number(content, ACCUMULATED))
+            if crc != note.crc:
+                raise ValueError("its checksum is wrong")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}, which says how many batches an optimizer step of this run is made of, is damaged:"
+                f" {error!r:.200}. Going on without it may change the global batch. Remove it if this start has as many"
+                " data ranks and accumulated batches as the first one."
+            ) from error
+        return note
+
+    @property
+    def crc(self) -> int:
+        return zlib.crc32(json.dumps(asdict(self)).encode())
+
+    def dumps(self) -> str:
+        return json.dumps({**asdict(self), "crc": self.crc})
+
+
+def _folders(content: Any) -> tuple[str, ...]:
+    folders = content["folders"]
+    if not isinstance(folders, list) or not all(isinstance(folder, str) and "\0" not in folder for folder in folders):
+        raise ValueError(f"folders={folders!r:.80} are no paths")
+    return tuple(folders)
+
+
+def _number(content: Any, name: str) -> int:
+    number = content[name]
+    if type(number) is not int or not 1 <= number <= LARGEST:
+        raise ValueError(f"{name}={number!r:.40} is no number from 1 to {LARGEST}")
+    return number
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start goes on from."""
+
+    checkpoints: tuple[str, ...]
+    """The newest first."""
+    note: RunNote | None
+
+
+def find_run(trainer: Trainer) -> Found:
+    """The checkpoints of this run, and its note. Reads only."""
+    note = next((n for n in (RunNote.read(path) for path in _notes(trainer)) if n is not None), None)
+    folders = dict.fromkeys([*_given(trainer), *(note.folders if note is not None else ())])
+    found = [path for folder in folders for path in checkpoints_in(Path(folder)) if _was_saved(Path(path))]
+    if SLURMEnvironment.detect():
+        found += [str(path) for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
+    return Found(tuple(newest_first(found)), note)
+
+
+def _was_saved(path: Path) -> bool:
+    """Whether a save to `path` ever ended; warns where not: nothing is there to go on from."""
+    saved = path.is_file() or (path / NAME).exists()
+    if not saved:
+        rank_zero_warn(f"Passing over the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
+    return saved
+
+
+def leave_note(trainer: Trainer, note: RunNote) -> None:
+    """Write `note` where a later start looks for it. On rank 0, once directories are known."""
+    for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = beside(path)
+        with create(new) as file:
+            file.write(note.dumps().encode())
+            file.flush()
+            os.replace(new, path)
+        sweep_beside(path)
+
+
+def folders_of(trainer: Trainer) -> tuple[str, ...]:
+    """Where this start saves, once its callbacks are set up; where nothing is saved, the run's own directory."""
+    found = [str(each.dirpath) for each in _savers(trainer) if each.dirpath is not None]
+    local = [folder for folder in found if _is_local_file_protocol(folder)]
+    return tuple(dict.fromkeys(local)) or (str(trainer.default_root_dir),)
+
+
+def preempted_path(trainer: Trainer) -> str:
+    """Where a run that is told to end saves."""
+    return str(Path(folders_of(trainer)[0]) / PREEMPTED)
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    return [each for each in callbacks if isinstance(each, ModelCheckpoint) and not each.save_weights_only]
+
+
+def _given(trainer: Trainer) -> tuple[str, ...]:
+    """Directories that do not change from start to start."""
+    savers = _savers(trainer)
+    if not savers:
+        return (str(trainer.default_root_dir),)
+    given = [str(each.dirpath) for each in savers if each.dirpath is not None]
+    return tuple(folder for folder in given if _is_local_file_protocol(folder))
+
+
+def _notes(trainer: Trainer) -> Iterator[Path]:
+    yield from (Path(folder) / NOTE for folder in _given(trainer))
+    if _restarted():
+        yield from _job_notes(trainer)
+
+
+def _job_notes(trainer: Trainer) -> list[Path]:
+    """The note that goes by the job, where something restarts jobs."""
+    job = _job()
+    local = _is_local_file_protocol(trainer.default_root_dir)
+    return [Path(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None and local else []
+
+
+def _job() -> str | None:
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is not None:
+        return f"torchrun-{''.join(c if c.isalnum() else '_' for c in name)}"
+    return f"slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _restarted() -> bool:
+    """Whether a note of the same job can be ours: torchrun calls all jobs "none" that are given no name."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    return int(restarts) > 0 or os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
+
+
+def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -> tuple[Layout, int]:
+    """A layout for `world` ranks, and how many batches to accumulate so that an optimizer step sees the same samples.
+
+    The data axis shrinks or grows first, with tensor and pipeline sizes as they are; where that cannot keep the global
+    batch, the pipeline changes, then the tensor size, each by as little as possible.
+
+    Args:
+        layout: what the user asked for; its data size does not matter.
+        windows: batches that one optimizer step was made of: data ranks times accumulated batches.
+        world: ranks there are now.
+        blocks: that the module's pipeline can be cut between, if known.
+    """
+    found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
+    if found is None:
+        counts = _divisors(windows)
+        model = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        raise LayoutError(
+            f"{world} ranks cannot go on with the run: an optimizer step was made of {windows} batches (data ranks x"
+            f" accumulate_grad_batches), which no layout of {world} ranks divides evenly. Start"
+            f" {', '.join(str(n * model) for n in counts)} ranks, or pass ckpt_path= to go on as you set it."
+        )
+    return found, windows // found.data_parallel_size
+
+
+def _candidates(layout: Layout, windows: int, world: int, blocks: int | None) -> Iterator[Layout]:
+    for data in _divisors(world):
+        if windows % data:
+            continue
+        for tensor in _divisors(world // data):
+            pipeline = world // data // tensor
+            if layout.tensor_parallel_size % tensor:
+                continue  # what was split over N ranks can surely be split over a divisor of N only
+            if pipeline != layout.pipeline_parallel_size and not _can_cut(layout, pipeline, blocks):
+                continue
+            yield replace(layout, data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+
+
+def _can_cut(layout: Layout, pipeline: int, blocks: int | None) -> bool:
+    """Whether a pipeline of another size is sure to work."""
+    most = layout.num_stages if blocks is None else max(blocks, 1)
+    return pipeline == 1 or pipeline * layout.stages_per_rank <= most
+
+
+def _changes(wanted: Layout, layout: Layout) -> tuple[float, ...]:
+    tensor = wanted.tensor_parallel_size / layout.tensor_parallel_size
+    pipeline = wanted.pipeline_parallel_size / layout.pipeline_parallel_size
+    return (tensor, max(pipeline, 1 / pipeline), -layout.data_parallel_size)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,183 @@
+"""Lightning's step hooks on a placed module."""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.errors import said_of_parts
+from lightning_3d.faults import flight
+from lightning_3d.launch import job_folder
+from lightning_3d.optim.grad_norm import clip_grad_norm, counted_here, grad_norm
+from lightning_3d.parallelize import Composed, Plans
+from lightning_3d.planner.states import StateBytes
+from lightning_3d.ranks.talk import broadcast_tensors
+from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line
+from lightning_3d.strategy.meter import Measured, Meter, write, write_failure
+from lightning_3d.strategy.resume import Resuming
+from lightning_3d.strategy.steps import OwnSteps, PlacedSteps, Steps
+from lightning_3d.zero import DataParallel, NoData
+
+
+class Running(Resuming):
+    """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
+
+    measured: Measured | None = None
+    """Seconds of a step and memory of the last `fit`."""
+    _expected: Sequence[StateBytes] = ()
+    """Of each pipeline rank, counted before the module is placed."""
+    _steps: PlacedSteps | None = None
+    _in_step = False
+    _evaluations = 0
+    _quiet = False
+
+    def _moment(self) -> tuple[int, int] | None:
+        trainer = self._module.trainer
+        if self.layout.pipeline_parallel_size > 1 and (self._in_step or not trainer.training):
+            return None
+        return trainer.global_step, trainer.fit_loop.batch_idx
+
+    @property
+    def _applied(self) -> Composed:
+        assert self._composed is not None, "the module is placed from setup on"
+        return self._composed
+
+    @property
+    def _running(self) -> Steps:
+        return self._steps if self._steps is not None else OwnSteps()
+
+    @property
+    def _data(self) -> DataParallel:
+        return self._composed.data if self._composed is not None else NoData()
+
+    def training_step(self, *args: Any) -> Any:
+        trainer = self._module.trainer
+        flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
+        self._in_step = True
+        with said_of_parts(self.layout):
+            output = self._running.train(super().training_step, args)
+        self._in_step = False
+        if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
+            self._data.end()
+            self._data.rest()
+        return output
+
+    def validation_step(self, *args: Any) -> Any:
+        flight.at("validation_step")
+        return self._running.evaluate("validation_step", super().validation_step, args)
+
+    def test_step(self, *args: Any) -> Any:
+        flight.at("test_step")
+        return self._running.evaluate("test_step", super().test_step, args)
+
+    def predict_step(self, *args: Any) -> Any:
+        flight.at("predict_step")
+        return self._running.evaluate("predict_step", super().predict_step, args)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._running.before_backward(closure_loss)
+
+    @contextmanager
+    def _around_backward(self) -> Generator[None, None, None]:
+        with said_of_parts(self.layout):
+            yield
+        self._running.after_backward()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        flight.at("optimizer_step", self._module.trainer.global_step)
+        if self._in_step:  # manual optimization: what has the gradients is in place again
+            self._data.rest()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._data.rest()
+        if self._in_step:  # the user's step goes on with the new parameters
+            self._data.begin()
+        return output
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
+
+        That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
+        """
+        return self._norm_of(self._module.parameters(), norm_type)
+
+    def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+        return grad_norm(parameters, self._counted, norm_type, self.root_device)
+
+    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        return clip_grad_norm(parameters, max_norm, self._counted, self.root_device)
+
+    def _counted(self, parameter: nn.Parameter) -> bool:
+        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
+        return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._running.hold(True)
+        try:
+            yield
+        finally:
+            self._running.hold(False)
+
+    def _say_opening(self, plans: Plans) -> None:
+        self._expected = expected_states(self._module, self.layout, plans.split, plans.tensor)
+        if not self._quiet:
+            rank_zero_info(opening(self._module, self.layout, plans.split, plans.tensor))
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._meter = Meter(self.root_device)
+        if not self._quiet:
+            trainer = self._module.trainer
+            if self.global_rank == 0:
+                rank_zero_info(memory_line(self._expected, self.optimizers))
+            rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._meter.batch()
+
+    def on_train_end(self) -> None:
+        trainer = self._module.trainer
+        self.measured = self._meter.end(trainer.accumulate_grad_batches)
+        folder = job_folder()
+        if folder is not None and self.global_rank == 0:
+            write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        folder = job_folder()
+        if folder is not None:
+            write_failure(folder, self.global_rank, exception)
+        super().on_exception(exception)
+
+    def on_validation_end(self) -> None:
+        self._data.rest()
+        if self._preemption is not None:
+            self._preemption.after_validation()
+
+    def on_test_end(self) -> None:
+        self._data.rest()
+
+    def on_predict_end(self) -> None:
+        self._data.rest()
+
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._evaluations += 1
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
+        if self.layout.data_parallel_size > 1:
+            buffers = [buffer for buffer in self._module.buffers() if not buffer.is_meta]
+            broadcast_tensors(buffers, group=self.data_group)

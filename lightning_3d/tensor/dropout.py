@@ -1,0 +1,59 @@
+"""Dropout inside a split region: masks differ over the tensor ranks there, and agree everywhere else.
+
+All tensor ranks draw from equal generators, so masks on whole activations agree by themselves. For a call on a shard
+the ranks draw a common seed from that generator, which keeps them in step, and make the mask from the seed and their
+rank. That holds on every device and again under recomputation, because nothing but the generator's state is involved.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.sandbox.silence import is_random
+from lightning_3d.tensor.axis import Axis
+
+
+class ShardDropout(TorchFunctionMode):
+    """For one forward of a block: the n-th random call acts on a shard where `acts_on_shard[n]` says so."""
+
+    def __init__(self, acts_on_shard: Sequence[bool], axis: Axis) -> None:
+        super().__init__()
+        self.left, self.axis = list(acts_on_shard), axis
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(func, args, kwargs) and self._next() and _draws(func, args, kwargs):
+            first = args[0] if args else next(iter(kwargs.values()))
+            with own_stream(self.axis, first):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _next(self) -> bool:
+        return self.left.pop(0) if self.left else False
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a random call takes anything from a generator, which one with a rate of 0 does not.
+
+    A seed for it would move the main stream, and the next order of the samples, away from one device's.
+    """
+    if func is F.scaled_dot_product_attention:
+        return True  # `is_random` looked
+    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and rate > 0
+
+
+@contextmanager
+def own_stream(axis: Axis, like: Tensor) -> Iterator[None]:
+    """Random numbers of this tensor rank's own, from a seed that all ranks draw together."""
+    seed = int(torch.randint(2**40, ()))
+    devices = [like.device] if like.device.type != "cpu" else []
+    with torch.random.fork_rng(devices, device_type=like.device.type if devices else "cuda"):
+        torch.manual_seed(seed * axis.size + axis.rank)
+        yield

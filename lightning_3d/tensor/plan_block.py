@@ -1,0 +1,381 @@
+"""Find the plan of one block: trace it, divide its regions, try the attributes, keep what is proven.
+
+Norms over all the channels of a split region (of queries over every head, say): each rank gathers what they take.
+
+What such a norm gives depends on every channel, so a gradient shows no division. To find one, the norm is replaced by
+its own weight alone, which acts on each channel by itself. The candidate that this suggests runs the true norm, whole,
+between a gathering and the taking of a part; the proof says whether that was all there was to it.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor.divide import Division, divide, measure, merge
+from lightning_3d.tensor.proof import Prover, Refused
+from lightning_3d.tensor.regions import Flow, Region, Site
+from lightning_3d.tensor.sample import Sample, is_activation
+from lightning_3d.tensor.scratch import names_of
+from lightning_3d.tensor.sequence import sequence_candidates
+from lightning_3d.tensor.siblings import with_siblings
+from lightning_3d.tensor.sizes import combinations, watch_reads
+from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
+from lightning_3d.tensor.trace import Trace, leaves, trace
+from lightning_3d.tensor.written_plan import Way, divide_as_told
+
+LOOKS = 4
+"""Runs whose gradients are put together: a unit that was off in one is on in another."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One traced run, with random parameters of its own."""
+
+    trace: Trace
+    flow: Flow
+    parameters: Mapping[str, nn.Parameter]
+
+
+class Study:
+    """What is known of a block that is being planned.
+
+    Args:
+        make: a scratch copy of the block, with random parameters from a seed.
+        original: the copy for seed 0, with all code as its author wrote it.
+        samples: calls to prove on.
+        ranks: tensor ranks.
+    """
+
+    def __init__(
+        self, make: Callable[[int], nn.Module], original: nn.Module, samples: Sequence[Sample], ranks: int
+    ) -> None:
+        self.make, self.samples, self.ranks = make, samples, ranks
+        self.looks: list[Look] = []
+        self.mixers: tuple[str, ...] = ()
+        """Norms that the looks take for what acts on each channel alone."""
+        self.scratch = make(0)
+        with warnings.catch_warnings(), watch_reads(self.scratch) as read:
+            warnings.simplefilter("ignore")
+            trace(self.scratch.train(), samples[0].fresh())
+            trace(self.scratch.eval(), samples[0].fresh())
+        self.read: Mapping[Attribute, Any] = dict(read)
+        """Plain values that the block's code read, in training or eval mode."""
+        self.prover = Prover(self.scratch, original, samples, ranks)
+        self.modules: Mapping[str, nn.Module] = dict(self.scratch.named_modules())
+        first = self.look(0)
+        self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called
+
+    def look(self, number: int) -> Look:
+        """The `number`-th traced run."""
+        while len(self.looks) <= number:
+            seed = len(self.looks)
+            call = self.samples[0].random(torch.Generator().manual_seed(seed)).followed()
+            twin = self.make(seed + 1).train()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                seen = trace(twin, call)
+            self.looks.append(Look(seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
+        return self.looks[number]
+
+
+def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
+    """The plan of the block, if any region of it can be split, and why what stays whole does.
+
+    Args:
+        known: the block.
+        ways: how some of its parameters are to be split, from the user or the module.
+        must: raise `Refused` where that does not compute the same thing, instead of looking for another way.
+    """
+    plan, whole, used = UnitPlan(), {}, set[Site]()
+    parameters = dict(known.scratch.named_parameters())
+    for region in _regions(known, ways, parameters):
+        sites = {*region.sources, *region.sinks}
+        asked = any(name in ways for site in sites for name in site)
+        if sites & used:
+            continue
+        if any(ways[name].kind == "whole" for site in sites for name in site if name in ways):
+            found, reason = None, "the tensor plan says so"
+        else:
+            found, reason = _split_region(known, region, plan, ways if asked else {}, must)
+        if found is None:
+            whole.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
+        else:
+            plan, used = found, used | sites
+    for site in known.flow.calls:
+        for name in site:
+            if site not in used and parameters[name].dim() > 1:
+                whole.setdefault(name, known.flow.why_not(site))
+    if not known.flow.calls:
+        whole[""] = "it has no product of an activation with a matrix"
+    plan = with_siblings(plan, known.scratch, known.called)
+    return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
+
+
+def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
+    """`plan` with the residual stream divided too, if some way of that is proven."""
+    call = known.prover.cases[0]
+    shapes = {index: t.shape for index, t in enumerate(call[1].tensors()) if is_activation(t)}
+    results = {index: tensor.shape for index, tensor in enumerate(call[2].outputs)}
+    trainable = [name for name, parameter in known.parameters.items() if parameter.requires_grad]
+    for candidate in sequence_candidates(plan, shapes, results, trainable, known.prover.ranks):
+        try:
+            return known.prover.prove(candidate)
+        except Exception:  # a wrong candidate breaks the block's own code in any way it likes
+            continue
+    return None
+
+
+def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
+    """Regions to try: those that someone asked for first, then the largest; what is also a result of the block last."""
+    count = lambda region: sum(parameters[name].numel() for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
+    asked = lambda region: any(name in ways for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
+    found = sorted(known.flow.regions(), key=lambda r: (not asked(r), known.flow.leaves_block(r), -count(r)))
+    inside = {site for region in found for site in (*region.sources, *region.sinks)}
+    for site in known.flow.calls:
+        way = next((ways[name] for name in site if name in ways), None)
+        if site not in inside and way is not None and way.kind != "whole":
+            column = way.kind == "column"
+            found.insert(0, Region((site,) if column else (), () if column else (site,), (), ()))
+    return found
+
+
+def _split_region(
+    known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool
+) -> tuple[UnitPlan | None, str]:
+    reason = "its parts depend on one another (a norm or a mix over all of them)"
+    given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
+    inferred = () if must and given else _divisions(known, region)
+    for division in chain([given] if given else [], inferred):
+        refusals, broken = list[str](), list[str]()
+        for candidate in _candidates(known, region, division):
+            try:
+                return known.prover.prove(base.merged(candidate)), ""
+            except Refused as refusal:
+                refusals.insert(0, str(refusal))
+            except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
+                first = str(error).splitlines()[0] if str(error) else ""
+                broken.append(f"it does not run ({type(error).__name__}: {first})")
+        tried = len(refusals) + len(broken)
+        if must and division is given and not refusals:
+            refusals = known.prover.difference(base.merged(_candidate(known, region, division)))
+        reason = f"{tried} candidates tried, none computes the same: {(refusals or broken)[0]}"
+    if must and given:
+        raise Refused(reason)
+    mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
+    if mixers:
+        found, _ = _split_region(without_mixing(known, mixers), region, base, {}, must)
+        return found, reason
+    return None, reason
+
+
+def _divisions(known: Study, region: Region) -> Iterator[Division]:
+    """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
+    if not region.sinks:
+        return  # half of a region, which only a written plan can ask for
+    later: list[Division] = []
+    sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
+    bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)
+    for dim in range(-1, -min(tensor.dim() for tensor in sinks) - 1, -1) if bare else (-1,):
+        for unit in _units(known, sinks[0].shape[dim]):
+            division = _division(known, region, dim, unit)
+            if division is None or division in later:
+                continue
+            if not bare and not division.slices:
+                yield division
+            later.append(division)
+    numel = {name: parameter.numel() for name, parameter in known.parameters.items()}
+    done = [] if bare else [division for division in later if not division.slices]
+    yield from sorted(
+        (division for division in later if division not in done),
+        key=lambda division: (bool(division.slices), -sum(numel[name] for name in division.splits)),
+    )
+
+
+def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
+    """Look again while something was off, until all of every matrix is some rank's."""
+    touched, division = None, None
+    columns = {name for site in region.sources for name in site}
+    for number in range(LOOKS):
+        look = known.look(number)
+        generator = torch.Generator().manual_seed(number)
+        found = measure(
+            look.flow, region, look.trace.inputs, look.parameters, dim=dim, unit=unit, ranks=known.ranks,
+            generator=generator
+        )  # fmt: skip
+        if found is None:
+            return None
+        touched = found if touched is None else merge(touched, found)
+        division = divide(region, touched)
+        if division is not None and not division.slices and not columns & set(division.summed):
+            return division
+    return division
+
+
+def _units(known: Study, size: int) -> list[int]:
+    """Sizes of what must stay together: single channels, then heads of any size that the block's numbers suggest."""
+    numbers = {value for value in known.read.values() if type(value) is int and value > 1 and size % value == 0}
+    units = {1} | {unit for number in numbers for unit in (number, size // number)}
+    return sorted(unit for unit in units if size // unit >= known.ranks)
+
+
+def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
+    """Every combination of numbers that might shrink, first as they are read, then with the width of the input too."""
+    near, forced = _near(known, region), _forced(known, region, division)
+    for plain in _with_tail(known, _candidate(known, region, division)):
+        for decoys in ({}, _decoys(known, region, division)):
+            for must in [forced, {}] if forced else [{}]:
+                for attributes in combinations(near, division.fractions, must):
+                    yield replace(plain, attributes=attributes, decoys=decoys)
+            if not _decoys(known, region, division):
+                break
+
+
+def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
+    """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
+    inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
+    results = [
+        (f"{module}." if module else "", t) for module in plain.reduces for t in known.looks[0].trace.results[module]
+    ]
+    used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in leaves(t)}
+    tail = tuple(sorted({name for at, name in used if name and name.startswith(at)} - inside))
+    holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
+    if tail:
+        yield replace(plain, shared=(*plain.shared, *tail), holders=holders)
+        yield replace(plain, summed=(*plain.summed, *tail), holders=holders)
+    yield plain
+
+
+def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
+    """The module around the region sees its input as wide as the shard of the row product's input."""
+    if not region.sinks or not region.sources:
+        return {}
+    module = _around(known, region)
+    width = known.flow.calls[region.sinks[0]][0].before.shape[-1]
+    feeding = known.flow.calls[region.sources[0]][0].before.shape[-1]
+    split = division.splits.get(region.sinks[0][0])
+    if split is None or width != feeding or module in (known.flow.calls[site][0].module for site in region.sources):
+        return {}
+    return {module: tuple(split.local_size(rank) for rank in range(split.ranks))}
+
+
+def _candidate(known: Study, region: Region, division: Division) -> UnitPlan:
+    flow, called = known.flow, known.called
+    module_of = lambda site: flow.calls[site][0].module  # noqa: E731
+    names = dict.fromkeys((*division.splits, *division.slices, *division.summed, *division.shared))
+    holders = {name: _holder(name, called) for name in names}
+    holders |= {name: module_of(site) for site in (*region.sources, *region.sinks) for name in site}
+    sources = tuple(dict.fromkeys(module_of(site) for site in region.sources if site not in region.joined))
+    around = [(_around(known, region),), (_around(known, replace(region, sinks=())),), sources]
+    plan = UnitPlan(
+        edges=(tuple(dict.fromkeys(modules for modules in around if modules != ("",))),),
+        splits=division.splits,
+        slices=division.slices,
+        summed=division.summed,
+        shared=division.shared,
+        copies=sources,
+        emits=tuple(dict.fromkeys(map(module_of, region.joints))),
+        reduces=tuple(dict.fromkeys(map(module_of, region.sinks))),
+        holders=tuple(holders.items()),
+        inputs=division.inputs,
+        folded=division.folded,
+    )
+    return gather_around(plan, known.mixers) if known.mixers else plan
+
+
+def _holder(name: str, called: set[str]) -> str:
+    """The innermost module around a parameter whose forward ran."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in called:
+            return name
+    return ""
+
+
+def _near(known: Study, region: Region) -> dict[Attribute, Any]:
+    """The numbers read by the smallest module around the region and what is in it."""
+    prefix = _around(known, region)
+    inside = lambda name: not prefix or name == prefix or name.startswith(prefix + ".")  # noqa: E731
+    return {key: value for key, value in known.read.items() if inside(key[0])}
+
+
+def _around(known: Study, region: Region) -> str:
+    """The smallest module that ran and holds the whole region."""
+    names = [name for site in (*region.sources, *region.sinks) for name in site]
+    common = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return _holder(".".join((*common, "parameter")), known.called)
+
+
+def _forced(known: Study, region: Region, division: Division) -> dict[Attribute, Any]:
+    """Numbers of a column product's own module that say how wide it is."""
+    found: dict[Attribute, Any] = {}
+    for site in region.sources:
+        split = division.splits.get(site[0])
+        module = known.flow.calls[site][0].module
+        for (name, path), value in known.read.items():
+            if split is not None and name == module and value == split.size and not _has_children(known.scratch, name):
+                found[name, path] = tuple(split.local_size(rank) for rank in range(split.ranks))
+    return found
+
+
+def _has_children(module: nn.Module, name: str) -> bool:
+    return any(True for _ in module.get_submodule(name).children())
+
+
+def find_mixers(known: "Study", region: Region) -> list[str]:
+    """Modules in `region` with nothing but vectors as wide as a column product: they may mix its channels."""
+    results = known.looks[0].trace.results
+    widths = {t.shape[-1] for site in region.sources for t in results[known.flow.calls[site][0].module]}
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in region.inner)
+    return [name for name in owners if name in known.called and _is_norm(known.modules[name], widths)]
+
+
+def without_mixing(known: "Study", mixers: Collection[str]) -> "Study":
+    """What is known of the block if `mixers` acted on each channel alone."""
+    twin = copy.copy(known)
+    make = known.make
+    twin.make, twin.looks, twin.mixers = lambda seed: _act_alone(make(seed), mixers), [], tuple(mixers)
+    first = twin.look(0)
+    twin.flow, twin.parameters = first.flow, first.parameters
+    return twin
+
+
+def gather_around(plan: UnitPlan, mixers: Collection[str]) -> UnitPlan:
+    """The candidate `plan`, in which `mixers` are split, with them computed whole on gathered channels instead."""
+    mixes = {
+        name: next(split for parameter, split in plan.splits.items() if parameter.rpartition(".")[0] == name)
+        for name in mixers
+        if any(parameter.rpartition(".")[0] == name for parameter in plan.splits)
+    }
+    own = [parameter for parameter in plan.splits if parameter.rpartition(".")[0] in mixes]
+    splits = {parameter: split for parameter, split in plan.splits.items() if parameter not in own}
+    return replace(plan, splits=splits, summed=(*plan.summed, *own), mixes=mixes)
+
+
+def _is_norm(module: nn.Module, widths: Collection[int]) -> bool:
+    vectors = list(module.parameters())
+    return bool(vectors) and all(vector.dim() == 1 and vector.numel() in widths for vector in vectors)
+
+
+def _act_alone(twin: nn.Module, mixers: Collection[str]) -> nn.Module:
+    for name in mixers:
+        twin.get_submodule(name).__dict__["forward"] = _scaling(list(twin.get_submodule(name).parameters()))
+    return twin
+
+
+def _scaling(vectors: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
+    def scale(tensor: Tensor) -> Tensor:
+        for vector in vectors:
+            tensor = tensor * vector if tensor.shape[-1] == vector.numel() else tensor
+        return tensor
+
+    return scale

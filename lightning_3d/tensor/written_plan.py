@@ -1,0 +1,125 @@
+"""Plans that someone wrote down: the user's `tensor_plan` and the one a Hugging Face module declares.
+
+Both are proven like what is inferred. A user's plan that does not compute the same thing is an error; a declared one is
+only tried first.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.divide import Division
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.regions import Region
+
+KINDS = ("column", "row", "whole")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one parameter is to be split."""
+
+    kind: str
+    """One of `KINDS`."""
+    groups: int = 1
+    """Equal sections of a fused matrix, each divided over the ranks."""
+
+
+def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Way]:
+    """The user's plan by parameter name; later patterns win. Raises `TensorPlanError` for one that means nothing."""
+    ways: dict[str, Way] = {}
+    modules = {name for name, _ in module.named_modules()} - {""}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for pattern, text in tensor_plan.items():
+        way = _parse(pattern, text)
+        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in around(name))]
+        if not matched:
+            near = difflib.get_close_matches(pattern, sorted({*modules, *names}), n=3, cutoff=0.4)
+            raise TensorPlanError(
+                f"tensor_plan: {pattern!r} matches no module or parameter with parameters of {type(module).__name__}."
+                + (f" Near misses: {', '.join(near)}." if near else "")
+            )
+        ways |= dict.fromkeys(matched, way)
+    return ways
+
+
+def declared_plan(module: nn.Module) -> dict[str, Way]:
+    """What the configurations of Hugging Face modules inside `module` declare (`base_model_tp_plan`)."""
+    known = {"colwise": Way("column"), "rowwise": Way("row"), "packed_colwise": Way("column", 2)}
+    ways: dict[str, Way] = {}
+    for prefix, child in module.named_modules():
+        declared = getattr(getattr(child, "config", None), "base_model_tp_plan", None)
+        if not isinstance(declared, dict) or getattr(child, "base_model_prefix", "") in dict(child.named_children()):
+            continue
+        for name, _ in child.named_parameters():
+            text = next(
+                (how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in around(name))), None
+            )
+            if text in known:
+                ways[f"{prefix}.{name}" if prefix else name] = known[text]
+    return ways
+
+
+def divide_as_told(
+    region: Region,
+    parameters: Mapping[str, Tensor],
+    ways: Mapping[str, Way],
+    modules: Mapping[str, nn.Module],
+    ranks: int,
+) -> Division:
+    """The division of `region` that `ways` asks for; products that it leaves open take the role they have in the
+    region."""
+    splits, shared = dict[str, TensorSplit](), list[str]()
+    for sites, kind in ((region.sources, "column"), (region.sinks, "row")):
+        for name in (name for site in sites for name in site):
+            way, parameter = ways.get(name, Way(kind)), parameters[name]
+            if parameter.dim() < 2 and way.kind == "row":
+                shared.append(name)
+                continue
+            out = _out_dim(modules[name.rpartition(".")[0]], parameter)
+            dim = out if way.kind == "column" else _in_dim(out, parameter)
+            size = parameter.shape[dim]
+            if size % way.groups or size // way.groups < ranks:
+                raise TensorPlanError(
+                    f"tensor_plan: {name} has {size} {way.kind}s, which are not {way.groups} equal sections of at least"
+                    f" {ranks} (tensor_parallel_size)."
+                )
+            splits[name] = TensorSplit.even(dim, size, ranks, parts=[size // way.groups] * way.groups)
+    return Division(splits, {}, region.inner, tuple(shared), dict.fromkeys(region.inputs))
+
+
+def _parse(pattern: str, text: str) -> Way:
+    kind, _, groups = str(text).partition(":")
+    if kind not in KINDS or (groups and not groups.isdigit()) or (groups and kind == "whole"):
+        raise TensorPlanError(
+            f'tensor_plan: {pattern!r} is {text!r}; it must be "column", "row", "whole", or "column:3" for a matrix of'
+            " three fused sections."
+        )
+    return Way(kind, int(groups or 1))
+
+
+def around(name: str) -> Iterator[str]:
+    """A parameter's name and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _out_dim(module: nn.Module, parameter: Tensor) -> int:
+    """The dimension of outputs: first, except where the module says how wide they are and it is the last."""
+    if parameter.dim() < 2:
+        return 0
+    width = getattr(module, "nf", None)  # Hugging Face's Conv1D stores its matrix the other way round
+    return (
+        parameter.dim() - 1
+        if width == parameter.shape[-1] and not isinstance(module, nn.Linear)
+        else parameter.dim() - 2
+    )
+
+
+def _in_dim(out: int, parameter: Tensor) -> int:
+    return parameter.dim() - 2 if out == parameter.dim() - 1 else parameter.dim() - 1

@@ -1,0 +1,1 @@
+"""The user's hooks, callbacks and optimizers beside sharded weights."""

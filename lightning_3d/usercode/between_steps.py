@@ -1,0 +1,234 @@
+"""The user's code between steps that computes with parameters: hooks (`hooks.py`), optimizers that are not torch's.
+
+What it does with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
+or refused: numbers read from a part are read from the whole; parameters of other pipeline stages are on meta, and
+adding such a one to a real one changes nothing. See `shards.py` for single operations.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_3d.errors import UnsupportedError, is_absent
+from lightning_3d.parallelize import Composed
+from lightning_3d.ranks import talk
+from lightning_3d.sandbox.writes import Insisting, assigns_data
+from lightning_3d.usercode.remote_numbers import Numbers, is_view
+from lightning_3d.usercode.shard_rules import Shards, is_copy
+
+_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+_TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
+_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
+
+
+def not_here(name: str, why: object) -> UnsupportedError:
+    """What to raise where `name` reads what is not on this rank."""
+    return UnsupportedError(
+        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). The norm"
+        " of all gradients is trainer.strategy.grad_norm(). Compute other things in training_step, where what it logs"
+        " is the same on every rank, or use pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+    )
+
+
+class Between(Insisting):
+    """Entered around code called `name` beside a module that is `composed`.
+
+    Args:
+        name: of a hook or an optimizer's step, for errors.
+        composed: None before the module is placed.
+        read: places in the code at which numbers were read from weights.
+        gathered: parameters that are whole for now, with the shards that the code is to see in their place.
+        numbers: gives numbers of other stages' tensors; those of this stage only are told without.
+        remedy: what to do instead of what is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        composed: Composed | None,
+        read: set[str],
+        gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
+        numbers: Numbers | None = None,
+        remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
+    ) -> None:
+        super().__init__()
+        self.shard_of = {id(whole): shard for whole, shard in gathered}
+        self.name, self.read, self.remedy = name, read, remedy
+        self.shards = None if composed is None else Shards(name, composed, remedy)
+        self.numbers = numbers
+        self.one_stage = composed is not None and composed.stages is None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.shard_of and func != _GRAD:  # gradients of a window are where it is gathered
+            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
+        if self.one_stage and (func == _GRAD or not any(map(_may_be_parts, (*args, *(kwargs or {}).values())))):
+            return func(*args, **(kwargs or {}))  # nearly all that hooks do
+        caller = sys._getframe(1)
+        if self.numbers is not None and caller.f_code.co_filename.startswith(_OURS):
+            return func(*args, **(kwargs or {}))  # knows what it has
+        try:
+            if self.numbers is not None and func == _GRAD:
+                return self.numbers.gradient(args[0], _place(self.name, caller))
+            if self.numbers is not None and func == _DEVICE:
+                return self.numbers.device(args[0])
+            return self._call(func, args, kwargs or {}, caller)
+        except UnsupportedError as error:
+            self.refused = error
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
+        for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
+            if _of_two_stages(operands):
+                raise UnsupportedError(
+                    f"{self.name} computes with a tensor that this rank has and one that another stage of the pipeline"
+                    " holds, such as a target network's weight and the weight that it follows. Use"
+                    " pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+                )
+        if assigns_data(func) and isinstance(args[0], DTensor):
+            with torch.no_grad():  # the attribute of a DTensor is not where its values are
+                return self._run(Tensor.copy_, args, {}, nullcontext())
+        if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
+            args = (self._read(args[0], caller), *args[1:])
+        if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
+            raise UnsupportedError(
+                f"{self.name} initialises a tensor that another stage of the pipeline holds by"
+                f" {caller.f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
+                " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
+            )
+        harmless = _is_plain(func) and not any(map(is_copy, args))
+        result = self._run(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
+        if isinstance(result, DTensor | list | tuple) and not is_view(func):
+            result = tree_map(lambda leaf: self._plain(leaf, caller), result)
+        if self.numbers is None:
+            return result
+        return self.numbers.passed_on(func, args, kwargs, result, _place(self.name, caller))
+
+    def _plain(self, leaf: Any, caller: FrameType) -> Any:
+        """A number that was made of a whole tensor (a norm) as a plain one, to be put beside those of tensors that
+        every rank has whole."""
+        return self._read(leaf, caller) if isinstance(leaf, DTensor) and not leaf.dim() else leaf
+
+    def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
+        """What numbers are read from: those of this rank's part would be others.
+
+        All ranks that hold a part must read. A rank that is alone in it (`if trainer.is_global_zero:`) shows the first
+        time at each place in the code, before messages meet others that are not meant for them.
+        """
+        held = self.numbers.held(tensor) if self.numbers is not None else None
+        if tensor.is_meta and (held is None or tensor.dim()):
+            raise not_here(self.name, "a number is read from it")
+        if not isinstance(tensor, DTensor):
+            if held is None or self.numbers is None or tensor.dim():
+                return tensor
+            return self.numbers.shared(tensor, held, "item", _place(self.name, frame))
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            talk.meet_first(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
+        if self.shards is None:
+            return tensor.full_tensor()
+        owner = self.shards.owner(tensor, "reads numbers from")
+        return tensor.full_tensor() if owner is None else self.shards.composed.whole(owner, tensor)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
+        try:
+            with within:
+                return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            if is_absent(error):
+                raise not_here(self.name, error) from error
+            ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
+            if not ours and not any(
+                text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")
+            ):
+                raise
+            raise UnsupportedError(
+                f"{self.name} computes something with parameters that cannot be done with the part that a rank holds"
+                f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
+                f" are put in by load_state_dict. {self.remedy}"
+            ) from error
+
+
+def _place(name: str, frame: FrameType) -> str:
+    """The line of the user's code that is run in `frame`, for errors."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return f"reading a weight in {name} (line {frame.f_lineno})"
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether torch says that it draws nothing and makes no view, so that it can do without `Shards`, which costs more
+    than most of what optimizers do."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view
+    bases = (name.strip("_"), name.strip("_")[1:]) if special else (name,)
+    packet = next((getattr(torch.ops.aten, each) for each in bases if hasattr(torch.ops.aten, each)), None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, each) for each in packet.overloads()]
+    first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
+    draws = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return not draws and all(alias is None or alias.is_write for alias in first)
+
+
+def _may_be_parts(value: Any) -> bool:
+    return isinstance(value, DTensor | list | tuple | dict)
+
+
+def _together(func: Any, values: Sequence[Any]) -> Iterator[list[Tensor]]:
+    """Tensors that are computed with each other."""
+    name = getattr(func, "__name__", "")
+    if name == "__deepcopy__":  # comes with a memo of everything that was copied before
+        return
+    if not _is_foreach(func):
+        yield [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    for row in zip(*lists, strict=False):
+        yield [item for item in row if isinstance(item, Tensor)]
+
+
+def _is_foreach(func: Any) -> bool:
+    return getattr(func, "__name__", "").startswith("_foreach")
+
+
+def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func` on lists, of which it takes tensors that are divided among the same ranks, or all on meta, only."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    kinds = [_kind(row) for row in zip(*lists, strict=False)]
+    if len(set(kinds)) < 2:
+        return func(*args, **kwargs)
+    results: list[Any] = [None] * len(kinds)
+    for kind in set(kinds):
+        chosen = [index for index, other in enumerate(kinds) if other == kind]
+
+        def pick(value: Any, chosen: list[int] = chosen) -> Any:
+            return [value[index] for index in chosen] if isinstance(value, list | tuple) else value
+
+        some = func(*map(pick, args), **{key: pick(value) for key, value in kwargs.items()})
+        for index, result in zip(chosen, some or [], strict=False):
+            results[index] = result
+    return results
+
+
+def _kind(tensors: Sequence[Any]) -> tuple[Any, bool]:
+    """The mesh that they are divided over, and whether they are of another stage."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    return mesh, any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors)
+
+
+def _of_two_stages(tensors: list[Tensor]) -> bool:
+    """Whether some are on meta and others not. A single number may come from anywhere."""
+    large = [tensor for tensor in tensors if tensor.dim()] or tensors
+    return len({tensor.is_meta for tensor in large}) > 1

@@ -1,0 +1,119 @@
+"""The user's hooks between steps, each run in `Between`."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from lightning_3d.parallelize import Composed
+from lightning_3d.usercode.between_steps import Between, not_here
+from lightning_3d.usercode.remote_numbers import Numbers
+from lightning_3d.zero.data_parallel import DataParallel
+
+HOOKS = (
+    "on_fit_start",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_epoch_end",
+    "on_test_end",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_epoch_end",
+    "on_predict_end",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+_WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
+"""Those that belong to a backward: what is gathered for it has its gradients."""
+_IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
+"""Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
+
+
+def watch_hooks(
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    composed: Callable[[], Composed | None],
+    data: Callable[[], DataParallel],
+) -> Callable[[], None]:
+    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
+
+    Args:
+        module: the user's.
+        callbacks: the Trainer's.
+        composed: what was made of the module, by the time that a hook runs.
+        data: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
+            in place of what it saw before, and what it writes to them is lost.
+    """
+    watched = []
+    for owner in (module, *callbacks):
+        for name in HOOKS:
+            hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
+            if hook is None:
+                continue
+            if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
+                at = f"{type(owner).__name__}.{name}"
+                owner.__dict__[name] = _watched(hook, at, module, composed, data)
+                watched.append((owner, name))
+
+    def undo() -> None:
+        for owner, name in watched:
+            owner.__dict__.pop(name, None)
+
+    return undo
+
+
+def _watched(
+    hook: Callable[..., Any],
+    name: str,
+    module: LightningModule,
+    composed: Callable[[], Composed | None],
+    data: Callable[[], DataParallel],
+) -> Callable[..., Any]:
+    read: set[str] = set()
+    kind = name.rpartition(".")[2]
+
+    @wraps(hook)  # Lightning looks at what it takes
+    def run(*args: Any, **kwargs: Any) -> Any:
+        placed, gathered = composed(), data().gathered()
+        if gathered and kind not in (*_WITHIN, *_IN_WINDOWS):
+            data().rest()
+            gathered = ()
+        numbers = None
+        if placed is not None and placed.stages is not None:
+            numbers = Numbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
+        if kind in _WITHIN:
+            gathered = ()
+        before = [shard._version for _, shard in gathered]
+        with Between(name, placed, read, gathered, numbers):
+            result = hook(*args, **kwargs)
+        if before != [shard._version for _, shard in gathered]:
+            data().rest()  # what is gathered is out of date
+        if placed is not None and placed.stages is not None:
+            _refuse_absent_logs(name, module)
+        return result
+
+    return run
+
+
+def _refuse_absent_logs(name: str, module: LightningModule) -> None:
+    """What was logged of other stages' weights is read long after the hook, by Lightning."""
+    logged = module._trainer._results if module._trainer is not None else None
+    for key, metric in (logged or {}).items():
+        if isinstance(metric.value, Tensor) and metric.value.is_meta:
+            raise not_here(name, f"self.log({key.rpartition('.')[2]!r}, ...)")

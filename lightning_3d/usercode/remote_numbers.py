@@ -1,0 +1,132 @@
+"""Numbers that hooks compute from weights and gradients which only some ranks of a pipeline have: all get them.
+
+What comes from such a tensor carries a mark with the rank that has it, and so do the stand-ins on meta from which the
+others compute. A number that is computed from a marked tensor is exchanged, at once, by the name of what it is of.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
+from lightning_3d.ranks.shards import local
+
+_MARK = "_lightning_3d_held"
+_VIEWS = ("__get__", "__getitem__", "__iter__", "unbind", "select", "view", "view_as", "reshape", "squeeze", "detach")
+Held = tuple[str, int]
+"""A parameter's name, and the rank of the pipeline that has it."""
+
+
+class Numbers:
+    """For one call of a hook.
+
+    Args:
+        name: of the hook, for errors.
+        stages: who holds what.
+        read: places in the code at which numbers were read.
+        gathered: parameters that are whole for now, with their shards.
+        of_gradients: whether the hook is about gradients. Then this is collective, else the first look at one is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stages: Stages,
+        read: set[str],
+        gathered: Sequence[tuple[Tensor, nn.Parameter]],
+        *,
+        of_gradients: bool,
+    ) -> None:
+        self.name, self.stages, self.read = name, stages, read
+        self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
+        self.standing_in: dict[str, Tensor] = {}
+        """Gradients on meta, which others than this rank have, by the name of the parameter."""
+        self.with_gradient: set[str] | None = None
+        """Names of parameters that have a gradient on the rank that has them."""
+        if of_gradients:
+            self._look(name)
+
+    def gradient(self, parameter: Any, place: str) -> Tensor | None:
+        """What `parameter.grad` is in a hook."""
+        held, grad = self.held(parameter), parameter.grad
+        if held is None:
+            return grad  # type: ignore[no-any-return]
+        found = self._look(place) if self.with_gradient is None else self.with_gradient
+        if parameter.is_meta and held[0] in found:
+            grad = self.standing_in.setdefault(held[0], torch.empty_like(parameter, requires_grad=False))
+        if grad is not None:
+            setattr(grad, _MARK, held)
+        return grad  # type: ignore[no-any-return]
+
+    def device(self, tensor: Tensor) -> torch.device:
+        """Where numbers are summed up that come from `tensor`: its own device, were it here."""
+        held = getattr(tensor, _MARK, None)
+        stands_in = held is not None and self.standing_in.get(held[0]) is tensor
+        return self.stages.device if stands_in else tensor.device
+
+    def held(self, value: Any) -> Held | None:
+        """Who has `value`, None where all ranks do."""
+        return self.stages.apart.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
+
+    def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
+        """`result` of `func`: what is a number on every rank, and marked what is none."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        held = next((found for found in map(self.held, tensors) if found is not None), None)
+        if held is None:
+            return result
+        if isinstance(args[0], list | tuple) and isinstance(result, list | tuple):  # each of its own
+            rows = zip(args[0], result, strict=True)
+            return [self._one(func, self.held(source), [source], each, place) for source, each in rows]
+        return tree_map(lambda leaf: self._one(func, held, tensors, leaf, place), result)
+
+    def _one(self, func: Any, held: Held | None, tensors: list[Any], result: Any, place: str) -> Any:
+        if held is None or not isinstance(result, Tensor) or any(result is tensor for tensor in tensors):
+            return result
+        if not result.dim() and any(tensor.dim() for tensor in tensors) and not is_view(func):
+            return self.shared(result, held, func.__name__, place)
+        setattr(result, _MARK, held)
+        return result
+
+    def shared(self, value: Tensor, held: Held, what: str, place: str) -> Tensor:
+        """`value` of the rank that has it. Collective over the pipeline."""
+        if not has_peers():
+            return torch.zeros((), dtype=value.dtype) if value.is_meta else value
+        group, (name, source) = self.stages.group, held
+        self._meet(place)
+        device = self.stages.device
+        mine = torch.zeros(2, dtype=torch.float64, device=device)
+        mine[0] = zlib.crc32(f"{name} {what}".encode())
+        if not value.is_meta:
+            mine[1] = local(value.detach()).to(device)
+        table = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(table, mine, group=group)
+        if any(row[0] != mine[0] for row in table):
+            raise UnsupportedError(
+                f"{self.name} computes numbers from weights or gradients in another order on another stage of the"
+                f" pipeline (here {what} of {name}). For the norm of all gradients use trainer.strategy.grad_norm(), or"
+                " go through named_parameters() on every rank."
+            )
+        return table[source][1].to(value.dtype)
+
+    def _look(self, place: str) -> set[str]:
+        self._meet(place)
+        self.with_gradient = self.stages.with_gradient({shard: whole for whole, shard in self.shard_of.items()})
+        return self.with_gradient
+
+    def _meet(self, place: str) -> None:
+        """A rank that comes alone shows the first time, as where weights are read that it has a part of."""
+        what = f"{place}, with gradients and weights of all stages,"
+        talk.meet_first(what, dist.get_process_group_ranks(self.stages.group), self.read)
+
+
+def is_view(func: Any) -> bool:
+    """Of an attribute, or of a place in a tensor: what is written into it is to arrive."""
+    return getattr(func, "__name__", "") in _VIEWS

@@ -1,0 +1,138 @@
+"""Operations of the user's code on tensors of which ranks hold parts that torch gets wrong in silence.
+
+Random numbers: each rank would draw its own part's from the same stream, so that parts repeat each other. And views:
+where a slice crosses the parts of several ranks, it is a copy, and what is written into it is lost.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.parallelize import Composed
+from lightning_3d.ranks.shards import like, local
+
+_COPY = "_lightning_3d_copy"
+"""Set on a tensor that would be a view on one device, and is a copy here."""
+
+
+def is_copy(tensor: Any) -> bool:
+    """Whether it would be a view on one device."""
+    return hasattr(tensor, _COPY)
+
+
+class Shards(TorchDispatchMode):
+    """Entered around one operation of the code called `name`, beside a module that is `composed`.
+
+    Args:
+        name: for errors.
+        composed: tells which parameter is divided how.
+        remedy: what to do instead of what is refused.
+    """
+
+    def __init__(self, name: str, composed: Composed, remedy: str) -> None:
+        super().__init__()
+        self.name, self.composed, self.remedy = name, composed, remedy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        arguments = func._schema.arguments
+        for argument, value in zip(arguments, args, strict=False):
+            if argument.is_write and any(map(is_copy, tree_leaves(value))):
+                raise UnsupportedError(
+                    f"{self.name} writes into a slice of a tensor of which a rank holds a part: it goes through parts"
+                    " of several ranks, so that it is a copy, and the tensor would not change. Change the whole tensor"
+                    " instead, element by element (torch.where, masked_fill_), or put one in by load_state_dict."
+                    f" {self.remedy}"
+                )
+        result = func(*args, **kwargs)
+        if arguments and arguments[0].alias_info is not None and not arguments[0].is_write:
+            self._note_copies(args[0], result)
+        return result
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draw for the whole tensor, as one device does, and keep this rank's part."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(self._concerns, tensors)):
+            return func(*args, **kwargs)
+        drawn_for, name = tensors[0], func.overloadpacket.__name__
+        if len(tensors) > 1 or not name.endswith(("_", "_like")):
+            raise UnsupportedError(
+                f"{self.name} draws random numbers ({name}) by the values of a tensor of which a rank holds a part:"
+                f" they would not be those of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
+            )
+        if self.composed.stages is not None and self._is_gradient(drawn_for):
+            raise UnsupportedError(
+                f"{self.name} draws random numbers for a gradient. Other stages of the pipeline have none of this"
+                " parameter, would draw nothing, and all later numbers would differ. Draw them for the parameter"
+                " instead (torch.randn_like(weight)), or use pipeline_parallel_size=1."
+            )
+        here = drawn_for.device
+        if drawn_for.is_meta:  # all ranks go through as many numbers
+            here = next((p.device for p in self.composed.module.parameters() if not p.is_meta), torch.device("cpu"))
+        whole = torch.empty_strided(drawn_for.shape, drawn_for.stride(), dtype=drawn_for.dtype, device=here)
+        drawn = func(whole, *args[1:], **kwargs)
+        if drawn_for.is_meta:
+            return drawn_for if name.endswith("_") else torch.empty_like(drawn, device="meta")
+        if isinstance(drawn_for, DTensor):
+            owner = self.owner(drawn_for, "draws random numbers for")
+            if owner is None:
+                raise self._unknown(drawn_for, "draws random numbers for")
+            drawn = like(drawn_for, local(self.composed.part(owner, drawn)))
+        return drawn_for.copy_(drawn) if name.endswith("_") else drawn
+
+    def _concerns(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, DTensor) or self.composed.stages is None:
+            return isinstance(tensor, DTensor)
+        if tensor.is_meta:
+            return any(p.is_meta and p.shape == tensor.shape for p in self.composed.module.parameters())
+        return self._is_gradient(tensor)
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        gradients = (p.grad for p in self.composed.module.parameters() if not p.is_meta)
+        return any(grad is not None and _memory(grad) == _memory(tensor) for grad in gradients)
+
+    def owner(self, tensor: DTensor, does: str) -> nn.Parameter | None:
+        """A parameter that is divided as `tensor` is, None where there is none.
+
+        Raises where there are several that are not divided alike: it `does` what needs to know.
+        """
+        alike = [
+            p
+            for p in self.composed.module.parameters()
+            if isinstance(p, DTensor) and (p.shape, p.placements) == (tensor.shape, tensor.placements)
+        ]
+        itself = [p for p in alike if _memory(tensor) in {_memory(each) for each in (p, p.grad) if each is not None}]
+        found = itself or alike
+        if len({self.composed.splits.get(p) for p in found}) > 1:
+            raise self._unknown(tensor, does)
+        return found[0] if found else None
+
+    def _unknown(self, tensor: Tensor, does: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.name} {does} a tensor of shape {tuple(tensor.shape)} of which a rank holds a part, and which is no"
+            f" parameter or gradient, so that nothing tells which part. Do so with the parameter itself. {self.remedy}"
+        )
+
+    def _note_copies(self, source: Any, result: Any) -> None:
+        for view in tree_leaves(result):
+            if isinstance(view, DTensor) and (is_copy(source) or _memory(view) != _memory(source)):
+                owner = self.owner(source, "takes a slice of") if isinstance(source, DTensor) else None
+                split = None if owner is None else self.composed.splits.get(owner)
+                if split is not None and max(map(len, split.pieces)) > 1:
+                    raise UnsupportedError(
+                        f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}), of whose sections"
+                        " each tensor rank holds a part, one after the other: here its rows are in another order. Take"
+                        f" it from state_dict(), called on every rank. {self.remedy}"
+                    )
+                setattr(view, _COPY, True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata

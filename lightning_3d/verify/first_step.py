@@ -1,0 +1,175 @@
+"""The safety net: what `Strategy3D(verify=...)` compares while training."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.parallelize import Composed
+from lightning_3d.ranks import random_streams, talk
+from lightning_3d.ranks.groups import has_peers
+from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.record import Record
+from lightning_3d.verify.twin import Twin
+
+Verify = Literal["first_step", "replicas"]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""Largest difference of a gradient, relative to its norm; in smaller types rounding allows 0.1."""
+NOTHING = 1e-3
+"""Gradients whose elements are smaller than this beside those of others may be rounding errors altogether."""
+
+
+class Compared(NamedTuple):
+    """The gradient of one parameter beside the unsplit module's."""
+
+    name: str
+    dtype: torch.dtype
+    difference: float
+    """Infinite where only one of the two is finite, NaN where neither is."""
+    norm: float = 0.0
+    size: int = 0
+
+    def relative(self, typical: float) -> "Compared":
+        """With the difference relative to the norm, or beside `typical` elements where that is almost zero.
+
+        A gradient that is exactly zero (the bias of a key, or before a batch norm) is nothing but rounding errors.
+        """
+        scale = max(self.norm, NOTHING * typical * math.sqrt(self.size))
+        return self._replace(difference=self.difference / scale if scale > 0 else self.difference)
+
+    @property
+    def excess(self) -> float:
+        """The difference in units of what rounding allows."""
+        return self.difference / TOLERANCE.get(self.dtype, 0.1)
+
+
+class FirstStep:
+    """The gradients of the first optimizer step again, by the unsplit module on the same samples.
+
+    Made before the module is placed: it keeps a whole copy on this rank's device until that step is over.
+    """
+
+    def __init__(self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                f"verify='first_step' also runs training_step on a copy of the module, and {type(module).__name__}"
+                " optimizes manually: its copy would step the optimizers too. Use verify='replicas', or automatic"
+                " optimization."
+            )
+        self.twin = Twin(module)
+        self.context = context
+        self.overflows = 0
+
+    def add(self, module: Any, args: tuple[Any, ...], scale: float) -> None:
+        """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
+
+        Args:
+            module: the one that trains, by now.
+            args: of the step.
+            scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
+        """
+        self.twin.follow(module)
+        with random_streams.set_aside(), LogTap(self.twin.module).recording(Record()), torch.enable_grad():
+            with self.context():
+                loss = self.twin.loss(args)
+            if loss is not None:
+                scaled = loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
+                self.twin.module.backward(scaled)
+
+    def compare(self, composed: Composed, group: dist.ProcessGroup, scale: float) -> bool:
+        """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective.
+
+        True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
+        """
+        if not has_peers():
+            return False
+        found = [self._compared(name, parameter, composed, group, scale) for name, parameter in _here(composed)]
+        typical = _typical(found)
+        worst, unknown = _worst([each.relative(typical) for each in found])
+        everyone = talk.gather([each for each in (worst, unknown) if each is not None])
+        worst, unknown = _worst([each for some in everyone for each in some])
+        if scale > 1 and (unknown is not None or (worst is not None and math.isinf(worst.difference))):
+            self.overflows += 1
+            self.twin.module.zero_grad()
+            return True
+        if worst is not None:
+            _judge(worst)
+        if unknown is not None:
+            rank_zero_warn(
+                f"verify='first_step': the first gradient of {unknown.name} is not finite, and neither is the unsplit"
+                " module's: such gradients are not compared."
+            )
+        return False
+
+    def close(self) -> None:
+        """Tell where training ended before anything could be compared."""
+        if self.overflows:
+            rank_zero_warn(
+                f"verify='first_step' has compared nothing: gradients overflowed in all {self.overflows} steps. Train"
+                " for more steps, or start with a smaller loss scale."
+            )
+
+    def _compared(
+        self, name: str, parameter: nn.Parameter, composed: Composed, group: dist.ProcessGroup, scale: float
+    ) -> Compared:
+        mine = self.twin.module.get_parameter(name)
+        mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
+        dist.all_reduce(mean, group=group)
+        mean = mean / (dist.get_world_size(group) * scale)
+        held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
+        grad = (local(composed.whole(parameter, held)).to_dense() / scale).to(mean)
+        finite = [bool(each.isfinite().all()) for each in (grad, mean)]
+        if not all(finite):
+            return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)
+        return Compared(name, self._dtype(parameter), _norm(grad - mean), _norm(mean), mean.numel())
+
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        with self.context():
+            device = parameter.device.type
+            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+
+
+def _worst(found: list[Compared]) -> tuple[Compared | None, Compared | None]:
+    """What differs most, and one whose gradients are finite on neither side."""
+    known = [each for each in found if not math.isnan(each.difference)]
+    unknown = [each for each in found if math.isnan(each.difference)]
+    return max(known, key=lambda each: each.excess, default=None), next(iter(unknown), None)
+
+
+def _judge(worst: Compared) -> None:
+    difference = f"the largest difference of a first gradient from the unsplit module's is {worst.difference:.1e}"
+    if worst.excess <= 1:
+        rank_zero_info(f"verify='first_step': {difference} ({worst.name}).")
+        return
+    text = f"{difference} ({worst.name}), relative to its norm"
+    if math.isinf(worst.difference):
+        text = f"of the first gradient of {worst.name} and that of the unsplit module only one is finite"
+    raise DivergenceError(
+        f"verify='first_step': {text}. The step computes something else once it is split, or it draws random numbers"
+        " (dropout) that differ: set its rate to 0 to tell the two apart. Weights that a hook changes between setup and"
+        " the first batch (on_train_start) differ too: change them in setup."
+    )
+
+
+def _typical(found: list[Compared]) -> float:
+    """How large an element of all gradients is: the root of the mean square."""
+    parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
+    squares, sizes = map(sum, zip(*parts, strict=True))
+    return math.sqrt(squares / max(sizes, 1))
+
+
+def _norm(tensor: Tensor) -> float:
+    """In fp64, where it does not overflow."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
+
+
+def _here(composed: Composed) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in composed.module.named_parameters() if not p.is_meta and p.requires_grad]

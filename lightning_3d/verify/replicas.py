@@ -1,0 +1,90 @@
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_3d.errors import DivergenceError
+from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.parallelize import Composed
+from lightning_3d.ranks.groups import has_peers
+from lightning_3d.ranks.mesh import SHARD_AXIS
+from lightning_3d.ranks.shards import local
+
+EVERY = 25
+"""Training batches between two comparisons of replicas."""
+CHUNK = 16 * 65521
+"""Bytes that are digested at once, as integers of eight bytes. A multiple of the period of their weights."""
+
+
+class ReplicaCheck:
+    """Whether what several ranks hold a copy of is the same, bit by bit, on all of them."""
+
+    def __init__(self, composed: Composed, layout: Layout, device: torch.device) -> None:
+        self.composed, self.layout, self.device = composed, layout, device
+        self.buffers = [name for name, _ in composed.module.named_buffers()]
+        """Those that all ranks know of: some are made while a stage trains."""
+
+    def check(self, step: int) -> None:
+        """Raise on every rank, naming the first parameter or buffer that is not. Collective over the world."""
+        if not has_peers():
+            return
+        named: list[tuple[str, Tensor | None]] = list(self.composed.module.named_parameters())
+        parameters, buffers = len(named), dict(self.composed.module.named_buffers())
+        named += [(name, buffers.get(name)) for name in self.buffers]
+        mine = torch.tensor([[digest(t), _axes(t)] for _, t in named], device=self.device)
+        world = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(world, mine)
+        for index, (name, _) in enumerate(named):
+            first: dict[tuple[int, ...], tuple[int, int]] = {}
+            for rank, table in enumerate(world):
+                mark, axes = table[index].tolist()
+                if axes < 0:
+                    continue  # another stage's
+                part = self._part(rank, axes) if index < parameters else self._peers(rank)
+                holder, expected = first.setdefault(part, (rank, mark))
+                if mark != expected:
+                    raise DivergenceError(
+                        f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which hold"
+                        " copies of it. Something changed it on one rank only: look for code that depends on the rank,"
+                        " or a gradient that is not reduced."
+                    )
+
+    def _peers(self, rank: int) -> tuple[int, ...]:
+        """What only tensor ranks have in common: batches, of which statistics are kept, and the stage that saw them."""
+        place = self.layout.coordinate(rank)
+        return place.data, place.pipeline
+
+    def _part(self, rank: int, axes: int) -> tuple[int, ...]:
+        """Which part of a parameter that is split over `axes` a rank holds."""
+        place = self.layout.coordinate(rank)
+        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
+        return (place.data % shard if axes & 1 else 0), (place.tensor if axes & 2 else 0)
+
+
+def _axes(parameter: Tensor | None) -> int:
+    """1 if split over data ranks, 2 over tensor ranks, 3 both; -1 if it is not here."""
+    if _absent(parameter):
+        return -1
+    if not isinstance(parameter, DTensor):
+        return 0
+    names = parameter.device_mesh.mesh_dim_names or ()
+    split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    return bool(split & {DATA_AXIS, SHARD_AXIS}) + 2 * (TENSOR_AXIS in split)
+
+
+def _absent(tensor: Tensor | None) -> bool:
+    """Whether there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
+    return tensor is None or tensor.is_meta or tensor.layout != torch.strided
+
+
+@torch.no_grad()
+def digest(parameter: Tensor | None) -> int:
+    """A number that depends on every bit of what this rank holds of `parameter`, and on where."""
+    if parameter is None or _absent(parameter):
+        return 0
+    held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)
+    weights = torch.arange(min(held.numel(), CHUNK), device=held.device) % 65521 + 1
+    total = torch.zeros((), dtype=torch.long, device=held.device)
+    for chunk in held.split(CHUNK):
+        total += (chunk * weights[: chunk.numel()]).sum()
+    return int(total)

@@ -1,0 +1,102 @@
+"""A whole copy of the module that takes the same steps, beside the one that is placed."""
+
+import copy
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.snapshot import Attributes
+from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
+
+_ELSE = "Use verify='replicas', or no verify."
+
+
+class Twin:
+    """Made before `module` is placed. The user's hooks are not run for it: what they change in between follows.
+
+    Weights do not: that shards hold what they should is for others to find out.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        known = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
+        memo = {id(each): each for each in known if each is not None}
+        memo.update(_computed(module))
+        try:
+            self.module: Any = copy.deepcopy(module, memo)
+        except Exception as error:
+            raise UnsupportedError(
+                f"verify='first_step' trains a copy of the module beside it, and {type(module).__name__} cannot be"
+                f" copied ({type(error).__name__}: {error}). Keep what cannot (a lock, an open file) elsewhere than in"
+                f" its attributes. {_ELSE}"
+            ) from error
+        self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever deepcopy is told
+        self.originals = list(module.modules())
+        self.hooked: set[int] = set()
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """What changes in `module` from now on, and until `follow`, its hooks have changed."""
+        self.attributes = Attributes(module)
+        self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+
+    def follow(self, module: nn.Module) -> None:
+        """Be as `module` is, which trains, where that was changed since the last look."""
+        Attributes(self.module).put(_copied(self.attributes.changes()))
+        modes = {name: part.training for name, part in module.named_modules()}
+        buffers = dict(module.named_buffers())
+        for name, part in self.module.named_modules():
+            part.training = modes.get(name, part.training)
+        for name, buffer in self.module.named_buffers():
+            self._follow_buffer(name, buffer, buffers.get(name))
+        for name, parameter in module.named_parameters():
+            mine = self.module.get_parameter(name)
+            mine.requires_grad_(parameter.requires_grad)
+            for key, hook in (parameter._backward_hooks or {}).items():
+                if key not in self.hooked:
+                    self.hooked.add(key)
+                    mine.register_hook(hook)
+
+    def _follow_buffer(self, name: str, mine: Tensor, now: Tensor | None) -> None:
+        seen, version = self.buffers.get(name, (None, 0))
+        if now is None or now.is_meta or now.shape != mine.shape:  # another stage's, or a part
+            return
+        if now is not seen or now._version != version:
+            with torch.no_grad():
+                mine.copy_(now)
+
+    def loss(self, args: tuple[Any, ...]) -> Tensor | None:
+        """Of a step on a copy of the batch, which a step may change."""
+        handles = [part.register_forward_pre_hook(_refuse) for part in self.originals]
+        try:
+            return loss_of(self.module.training_step(*_copied(args)))
+        except Exception as error:
+            raise UnsupportedError(
+                f"verify='first_step' also runs training_step on a copy of the module, where it failed"
+                f" ({type(error).__name__}: {error}). If it does not fail without: a lambda or a function inside of"
+                f" another reaches the module that was copied, not the copy; make it a method. {_ELSE}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _refuse(part: nn.Module, _: Any) -> None:
+    raise RuntimeError(f"it called {type(part).__name__} of the module itself")
+
+
+def _computed(module: nn.Module) -> dict[int, Tensor]:
+    """What has a graph cannot be copied with it: `weight_norm` keeps such a weight, and computes it again."""
+    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    return {id(value): value.detach().clone() for value in kept if not value.is_leaf}
+
+
+def _copied(value: Any) -> Any:
+    """Containers too: what a step takes out of a batch (`batch.pop`) is still in the other."""
+    return map_leaves(_cloned, unshared(value))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,72 @@
+"""What one strategy sends gradients and sharded parameters with: groups, background thread, ledger."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.comm import CommConfig, Compression, Engine, Ledger, Replicas, build_collectives, build_compression
+from lightning_3d.ranks.groups import Axes
+from lightning_3d.zero.fsdp_seam import FullySharded
+
+
+class Communication:
+    """The data axis of one rank.
+
+    The groups of `axes` are apart from those of the mesh, since the background thread uses them while the main thread
+    uses the mesh's.
+    """
+
+    def __init__(self, axes: Axes, config: CommConfig, *, streams: bool) -> None:
+        self.axes, self.config = axes, config
+        self.ledger = Ledger()
+        self._replicas: list[Replicas] = []
+        self._sharded: list[FullySharded] = []
+        self.engine = Engine(threaded=not streams)
+
+    def replicas(self, parameters: list[nn.Parameter]) -> Replicas:
+        """Keep `parameters` equal over the data axis."""
+        collectives = build_collectives(self.config, self.axes.whole, self.ledger, "data_parallel")
+        replicas = Replicas(
+            parameters,
+            collectives,
+            self.engine,
+            bucket_mb=self.config.bucket_mb,
+            compression=build_compression(self.config, collectives),
+        )
+        self._replicas.append(replicas)
+        return replicas
+
+    def attach(self, root: nn.Module) -> FullySharded:
+        """Put our collectives under every `fully_shard`-ed module of `root`."""
+        shard = build_collectives(self.config, self.axes.shard or self.axes.whole, self.ledger, "data_parallel")
+        replicate = None
+        if self.axes.replicate is not None:
+            replicate = build_collectives(self.config, self.axes.replicate, self.ledger, "data_replicate")
+        compression = build_compression(self.config, shard)
+        sharded = FullySharded(root, shard, self.engine, replicate, compression=compression)
+        self._sharded.append(sharded)
+        return sharded
+
+    @property
+    def compressed(self) -> list[tuple[Compression, dict[str, nn.Parameter]]]:
+        """Every compression, and the parameters behind the keys of its memory."""
+        senders: list[FullySharded | Replicas] = [*self._sharded, *self._replicas]
+        return [(sender.compression, sender.keyed) for sender in senders if sender.compression is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's rounding depends on: leftovers of compression, and which gradients travel together."""
+        return {
+            "compressions": [compression.state_dict() for compression, _ in self.compressed],
+            "orders": [replicas.state_dict() for replicas in self._replicas],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave on the rank in the same place of the same layout."""
+        for (compression, _), saved in zip(self.compressed, state["compressions"], strict=True):
+            compression.load_state_dict(saved)
+        for replicas, saved in zip(self._replicas, state["orders"], strict=True):
+            replicas.load_state_dict(saved)
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,288 @@
+"""What ZeRO needs of FSDP2's private state (the seam for collectives has its own part in zero/fsdp_private.py).
+
+Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when what is
+used here changes.
+
+What we ask FSDP2 that it does not offer in public. Read in torch 2.13, guarded for 2.11; nothing else touches it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def same_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Apply `fully_shard` without the change of class that goes with it.
+
+    The class is changed only for the convenience of FSDPModule's setters. It would show in the user's own
+    `type(self)`, cannot be done to a generic class, and forbids `copy.deepcopy`.
+    """
+    kinds = {type(module) for module in modules}
+    before = {kind: cls_to_fsdp_cls.get(kind) for kind in kinds}
+    cls_to_fsdp_cls.update({kind: kind for kind in kinds})
+    try:
+        yield
+    finally:
+        for kind, wrapped in before.items():
+            if wrapped is None:
+                del cls_to_fsdp_cls[kind]
+            else:
+                cls_to_fsdp_cls[kind] = wrapped
+
+
+def state_of(module: nn.Module) -> Any:
+    """FSDP's state of `module`, or None where it was not applied."""
+    return fully_shard.state(module) if module in _module_state_mapping else None  # type: ignore[attr-defined]
+
+
+def param_groups(root: nn.Module) -> list[Any]:
+    """Every FSDP parameter group below `root`, in the order of the module tree (the root's first).
+
+    Walks all modules: ask once, not once a step.
+    """
+    return [group for module in root.modules() for group in groups_at(module)]
+
+
+def _states(root: nn.Module) -> Iterator[Any]:
+    for module in root.modules():
+        if (state := state_of(module)) is not None:
+            yield state
+
+
+def make_root(module: nn.Module) -> None:
+    """Declare `module` the root now, and take its forward hooks off.
+
+    A LightningModule's own `forward` is called zero, one or many times inside one `training_step`; the strategy opens
+    and closes the root's part of a step itself (`open_step`, `start_backward`), whatever the user's code calls.
+    """
+    state = state_of(module)
+    state._lazy_init()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for each in _states(module):
+        # a copy of a module shares the state, as it shares the process groups inside
+        each.__deepcopy__ = lambda memo, each=each: each
+
+
+def hold(root: nn.Module, groups: Iterable[Any], held: bool) -> None:
+    """While held, backwards accumulate whole gradients and keep the whole parameters (ZeRO 1)."""
+    for group in groups:
+        group.reduce_grads = not held
+        group.reshard_after_backward = not held
+    state_of(root)._state_ctx.is_last_backward = not held
+
+
+def drop(groups: Iterable[Any]) -> None:
+    """Forget the whole gradients that held backwards have left."""
+    for param in (param for group in groups for param in group.fsdp_params):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):  # which comes with the first gather
+            param._unsharded_param.grad = None
+
+
+def follow_shards(groups: Iterable[Any]) -> None:
+    """What is whole gets gradients where its shard does; FSDP2 sees to it when it gathers."""
+    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
+        param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+
+def lead_shards(groups: Iterable[Any]) -> None:
+    """The other way: shards get gradients where what is whole does, which the user's step may have frozen or thawed."""
+    for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
+        param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
+
+
+def rest(groups: Sequence[Any]) -> None:
+    """Shard everything that is whole."""
+    lead_shards(groups)
+    for group in groups:
+        group.reshard()
+
+
+def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each parameter that is whole, and its shard."""
+    params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
+    return [(param._unsharded_param, param.sharded_param) for param in params]
+
+
+def open_step(root: nn.Module) -> None:
+    """What the root's pre-forward hook would do once per forward: order the streams, claim the iteration."""
+    state = state_of(root)
+    state._state_ctx.iter_forward_root = None
+    state._root_pre_forward(root, (), {})
+
+
+def close_step(root: nn.Module, groups: Iterable[Any]) -> None:
+    """End an iteration that has no backward."""
+    context = state_of(root)._state_ctx
+    context.iter_forward_root = None
+    state_of(root)._comm_ctx.post_forward_order.clear()
+    for group in groups:
+        group._post_forward_indices.clear()
+
+
+def start_backward(root: nn.Module, grad: Any = None) -> Any:
+    """What the hook on the root's outputs would do: gather the root's parameters, queue the end of backward."""
+    return state_of(root)._pre_backward(grad)
+
+
+def queue_end_of_backward(root: nn.Module) -> None:
+    """Have the running backward end with the reduction of everything that has a gradient."""
+    state_of(root)._register_root_post_backward_final_callback()
+
+
+def reduce_now(root: nn.Module, groups: Iterable[Any]) -> None:
+    """Reduce every gradient that backwards have accumulated so far, outside of a backward."""
+    for group in groups:
+        group.post_backward()
+    state_of(root)._root_post_backward_final_callback()
+
+
+def accumulates_beside(param: Any) -> bool:
+    """Whether gradients are reduced in another dtype than they are computed in, and accumulate apart for that."""
+    return param.reduce_dtype is not None and param.reduce_dtype != param._unsharded_param.dtype
+
+
+@torch.no_grad()
+def stand_in(param: Any) -> torch.Tensor:
+    """A tensor like the whole parameter, in the dtype of reduction, with the gradient accumulated so far as `.grad`."""
+    if param.unsharded_accumulated_grad is None:
+        param.to_accumulated_grad_if_needed()
+    else:
+        param.accumulate_unsharded_grad_if_needed()
+    whole = param._unsharded_param
+    result = torch.empty_like(whole, dtype=param.reduce_dtype).requires_grad_(whole.requires_grad)
+    result.grad = param.unsharded_accumulated_grad
+    return result
+
+
+def gather(group: Any, wait: bool = True) -> None:
+    """Make the parameters of one group whole; without `wait` only start to."""
+    if group.is_unsharded:
+        return
+    group.unshard(async_op=not wait)
+    if wait:
+        group.wait_for_unshard()
+
+
+def forget(root: nn.Module) -> None:
+    """Remove every trace of `fully_shard` but the sharded parameters themselves, which the caller replaces."""
+    for module in list(root.modules()):
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(name, None)
+        if state_of(module) is not None:
+            _forget_one(module)
+
+
+def _forget_one(module: Any) -> None:
+    state = state_of(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in groups_at(module):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for param in group.fsdp_params:
+            param._post_load_hook_handle.remove()
+    _module_state_mapping.pop(module, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+
+
+def groups_at(module: nn.Module) -> list[Any]:
+    """The parameter groups sharded at this very module (torch 2.13 has a list, torch 2.11 one or none)."""
+    state: Any = _get_module_fsdp_state(module)
+    if state is None:
+        return []
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def install(group: Any, all_gather: AllGather, reduce_scatter: ReduceScatter, in_background: bool) -> None:
+    """Set the collectives of one group. The public setters are methods of a class that modules need not have."""
+    assert hasattr(group, "_all_gather_comm")
+    assert hasattr(group, "_reduce_scatter_comm")
+    group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
+    group.unshard_async_op = in_background
+
+
+def sharded_parameters(group: Any) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def gathers_whole(group: Any, dtype: torch.dtype) -> bool:
+    """Whether each gathered parameter is one tensor that starts as its shards in rank order, all of one dtype."""
+    return (
+        dtype != torch.uint8  # mixed dtypes travel as bytes
+        and not group.is_sharded_post_forward  # a part of the ranks
+        and all(
+            parameter.fsdp_placement.dim == 0 and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+            for parameter in group.fsdp_params
+        )
+    )
+
+
+def destinations(group: Any, shards: Sequence[Tensor], size: int) -> list[Tensor]:
+    """The memory of the gathered parameters; FSDP2 would take it when it copies out, we take it before the gather."""
+    targets = []
+    for parameter, shard in zip(group.fsdp_params, shards, strict=True):
+        parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
+        parameter.alloc_all_gather_outputs()
+        targets.append(parameter.all_gather_outputs[0].data)  # .data: autograd must not see a new version
+    return targets
+
+
+def scatters_as_is(group: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
+    return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
+
+
+def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """`gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
+    rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
+    missing = -rows.shape[0] % size
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+def trainable(group: Any) -> list[int]:
+    """Which of the group's parameters are trained now."""
+    return [place for place, parameter in enumerate(sharded_parameters(group)) if parameter.requires_grad]
+
+
+def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:
+    """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
+    if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
+        return False
+    if group._all_reduce_hook not in (None, our_hook):
+        return False
+    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in sharded_parameters(group))
+
+
+def frees_parameters(module: nn.Module) -> bool:
+    return any(group._reshard_after_forward for group in groups_at(module))
+
+
+def added(gradients: list[Tensor | None]) -> Tensor:
+    """All of `gradients` added to the first one."""
+    total, *others = [gradient for gradient in gradients if gradient is not None]
+    for other in others:
+        assert isinstance(total, DTensor)
+        assert isinstance(other, DTensor)
+        total.to_local().add_(other.to_local())
+    return total

@@ -1,0 +1,310 @@
+"""The seam into FSDP2: our collectives under `fully_shard`, in the background, without streams.
+
+FSDP2 overlaps communication with compute by streams, and a CPU has none: its reduce-scatter blocks backward, its
+all-gather blocks forward. Here both return at once and finish in the engine's thread.
+
+[Note: deferred reduce-scatter] After a reduce-scatter `foreach_reduce` only makes views of the output and puts them
+into `.grad`, as long as it has nothing more to compute from it. So the output may be filled later, at the latest by
+the end of backward (`FullySharded.finish`, which queues itself there). It does compute from it when it divides
+afterwards (fp16), casts to another dtype, reduces over a second mesh axis (HSDP), calls a user's hook, or adds to a
+gradient that is there already. The last is turned around: the old gradient is put aside and added at the end. In the
+other cases we wait on the spot.
+
+[Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
+before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
+`Comm.allocate`, which is ours, so for a ring (which can send several tensors as one collective) we return a `Promise`:
+a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
+themselves.
+
+What is private in FSDP2 is touched in zero/fsdp_private.py, comm/unallocated.py and the imports below.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from lightning_3d.comm.background_queue import Engine, Handle
+from lightning_3d.comm.collectives import Collectives, Native
+from lightning_3d.comm.compression import Compression
+from lightning_3d.comm.ring import Pieces
+from lightning_3d.comm.unallocated import Copies, Promise
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.autograd_private import in_backward
+from lightning_3d.zero.fsdp_private import (
+    added,
+    destinations,
+    frees_parameters,
+    gathers_whole,
+    groups_at,
+    install,
+    only_views_follow,
+    padded,
+    scatters_as_is,
+    sharded_parameters,
+    trainable,
+)
+
+
+class FullySharded:
+    """Our collectives attached to every `fully_shard`-ed module under `root`.
+
+    Args:
+        root: holds the sharded modules (it may be one itself).
+        collectives: over the ranks of the shard axis, on a group that nothing else uses.
+        engine: runs them; the same one for everything on these ranks.
+        replicate: over the ranks that hold the same shard (hybrid shard). Shard over a 1-D mesh then: with a 2-D
+            mesh FSDP2 reduces over the second axis itself, with the library's all-reduce, and waits for it.
+        compression: for the reduce-scatters, over the same ranks; its memory goes by module name and position.
+
+    Backward ends with all gradients in place. Outside of a backward (`post_backward` called by a pipeline) each
+    reduce-scatter is waited for, unless `deferred = True`: then call `finish()` before gradients are read.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        collectives: Collectives,
+        engine: Engine,
+        replicate: Collectives | None = None,
+        *,
+        compression: Compression | None = None,
+    ) -> None:
+        self.collectives, self.engine, self.replicate = collectives, engine, replicate
+        self.compression = compression
+        self.deferred = False
+        self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
+        self.names = {module: name for name, module in root.named_modules()}
+        self.modules = [module for module in root.modules() if groups_at(module)]
+        self._order: list[nn.Module] = []
+        self._pending: list[Handle] = []
+        self._aside: dict[nn.Parameter, list[Tensor]] = {}
+        self._queued = False
+        self._later = False
+        self._hooks = []
+        for module in self.modules:
+            for group in groups_at(module):
+                install(group, _AllGather(self, module, group), _ReduceScatter(self, module, group), engine.threaded)
+                if replicate is not None:
+                    group._all_reduce_hook = self._all_reduce
+            if engine.threaded:
+                self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
+
+    def __deepcopy__(self, memo: Any) -> "FullySharded":
+        return self  # a copied module's hooks point here
+
+    def key(self, module: nn.Module, place: int) -> str:
+        """What the compression remembers a parameter of `module`'s group by."""
+        return f"{self.names[module]}.{place}"
+
+    @property
+    def keyed(self) -> dict[str, nn.Parameter]:
+        """The sharded parameters by these keys."""
+        return {
+            self.key(module, place): parameter
+            for module in self.modules
+            for group in groups_at(module)
+            for place, parameter in enumerate(sharded_parameters(group))
+        }
+
+    def detach(self) -> None:
+        """Give the modules FSDP2's own collectives back."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        for module in self.modules:
+            for group in groups_at(module):
+                install(group, DefaultAllGather(), DefaultReduceScatter(), False)
+                group._all_reduce_hook = None
+
+    def finish(self) -> None:
+        """Wait for every outstanding reduction and put the gradients in place."""
+        self._queued = False
+        pending, self._pending = self._pending, []
+        for handle in pending:
+            handle.wait()
+        aside, self._aside = self._aside, {}
+        with torch.no_grad():
+            for parameter, earlier in aside.items():
+                parameter.grad = added([*earlier, parameter.grad])
+
+    def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
+        """Start an all-gather."""
+        if module not in self._order:
+            self._order.append(module)
+        collectives = self._over(group)
+        return self.engine.submit(lambda: collectives.all_gather(output, input))
+
+    def scatter(self, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool) -> None:
+        """Start a reduce-scatter, and end it too unless it may end `later`."""
+        self._scatter(lambda: self.collectives.reduce_scatter(output, input, average=average), fsdp_group, later)
+
+    def scatter_compressed(
+        self,
+        output: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        fsdp_group: Any,
+        keys: Sequence[str],
+        average: bool,
+        later: bool,
+    ) -> None:
+        """The same through the compression; `gradients` still have their rows."""
+        compression, size = self.compression, self.collectives.size
+        assert compression is not None
+        inputs = [gradient.view(-1) for gradient in gradients]
+        widths = [gradient[:1].numel() for gradient in gradients]
+
+        def job() -> None:
+            compression.reduce_scatter(output, inputs, keys, widths)
+            if not average:
+                for part in output:
+                    part.mul_(size)
+
+        self._scatter(job, fsdp_group, later)
+
+    def _scatter(self, job: Callable[[], None], fsdp_group: Any, later: bool) -> None:
+        later = self._later = later and self._can_wait()
+        if later:
+            self._put_aside(fsdp_group)
+        else:
+            self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
+        self._end(self.engine.submit(job), later)
+
+    def _all_reduce(self, shard: Tensor) -> None:
+        """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
+        assert self.replicate is not None
+        replicate = self.replicate
+        handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True))
+        self._end(handle, self._later)
+
+    def _end(self, handle: Handle, later: bool) -> None:
+        if not later:
+            handle.wait()
+            return
+        self._pending.append(handle)
+        if not self._queued and not self.deferred:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self.finish)
+
+    def _can_wait(self) -> bool:
+        return self.engine.threaded and (self.deferred or in_backward())
+
+    def _put_aside(self, fsdp_group: Any) -> None:
+        for parameter in sharded_parameters(fsdp_group):
+            if parameter.grad is not None:
+                self._aside.setdefault(parameter, []).append(parameter.grad)
+                parameter.grad = None
+
+    def _gather_ahead(self, module: nn.Module, args: Any) -> None:
+        """Start the all-gathers of the modules that run after `module`, in the order of the first step.
+
+        Only in training: end of backward clears a gather that was not used, and nothing would do so in evaluation.
+        Not in backward, where activation checkpointing calls modules again.
+        """
+        if not torch.is_grad_enabled() or in_backward() or module not in self._order:
+            return
+        following = self._order[self._order.index(module) + 1 :]
+        for later in following[:1] if frees_parameters(module) else following:
+            for group in groups_at(later):
+                group.unshard(async_op=True)
+
+    def _over(self, group: dist.ProcessGroup) -> Collectives:
+        """The collectives to use where FSDP2 says `group`: ours, or native on the part of it that it names."""
+        if group.size() == self.collectives.size:
+            return self.collectives
+        return Native(group, self.collectives.ledger, self.collectives.axis)
+
+
+class _AllGather(AllGather):
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.seam.direct and gathers_whole(self.group, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        output: Pieces = output_tensor
+        input: Pieces = input_tensor
+        if isinstance(output_tensor, Promise):
+            input = output_tensor.copies.sources
+            output = output_tensor.copies.targets = destinations(self.group, input, group.size())
+        handle = self.seam.gather(output, input, group, self.module)
+        if async_op and self.seam.engine.threaded:
+            return _Pending(handle)
+        handle.wait()
+        return None
+
+
+class _ReduceScatter(ReduceScatter):
+    def __init__(self, seam: FullySharded, module: nn.Module, group: Any) -> None:
+        self.seam, self.module, self.group = seam, module, group
+        self._awaited: int | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called twice for each reduce-scatter: for its input, then for its output, N times shorter."""
+        numel = math.prod(map(int, size))
+        is_input = numel != self._awaited
+        self._awaited = numel // self.seam.collectives.size if is_input else None
+        direct = self.seam.direct or self.seam.compression is not None
+        if is_input and direct and scatters_as_is(self.group, dtype):
+            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        average = op == dist.ReduceOp.AVG
+        if not average and op != dist.ReduceOp.SUM:
+            raise UnsupportedError(
+                f"a fully sharded module asks for {op}, which needs FSDP2's own collectives. Call"
+                " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
+            )
+        later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
+        if not isinstance(input_tensor, Promise):
+            self.seam.scatter(output_tensor, input_tensor, self.group, average, later)
+            return None
+        size, gradients = group.size(), input_tensor.copies.sources
+        input_tensor.copies.sources = []  # FSDP2 keeps the buffer for a while, the gradients may go
+        gradients = [padded(gradient, size, output_tensor.dtype) for gradient in gradients]
+        outputs = output_tensor.view(-1).split([gradient.numel() // size for gradient in gradients])
+        places = trainable(self.group)
+        if self.seam.compression is not None and len(gradients) == len(places):
+            keys = [self.seam.key(self.module, place) for place in places]
+            self.seam.scatter_compressed(outputs, gradients, self.group, keys, average, later)
+            return None
+        if self.seam.compression is not None:
+            warnings.warn(
+                f"{len(gradients)} of {len(places)} parameters of a sharded module have a gradient. Which"
+                " ones is not known here, so they are sent uncompressed this time.",
+                stacklevel=2,
+            )
+        if self.seam.direct:
+            self.seam.scatter(outputs, gradients, self.group, average, later)
+        else:
+            whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
+            self.seam.scatter(output_tensor, whole, self.group, average, later)
+        return None
+
+
+class _Pending(dist.Work):
+    """What FSDP2 waits for before it copies gathered parameters out (it asks for this very type)."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._handle.wait()
+        return True

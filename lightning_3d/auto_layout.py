@@ -30,10 +30,10 @@ from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Precision
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style, step_arguments
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
-from lightning_3d.sandbox.trial import as_before, optimizers_on_demand
+from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 
@@ -237,7 +237,7 @@ class Seen:
 
 def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any], counted: Profile) -> Seen:
     """What `training_step` computes and keeps on the first batch, run on tensors without memory."""
-    with random_streams.set_aside():
+    with random_streams.restored_streams():
         loaders = loaders_of(trainer)
         if not map_style(loaders):
             return Seen(counted, problems=("its data can be read only once, so activations are not known",))
@@ -260,7 +260,12 @@ def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, R
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
     record = Record()
-    with random_streams.set_aside(), as_before(module), optimizers_on_demand(module), LogTap(module).recording(record):
+    with (
+        random_streams.restored_streams(),
+        state_restored(module),
+        optimizers_on_demand(module),
+        LogRecorder(module).recording(record),
+    ):
         with fake_tensors(module, mode), mode, torch.enable_grad(), traced(module, trace):
             return step(*step_arguments(step, fakes)), record
 

@@ -81,7 +81,7 @@ _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
 
 
 @contextmanager
-def said_of_parts(layout: object) -> Iterator[None]:
+def explain_shard_errors(layout: object) -> Iterator[None]:
     """Entered around a training step and its backward, in `layout`."""
     try:
         yield
@@ -111,7 +111,7 @@ def said_of_parts(layout: object) -> Iterator[None]:
         raise
 
 
-def is_absent(error: Exception) -> bool:
+def is_meta_error(error: Exception) -> bool:
     """Whether torch says that a tensor is on meta, where only those of other stages are."""
     return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
 

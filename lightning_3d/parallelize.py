@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.state_dict import swap_parameters, whole_optimizer_entries
+from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.exchange import Stages
-from lightning_3d.pipeline.observe import Whole, observe_one_batch
+from lightning_3d.pipeline.observe import UncutRun, observe_one_batch
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split, plan_split
@@ -34,26 +34,26 @@ from lightning_3d.sandbox.same_batch import compare_first_batch
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_gather import let_by
+from lightning_3d.tensor.late_gather import pass_late_gather
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
 from lightning_3d.tensor.tensor_plan import TensorPlan
 from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
-from lightning_3d.zero.data_axis import Communication
+from lightning_3d.zero.data_axis import DataAxis
 
 
 @dataclass(frozen=True)
-class Plans:
+class ParallelPlan:
     """What is to be done to a module, decided on the whole of it; equal on every rank."""
 
     anatomy: Anatomy
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
-    whole: Whole | None = None
+    whole: UncutRun | None = None
     """What a microbatch showed of the module before it is cut."""
 
 
 def plan_pipeline(
-    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, whole: Whole | None = None
+    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, whole: UncutRun | None = None
 ) -> PipelineSplit | None:
     """How `module` is cut into stages, None with one pipeline rank."""
     if layout.pipeline_parallel_size == 1:
@@ -86,7 +86,7 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
 
 
 @dataclass
-class Composed:
+class ParallelModule:
     """A module to which everything has been applied."""
 
     module: nn.Module
@@ -134,7 +134,7 @@ class Composed:
         if self.plain:
             return
         self.data.rest()
-        entries = [whole_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
+        entries = [full_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
         for hook in self.hooks:
             hook.remove()
@@ -147,9 +147,9 @@ class Composed:
         swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
 
 
-def cut(module: nn.Module, plans: Plans, layout: Layout, mesh: DeviceMesh) -> Composed:
+def cut(module: nn.Module, plans: ParallelPlan, layout: Layout, mesh: DeviceMesh) -> ParallelModule:
     """Keep the stages of this rank, in place. Every rank calls it, with equal weights."""
-    result = Composed(module, originals=dict(module.named_parameters()))
+    result = ParallelModule(module, originals=dict(module.named_parameters()))
     if plans.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
         per_rank = plans.split.num_stages // group.size()
@@ -157,16 +157,16 @@ def cut(module: nn.Module, plans: Plans, layout: Layout, mesh: DeviceMesh) -> Co
         mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
         result.split = apply_split(module, plans.split, mine)
         result.stages = Stages(plans.split, group, ranks)
-        _let_go(result.swaps)
+        _free_foreign(result.swaps)
     return result
 
 
 def divide(
-    result: Composed,
-    plans: Plans,
+    result: ParallelModule,
+    plans: ParallelPlan,
     layout: Layout,
     mesh: DeviceMesh,
-    communication: Communication,
+    communication: DataAxis,
     policy: MixedPrecisionPolicy,
     *,
     training: bool,
@@ -183,13 +183,14 @@ def divide(
     result.splits = _splits_of(module, result.tensor)
     if result.tensor is not None and isinstance(result.data, ShardedData):
         result.hooks = [
-            block.register_forward_pre_hook(let_by, prepend=True, with_kwargs=True) for block in result.data.blocks
+            block.register_forward_pre_hook(pass_late_gather, prepend=True, with_kwargs=True)
+            for block in result.data.blocks
         ]
     if result.stages is not None:
         result.stages.locate_parameters(module)
 
 
-def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _free_foreign(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Free what other stages hold: optimizers find their parameters by the old ones, which live on, empty."""
     for old in swaps:
         old.data = old.data.new_empty(0)
@@ -197,10 +198,10 @@ def _let_go(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
 
 def _shard(
     module: nn.Module,
-    plans: Plans,
+    plans: ParallelPlan,
     layout: Layout,
     mesh: DeviceMesh,
-    communication: Communication,
+    communication: DataAxis,
     policy: MixedPrecisionPolicy,
     training: bool,
 ) -> DataParallel:
@@ -235,7 +236,7 @@ OnRankZero = Callable[[Callable[[], TensorPlan]], TensorPlan]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class UserChoices:
     """What the user chose about one module, beside the layout."""
 
     pipeline_split: Sequence[str] | None = None
@@ -250,11 +251,11 @@ def make_plans(
     trainer: Trainer,
     module: LightningModule,
     layout: Layout,
-    choices: Choices,
+    choices: UserChoices,
     to_device: Callable[[Any], Any],
     on_rank_zero: OnRankZero,
     plugin: Precision3D,
-) -> Plans:
+) -> ParallelPlan:
     """Decide on the whole module what will be done to it, the same on every rank."""
     compare_first_batch(trainer, layout)
     anatomy = Anatomy.of(module)
@@ -267,7 +268,7 @@ def make_plans(
         whole = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, whole)
     if layout.tensor_parallel_size == 1:
-        return Plans(anatomy, split, whole=whole)
+        return ParallelPlan(anatomy, split, whole=whole)
     calls = record_one_batch(trainer, module, to_device)
     tensor = on_rank_zero(
         lambda: plan_tensor(
@@ -278,11 +279,11 @@ def make_plans(
             calls=calls,
         )
     )
-    return Plans(anatomy, split, keep_within_stages(tensor, split), whole)
+    return ParallelPlan(anatomy, split, keep_within_stages(tensor, split), whole)
 
 
 def pipelines(
-    plans: Plans, layout: Layout, choices: Choices, *, mesh: DeviceMesh, device: torch.device, ledger: Ledger
+    plans: ParallelPlan, layout: Layout, choices: UserChoices, *, mesh: DeviceMesh, device: torch.device, ledger: Ledger
 ) -> Callable[[nn.Module, Hooks], Pipeline]:
     """What builds the pipeline of a module that was cut by these plans, around hooks."""
 

@@ -52,7 +52,7 @@ LOADERS = {
 }
 
 
-class Look(Callback):
+class Candidates(Callback):
     """Looks ahead where the strategy does, and sees what training is given."""
 
     def __init__(self):
@@ -68,7 +68,7 @@ class Look(Callback):
 @pytest.mark.parametrize("kind", LOADERS)
 def test_training_has_the_batch_that_was_looked_at(kind):
     make, looked_at = LOADERS[kind]
-    module, look = build("MLP"), Look()
+    module, look = build("MLP"), Candidates()
     batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in (0, 4, 8)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

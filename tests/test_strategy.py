@@ -86,12 +86,12 @@ def _nothing_to_train():
 
 
 def _lazy():
-    class Lazy(MLP):
+    class LateGather(MLP):
         def __init__(self):
             super().__init__()
             self.net = nn.LazyLinear(1)
 
-    _fit(Lazy(), 2)
+    _fit(LateGather(), 2)
 
 
 def _leftover_group():
@@ -140,7 +140,7 @@ def _after_fit(stage):
     return dict(module.state_dict())
 
 
-def _let_go(options):
+def _free_foreign(options):
     trainer = _fit(GPT(), 2, **options)
     run, weight = weakref.ref(trainer.strategy), weakref.ref(trainer.lightning_module.head.weight)
     del trainer
@@ -153,7 +153,7 @@ def _let_go(options):
                 {"pipeline_parallel_size": 2}], ids=str,
 )  # fmt: skip
 def test_a_run_that_nobody_refers_to_leaves_memory(options):
-    assert run(_let_go, options, world=2) == [(True, True)] * 2
+    assert run(_free_foreign, options, world=2) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -352,7 +352,7 @@ def test_state_dict_on_rank_zero_alone_is_fine_where_nothing_is_sharded():
     assert run(_rank_zero_saves_weights, world=2)[0] > 0
 
 
-class Copies(Callback):
+class CopyNotes(Callback):
     """What keeps an average of the weights does, or a callback that looks at other callbacks."""
 
     def on_train_start(self, trainer, pl_module):
@@ -368,7 +368,7 @@ def _held(module):
 
 
 def _copied_within_fit(strategy):
-    keeper = Copies()
+    keeper = CopyNotes()
     seed_everything(0, verbose=False)
     Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), callbacks=[keeper], max_steps=2).fit(UntiedGPT())
     return keeper.kept, keeper.trained

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.errors import CheckpointError
-from lightning_3d.parallelize import Composed
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.pipeline.exchange import Stages
 from lightning_3d.tensor.apply import full_tensor
 from lightning_3d.tensor.geometry import TensorSplit
@@ -55,10 +55,10 @@ class Copy:
     """"part" of a tensor, a "number" computed from parts, "away" on another stage, or "here"."""
 
 
-class Clones:
+class AveragedWeights:
     """Finds copies of the parameters of `composed`, and knows how these are held after they are whole again too."""
 
-    def __init__(self, composed: Composed) -> None:
+    def __init__(self, composed: ParallelModule) -> None:
         self.held = {
             name: Held(p.shape, p.placements if isinstance(p, DTensor) else None, composed.splits.get(p))
             for name, p in composed.module.named_parameters(remove_duplicate=False)
@@ -168,20 +168,20 @@ class _Said:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingCopies:
     """States of callbacks that have to be cut, which is only known how once the module is placed."""
 
     states: dict[Any, Any]
     cuts: list[tuple[Path, str]]
 
     @classmethod
-    def take(cls, loaded: dict[str, Any]) -> "Waiting | None":
+    def take(cls, loaded: dict[str, Any]) -> "PendingCopies | None":
         """Take them out of a checkpoint that was loaded."""
         found = [(tuple(path), name) for path, name in loaded.pop(PARTS, ())]
         cuts = [(path, name) for path, name in found if path[0] == CALLBACKS and path[1] in loaded.get(CALLBACKS, {})]
         return cls({key: loaded[CALLBACKS].pop(key) for key in {path[1] for path, _ in cuts}}, cuts) if cuts else None
 
-    def give(self, trainer: Trainer, composed: Composed) -> None:
+    def give(self, trainer: Trainer, composed: ParallelModule) -> None:
         """Cut them as the parameters are now, and give them to the callbacks."""
         named = dict(composed.module.named_parameters(remove_duplicate=False))
         state = {CALLBACKS: self.states}

@@ -17,7 +17,7 @@ Note = Callable[[Any, list[str]], None]
 """Told the trainer and what could take the place of the last checkpoint, the newest first."""
 
 
-def tell_of_last(note: Note) -> None:
+def announce_last(note: Note) -> None:
     """Call `note` whenever some Trainer looks for the last checkpoint. Takes effect once."""
     original = ModelCheckpoint._find_last_checkpoints
     if getattr(original, "tells", False):

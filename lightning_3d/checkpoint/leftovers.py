@@ -24,7 +24,7 @@ from lightning_3d.comm.compression import AVERAGE
 from lightning_3d.comm.powersgd import RIGHT, PowerSGD
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate
-from lightning_3d.zero.data_axis import Communication
+from lightning_3d.zero.data_axis import DataAxis
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sending:
 
 
 def sending(
-    communication: Communication, module: nn.Module, splits: Splits, coordinate: Coordinate, scale: float
+    communication: DataAxis, module: nn.Module, splits: Splits, coordinate: Coordinate, scale: float
 ) -> Sending:
     """How the rank at `coordinate` sends the gradients of `module`."""
     names = parameter_names(module)

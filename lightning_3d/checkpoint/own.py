@@ -13,7 +13,7 @@ from lightning_3d.data.same_samples import fingerprint
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_main_streams
-from lightning_3d.zero.data_axis import Communication
+from lightning_3d.zero.data_axis import DataAxis
 
 Own = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ def own_state(
     layout: Layout,
     coordinate: Coordinate,
     step_random: StepRandom,
-    communication: Communication,
+    communication: DataAxis,
     sending: Sending,
     places: Any,
     loaders: Any,
@@ -73,7 +73,7 @@ class Found:
         return None if self.data is None else self.data["places"]
 
 
-def find_own(states: Sequence[Own], layout: Layout, coordinate: Coordinate) -> Found:
+def find_own_state(states: Sequence[Own], layout: Layout, coordinate: Coordinate) -> Found:
     """Which of the states of all ranks that were saved concern the rank at `coordinate`."""
     leaders: dict[int, Own] = {}
     for state in states:
@@ -107,7 +107,7 @@ def _one_for_all(leaders: Mapping[int, Own]) -> list[Any]:
     return []
 
 
-def restore_own(found: Found, step_random: StepRandom, communication: Communication, sending: Sending) -> None:
+def restore_own(found: Found, step_random: StepRandom, communication: DataAxis, sending: Sending) -> None:
     """Go on with the random streams of this data rank, and with what compression left over."""
     state = found.same or found.data
     if state is None:

@@ -46,7 +46,7 @@ class Handle:
         return self._error
 
 
-class Engine:
+class BackgroundQueue:
     """Runs jobs one after the other in a background thread.
 
     Every rank must submit the same collectives in the same order, on process groups that nothing else uses

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.comm.background_queue import Engine, Handle
+from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.ring import SMALL_BYTES
@@ -89,7 +89,7 @@ def _size(parameter: nn.Parameter) -> int:
     return part.numel() * part.element_size()
 
 
-class Replicas:
+class ReplicatedGradients:
     """Keeps replicas equal: after `finish()` every gradient is the mean over the ranks.
 
     A bucket is reduced as soon as its gradients are there and all buckets before it have been started, so every rank
@@ -109,7 +109,7 @@ class Replicas:
         self,
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
-        engine: Engine,
+        engine: BackgroundQueue,
         *,
         bucket_mb: float = 25.0,
         compression: Compression | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.comm.shared_memory import Shared, connect
+from lightning_3d.comm.shared_memory import SharedMemory, connect
 from lightning_3d.errors import PeerError
 
 SEGMENT_BYTES = 3 << 20
@@ -18,10 +18,10 @@ class Wire:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        self._shared: Shared | None = None
+        self._shared: SharedMemory | None = None
         self._tried = False
 
-    def begin(self, *, host: bool) -> "Shared | _Messages":
+    def begin(self, *, host: bool) -> "SharedMemory | _Messages":
         """The messages of one collective, over tensors in `host` memory or on a device. Every rank must call it."""
         if not host:
             return _Messages(self, batched=True)

@@ -33,7 +33,7 @@ SLOTS = 4
 _WORD = struct.Struct("=q")
 
 
-class Shared:
+class SharedMemory:
     """The messages of one rank to the right neighbour and from the left one, all ranks being on one machine."""
 
     own_memory = True
@@ -153,7 +153,7 @@ class _Inlet(_Side):
                 os.write(self.mouth, _WORD.pack(0))
 
 
-def connect(group: dist.ProcessGroup, slot_bytes: int) -> Shared | None:
+def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
     """Link the ranks of `group` in a ring; None unless all are on this machine. Every rank must call it.
 
     Where something stands in the way (another system than Linux, a sandbox) the ranks agree to do without.
@@ -173,7 +173,7 @@ def connect(group: dist.ProcessGroup, slot_bytes: int) -> Shared | None:
         return None
     outlet = _Outlet(_mapped(memory, length), ear=freed, mouth=said)
     inlet = _Inlet(_mapped(taken[0], length), ear=taken[1], mouth=taken[2])
-    return Shared(outlet, inlet, timeout.total_seconds())
+    return SharedMemory(outlet, inlet, timeout.total_seconds())
 
 
 def _offer(length: int) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Copies:
+class CopyNotes:
     """What was copied into a promised buffer, and where its contents already lie."""
 
     def __init__(self) -> None:
@@ -15,16 +15,18 @@ class Copies:
         self.targets: list[Tensor] = []
 
 
-class Promise(torch.Tensor):
-    """Has the shape, dtype and device of a buffer, and a `Copies` in place of its contents.
+class UnallocatedBuffer(torch.Tensor):
+    """Has the shape, dtype and device of a buffer, and a `CopyNotes` in place of its contents.
 
     Knows the three operations by which FSDP2 fills and empties its buffers (read in torch 2.13); any other raises.
     """
 
-    copies: Copies
+    copies: CopyNotes
 
     @staticmethod
-    def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, copies: Copies) -> "Promise":
+    def __new__(
+        cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, copies: CopyNotes
+    ) -> "UnallocatedBuffer":
         promise = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
         promise.copies = copies
         return promise
@@ -50,14 +52,14 @@ class Promise(torch.Tensor):
             return None
         raise NotImplementedError(f"FSDP2 did {func} with a promised buffer: this version of torch is not known.")
 
-    def _like(self) -> tuple[torch.dtype, torch.device, Copies]:
+    def _like(self) -> tuple[torch.dtype, torch.device, CopyNotes]:
         return self.dtype, self.device, self.copies
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Promise({tuple(self.shape)})"
 
 
-def _copy_out(copies: Copies, out: Sequence[Tensor]) -> None:
+def _copy_out(copies: CopyNotes, out: Sequence[Tensor]) -> None:
     """Nothing is left to copy where the gather wrote to these very tensors."""
     for target, tensor in zip(copies.targets, out, strict=True):
         if target.data_ptr() != tensor.data_ptr():

@@ -29,7 +29,7 @@ def places(fit_loop: Any) -> list[Place | None] | None:
     return [None if c is None else c.place(_in_cycle(combined, c, batches)) for c in counters]
 
 
-def goes_on_shared(fit_loop: Any) -> bool:
+def continues_shared_order(fit_loop: Any) -> bool:
     """Whether what is left of the run depends on samplers that the data ranks share.
 
     Between epochs it does not where those do not shuffle: Lightning's own in their place would.
@@ -46,7 +46,7 @@ def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
     return [] if combined is None else combined._state_dicts()
 
 
-class Was(Protocol):
+class LoopPlace(Protocol):
     """Where the data was when a checkpoint was saved."""
 
     @property
@@ -62,7 +62,7 @@ class Was(Protocol):
         """Whether there are as many data ranks as there were."""
 
 
-def go_on(fit_loop: Any, was: Was, restore_streams: Callable[[], None]) -> None:
+def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) -> None:
     """Have the fit loop, which is about to run, go on where the one that was saved stood.
 
     Args:
@@ -109,7 +109,7 @@ def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
     return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
 
 
-def _take_up(fit_loop: Any, was: Was, batches: int) -> int:
+def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
     """Have loaders go on where they were; how many batches of the epoch that leaves out."""
     combined, saved = fit_loop._combined_loader, was.places
     counters = [counter_of(loader) for loader in combined.flattened]
@@ -162,7 +162,7 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
     iter(fit_loop._data_fetcher)
 
 
-def nothing_new_yet(trainer: Any) -> None:
+def no_new_epoch_yet(trainer: Any) -> None:
     """Tell checkpoint callbacks of a resumed run that its step is saved already (read in lightning 2.6).
 
     They ask only whether the number of steps is right, which it also is within the first window of accumulation: what

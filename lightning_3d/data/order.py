@@ -33,12 +33,12 @@ def order_of(sampler: Any) -> Order:
 
 
 def can_draw(sampler: object, order: Order) -> bool:
-    """Whether `whole_order` can make `order`, begun under another number of data ranks, with the sampler of now."""
+    """Whether `full_order` can make `order`, begun under another number of data ranks, with the sampler of now."""
     kinds = {"shared": (DistributedSampler, DistributedSamplerWrapper), "own": (DistributedSamplerWrapper,)}
     return type(sampler) in kinds.get(order["kind"], (DistributedSampler,))
 
 
-def whole_order(sampler: Any, order: Order, generator: torch.Generator | None) -> list[Any]:
+def full_order(sampler: Any, order: Order, generator: torch.Generator | None) -> list[Any]:
     """All samples of the epoch in their order. Draws from the main random streams, which must be as they were.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_3d.data.order import Order, can_draw, is_shared, order_of, whole_order
+from lightning_3d.data.order import Order, can_draw, full_order, is_shared, order_of
 from lightning_3d.data.worker_streams import WorkerStreams, note_streams
 from lightning_3d.ranks.random_streams import Streams, main_streams, set_main_streams
 
@@ -167,7 +167,7 @@ class Counted(Sampler[Any]):
         """This data rank's part of what all of them have not had yet."""
         now = main_streams(self._generator)
         self._set_streams(place, -1)
-        order = whole_order(self.sampler, place["order"], _generator_of(place))
+        order = full_order(self.sampler, place["order"], _generator_of(place))
         set_main_streams(now, self._generator)
         left, ranks = order[place["samples"] :], self._ranks
         if self.sampler.drop_last:

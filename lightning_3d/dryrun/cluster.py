@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.dryrun.report import DryRunReport
 from lightning_3d.errors import ConfigurationError, RunError
 from lightning_3d.planner.catalogue import CALIBRATED, Catalogue
@@ -44,7 +44,7 @@ class World:
     """One cluster, as a Trainer of this process sees it, and the mode that stands for its devices."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.pretend = cluster, Pretend()
+        self.cluster, self.pretend = cluster, FakeDevice()
         self.rank = 0
         self.ranks: Sequence[int] | None = None
         """Ranks to simulate; None for one of each pipeline stage."""
@@ -186,7 +186,7 @@ def apply_to_fakes(apply: Any) -> Any:
 
     def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-        fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, Pretend.kind)}
+        fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, FakeDevice.kind)}
         for name in fakes:
             module._parameters[name] = None
         apply(module, function, recurse)

@@ -1,4 +1,4 @@
-"""`Pretend`: a dispatch mode that sees every operation of one rank: what memory is live, how many FLOPs, which values.
+"""`FakeDevice`: a dispatch mode that sees each operation of a rank: what memory is live, how many FLOPs, which values.
 
 Parameters are `FakeTensor`s (shape, dtype and device, no memory), so whatever is computed from them is fake too. What
 is made of nothing but the user's batch stays real, so that masks, positions and seeds have their values; only results
@@ -30,7 +30,7 @@ LARGE = 1 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Pretend(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):
     """Counts, and keeps large results from being computed."""
 
     kind = FakeTensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.auto_layout import run_ahead
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.parallelize import Plans, keep_within_stages, plan_pipeline
+from lightning_3d.parallelize import ParallelPlan, keep_within_stages, plan_pipeline
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
 from lightning_3d.pipeline.schedule import stage_ranks
 from lightning_3d.planner.exact import ModuleShapes, bytes_sent, module_shapes, states_at_rest
@@ -29,10 +29,10 @@ from lightning_3d.planner.profile_module import Trace, count_module, measured_pr
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import step_arguments
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.trees import leaves
-from lightning_3d.sandbox.trial import as_before
+from lightning_3d.sandbox.trial import state_restored
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.tensor_plan import UnitPlan
@@ -117,14 +117,14 @@ class Step:
         return replace(profile, block_sums=blocks, outside_sums=len(outside))
 
     @cached_property
-    def plans(self) -> Plans:
+    def plans(self) -> ParallelPlan:
         """What training will do to the module."""
         anatomy = Anatomy.of(self.module)
         split = plan_pipeline(self.module, anatomy, self.layout, None)
         if self.layout.tensor_parallel_size == 1:
-            return Plans(anatomy, split)
-        step, tap = self.module.training_step, LogTap(self.module)
-        with random_streams.set_aside(), as_before(self.module), tap.recording(Record()):
+            return ParallelPlan(anatomy, split)
+        step, tap = self.module.training_step, LogRecorder(self.module)
+        with random_streams.restored_streams(), state_restored(self.module), tap.recording(Record()):
             calls = record_calls(self.module, lambda: step(*step_arguments(step, self.batch)))
         tensor = plan_tensor(
             self.module,
@@ -132,7 +132,7 @@ class Step:
             calls=calls,
             sequence_parallel=self.layout.sequence_parallel,
         )
-        return Plans(anatomy, split, keep_within_stages(tensor, split))
+        return ParallelPlan(anatomy, split, keep_within_stages(tensor, split))
 
     @cached_property
     def stage_rank(self) -> tuple[int, ...]:

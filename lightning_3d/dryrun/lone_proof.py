@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.dryrun.cluster import World
-from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -119,7 +119,7 @@ PROVEN = 30_000_000
 """Parameters up to which a block is proven on numbers."""
 
 
-def plan_large(pretend: Pretend, plan_unit: Callable[..., Any]) -> Callable[..., Any]:
+def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[..., Any]:
     """`plan_unit` that tries the declared plan of a large block on shapes."""
 
     def plan(unit: nn.Module, sample: Any, size: int, kinds: Any, ways: Any, *rest: Any) -> Any:
@@ -139,7 +139,7 @@ def plan_large(pretend: Pretend, plan_unit: Callable[..., Any]) -> Callable[...,
 
 
 @contextmanager
-def _on_shapes(pretend: Pretend) -> Iterator[None]:
+def _on_shapes(pretend: FakeDevice) -> Iterator[None]:
     """Scratch copies are fake, two results agree if their shapes do, and one call is as good as two of other sizes."""
 
     def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,18 +25,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_3d import auto_layout, parallelize
 from lightning_3d.auto_layout import Decided, Situation, decide
 from lightning_3d.comm import replicate, ring
-from lightning_3d.comm.background_queue import Engine, Handle, Job
+from lightning_3d.comm.background_queue import BackgroundQueue, Handle, Job
 from lightning_3d.data import same_samples
 from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
 from lightning_3d.dryrun.fake_device import Memory
 from lightning_3d.dryrun.lone_proof import plan_large
-from lightning_3d.parallelize import Plans, make_plans
+from lightning_3d.parallelize import ParallelPlan, make_plans
 from lightning_3d.pipeline import exchange, loss_mean, observe, prove, stage, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
 from lightning_3d.pipeline.microbatch import split_batch
-from lightning_3d.pipeline.traced_tensor import Traced
+from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox import fingerprint
@@ -48,7 +48,7 @@ from lightning_3d.tensor.sample import plain_tensor, working_dtype
 from lightning_3d.zero import data_axis
 
 
-def stand_alone(world: World, strategy: Any) -> None:
+def become_lone_rank(world: World, strategy: Any) -> None:
     """Make this process one rank that has no peers."""
     pretend, decision = world.pretend, Decision(world.decisions, world.pretend.memory)
     sizes = torch.UntypedStorage.resize_
@@ -72,10 +72,10 @@ def stand_alone(world: World, strategy: Any) -> None:
         (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
         (type(strategy), "from_rank_zero", _decide),
         (type(strategy), "_streams", property(lambda _: world.streams)),
-        (talk, "all_failed", lambda: False),
+        (talk, "failed_everywhere", lambda: False),
         (talk, "meet", _nothing),
         (exchange.Stages, "with_gradient", lambda *_: set()),
-        (data_axis, "Engine", InlineEngine),
+        (data_axis, "BackgroundQueue", InlineEngine),
         (same_samples.SampleCheck, "check", _nothing),
         (replicate, "exchange", _everyone_says_mine),
         (ring, "_turn", _count_only),
@@ -85,13 +85,13 @@ def stand_alone(world: World, strategy: Any) -> None:
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
         (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
         (auto_layout, "decide", decision.decide),
-        (auto_layout, "plan_tensor", plan_on_numbers),
+        (auto_layout, "plan_tensor", plan_with_values),
         (parallelize, "make_plans", decision.make_plans),
-        (parallelize, "plan_tensor", plan_on_numbers),
+        (parallelize, "plan_tensor", plan_with_values),
         (parallelize, "compare_first_batch", _nothing),
-        (loss_mean, "unlike_its_mean", _as_large_as_two),
-        (loss_mean, "unlike_joined", _nothing),
-        (loss_mean, "unlike_in_buffers", _nothing),
+        (loss_mean, "loss_is_no_mean", _as_large_as_two),
+        (loss_mean, "joins_differ", _nothing),
+        (loss_mean, "buffers_differ", _nothing),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, prove.rehearse)),
@@ -111,7 +111,7 @@ def stand_alone(world: World, strategy: Any) -> None:
         setattr(owner, name, replacement)
 
 
-class InlineEngine(Engine):
+class InlineEngine(BackgroundQueue):
     """Runs jobs at once: what would be sent in the background is only counted, and fake tensors know one thread."""
 
     def __init__(self, *, threaded: bool = True) -> None:
@@ -202,7 +202,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-class _TracedFake(Traced, FakeTensor):
+class _TracedFake(TracedTensor, FakeTensor):
     """torch has one class for each tensor; the class of a fake one can only be changed afterwards."""
 
 
@@ -210,7 +210,7 @@ def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
     if not isinstance(tensor, FakeTensor):
         return tensor.as_subclass(kind)  # type: ignore[arg-type]
     same = torch.ops.aten.alias(tensor)
-    same.__class__ = _TracedFake if kind is Traced else FakeTensor
+    same.__class__ = _TracedFake if kind is TracedTensor else FakeTensor
     return same
 
 
@@ -224,7 +224,7 @@ class Decision:
     def __init__(self, path: str, memory: Memory) -> None:
         self.path, self.memory = path, memory
 
-    def make_plans(self, *args: Any) -> Plans:
+    def make_plans(self, *args: Any) -> ParallelPlan:
         return self._once("plans", lambda: make_plans(*args))
 
     def decide(self, situation: Situation) -> Decided:
@@ -260,7 +260,7 @@ def chosen_layout(path: str) -> Decided | None:
     return None if found is None else found[0]
 
 
-def plan_on_numbers(*args: Any, **kwargs: Any) -> Any:
+def plan_with_values(*args: Any, **kwargs: Any) -> Any:
     """The plan for tensor ranks, on real numbers: the proof makes its own."""
     with _disable_current_modes():
         return plan_tensor(*args, **kwargs)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.dryrun.fake_device import Pretend, held
+from lightning_3d.dryrun.fake_device import FakeDevice, held
 from lightning_3d.dryrun.report import Sent
 from lightning_3d.ranks.shards import local
 
@@ -25,7 +25,7 @@ def steps_of(module: nn.Module) -> int:
 class Watch(Callback):
     """Takes the measurements of the last of so many optimizer steps and hands them to `done`."""
 
-    def __init__(self, pretend: Pretend, steps: int, done: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, pretend: FakeDevice, steps: int, done: Callable[[dict[str, Any]], None]) -> None:
         self.pretend, self.steps, self.done = pretend, steps, done
         self.seen: dict[str, Any] = {}
         self.stepped = 0

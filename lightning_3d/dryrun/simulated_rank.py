@@ -21,7 +21,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch, read in 2.13
 
 from lightning_3d.dryrun.cluster import World, ignore_pointers
-from lightning_3d.dryrun.lone_rank import stand_alone
+from lightning_3d.dryrun.lone_rank import become_lone_rank
 from lightning_3d.dryrun.measure import Watch, steps_of
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.errors import Lightning3DError
@@ -110,7 +110,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
 
     try:
         _become(world, rank)
-        stand_alone(world, trainer.strategy)
+        become_lone_rank(world, trainer.strategy)
         world.fake_parameters(module)
         _shorten(trainer, Watch(world.pretend, steps_of(module), done))
         with world.pretend:

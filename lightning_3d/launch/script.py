@@ -44,7 +44,7 @@ PATIENCE = 60.0
 PATIENCE_AFTER_ERROR = 10.0
 
 
-class Launched:
+class SweepJob:
     """The job of a sweep whose processes this one started."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def _ended(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
     return True
 
 
-launched = Launched()
+launched = SweepJob()
 """One per process, as the environment and the process group that it cleans are."""
 Guard = Callable[..., Any]
 """Calls the function it is given; what that raises it may replace by an error that says more."""

@@ -43,7 +43,7 @@ def in_parts() -> Iterator[None]:
         _as_they_are.reset(token)
 
 
-def whole_module_state(
+def full_module_state(
     module: nn.Module, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
 ) -> list[RemovableHandle]:
     """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it.
@@ -107,7 +107,7 @@ def _from_all_stages(stages: Stages) -> Callable[..., None]:
     return complete
 
 
-def whole_optimizer_state(
+def full_optimizer_state(
     optimizer: Optimizer, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
 ) -> list[RemovableHandle]:
     """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
@@ -151,7 +151,7 @@ def _converted(
     return {**state, "state": entries}
 
 
-def whole_optimizer_entries(optimizer: Optimizer, whole: Convert, stages: Stages | None) -> dict[int, Any]:
+def full_optimizer_entries(optimizer: Optimizer, whole: Convert, stages: Stages | None) -> dict[int, Any]:
     """The state of each parameter in one piece, by its place in `param_groups`. Collective."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}

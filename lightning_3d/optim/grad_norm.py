@@ -99,7 +99,7 @@ _NORM, _GROUPED = "_get_total_norm", "_group_tensors_by_device_and_dtype"
 Norm = Callable[[list[nn.Parameter], float], Tensor]
 
 
-def clip_as_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
+def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
     """Have torch's functions clip parameters of `module` by what one device would; returns what undoes it.
 
     Args:

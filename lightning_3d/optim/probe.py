@@ -43,7 +43,7 @@ def check_state(optimizer: Optimizer) -> None:
         )
 
 
-def step_as_told(optimizer: Optimizer, watch: Watch, pipelined: bool) -> Callable[[], None]:
+def step_on_full_numbers(optimizer: Optimizer, watch: Watch, pipelined: bool) -> Callable[[], None]:
     """Have `optimizer.step` see whole numbers, and say what it cannot do here; returns what undoes it.
 
     Args:

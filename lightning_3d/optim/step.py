@@ -34,7 +34,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.optim.probe import Watch, replace_step, step_as_told
+from lightning_3d.optim.probe import Watch, replace_step, step_on_full_numbers
 from lightning_3d.ranks.shards import like, local
 
 WHOLE: tuple[type[Optimizer], ...] = tuple(
@@ -45,7 +45,7 @@ WHOLE: tuple[type[Optimizer], ...] = tuple(
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 
 
-def step_on_wholes(optimizer: Optimizer, whole: Convert, part: Convert) -> Callable[[], None]:
+def step_on_full_tensors(optimizer: Optimizer, whole: Convert, part: Convert) -> Callable[[], None]:
     """Have `optimizer.step` work on whole tensors; returns what undoes it."""
     original = optimizer.step
 
@@ -115,7 +115,7 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in kinds and tensor.layout == torch.strided
 
 
-def search_as_one(
+def step_on_full_vector(
     optimizer: LBFGS, whole: Convert, part: Convert, mean: Callable[[Tensor], Tensor]
 ) -> Callable[[], None]:
     """Have `optimizer.step` search with whole parameters and the loss of all ranks; returns what undoes it.
@@ -172,7 +172,7 @@ def _rename(optimizer: LBFGS, old: nn.Parameter, new: nn.Parameter) -> None:
         optimizer.state[new] = optimizer.state.pop(old)
 
 
-def step_as_on_one_device(
+def step_like_one_device(
     optimizer: Optimizer,
     whole: Convert,
     part: Convert,
@@ -191,12 +191,12 @@ def step_as_on_one_device(
         pipelined: whether the rank holds some stages only.
     """
     if isinstance(optimizer, LBFGS):
-        return search_as_one(optimizer, whole, part, mean)
+        return step_on_full_vector(optimizer, whole, part, mean)
     if isinstance(optimizer, WHOLE):
-        return step_on_wholes(optimizer, whole, part)
+        return step_on_full_tensors(optimizer, whole, part)
     if type(optimizer) in ELEMENTWISE:
         return step_on_shards(optimizer)
-    return step_as_told(optimizer, watch, pipelined)
+    return step_on_full_numbers(optimizer, watch, pipelined)
 
 
 ELEMENTWISE = (
@@ -238,7 +238,7 @@ class LocalTensors:
         self.optimizer = optimizer
         self.parameters: list[list[nn.Parameter]] = []
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
-        self.pairs = Pairs()
+        self.pairs = ParameterPairs()
         self.fused: list[dict[str, Any]] = []
         """Groups that take the fused kernel while entered."""
 
@@ -263,7 +263,7 @@ class LocalTensors:
         return shard
 
     def __exit__(self, *_: object) -> None:
-        state, pairs = self.optimizer.state, Pairs()
+        state, pairs = self.optimizer.state, ParameterPairs()
         for group in self.fused:
             group["fused"] = None
         self.fused = []
@@ -282,7 +282,7 @@ class LocalTensors:
         self.parameters, self.shards = [], {}  # they hold the gradients
 
 
-class Pairs:
+class ParameterPairs:
     """Local tensors and the shared tensors of which they are this rank's part."""
 
     def __init__(self) -> None:

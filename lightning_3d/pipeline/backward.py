@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_3d.pipeline.traced_tensor import not_a_view
 
 
-def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Gradients of all leaves below `outputs` that need one."""
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     if pairs:
@@ -21,7 +21,7 @@ def whole_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) ->
 
 
 @contextmanager
-def grads_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
+def gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Backwards inside begin with no `.grad`; what was there is put back."""
     before = [tensor.grad for tensor in tensors]
     for tensor in tensors:
@@ -43,7 +43,7 @@ def gradients(
     """
     if not _recomputes_reentrantly(outputs):
         return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
-    with grads_aside(leaves):
+    with gradients_aside(leaves):
         torch.autograd.backward(outputs, grads, retain_graph=again)  # such a checkpoint allows no other
         return [leaf.grad for leaf in leaves]
 
@@ -107,7 +107,7 @@ def halves_agree(
     if not _joins_once(outputs, {id(tensor) for tensor in inputs if tensor.requires_grad}):
         return False
     leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
-    with grads_aside(leaves):
+    with gradients_aside(leaves):
         try:
             input_half(outputs, grads, inputs, parameters).run(parameters)
         except RuntimeError:  # a recomputation that allows one backward only, say

@@ -11,7 +11,7 @@ _ROUNDING = 1e-3
 _NAMED = 3
 
 
-def unlike_in_buffers(
+def buffers_differ(
     module: Any, loss_of: Callable[[Any, int], float | None], batch: Any, sizes: list[int]
 ) -> str | None:
     """What to tell a user whose buffers two microbatches, one after the other, change otherwise than both together.

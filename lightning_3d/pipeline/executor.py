@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_3d.pipeline.backward import WeightHalf, input_half, whole_backward
+from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.wire import Receipt, Spec, Wire
@@ -106,7 +106,7 @@ class Execution:
 
     def _backward(self, stage: int, index: int) -> None:
         flight = self.flights[stage, index]
-        whole_backward(flight.outputs, self._output_grads(flight, stage, index))
+        full_backward(flight.outputs, self._output_grads(flight, stage, index))
         del self.flights[stage, index]
         self._pass_back(flight, stage, index)
 
@@ -114,7 +114,7 @@ class Execution:
         flight = self.flights[stage, index]
         grads = self._output_grads(flight, stage, index)
         if stage in self.unsplit:
-            whole_backward(flight.outputs, grads)
+            full_backward(flight.outputs, grads)
             flight.outputs = []
             return self._pass_back(flight, stage, index)
         flight.half = input_half(flight.outputs, grads, flight.inputs, self.parameters(stage))

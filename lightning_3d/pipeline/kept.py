@@ -17,7 +17,7 @@ _BATCHES = 2
 _ROUNDING = 1e-3
 
 
-def unlike_joined(module: Any, loss_of: Callable[[Any, int], float | None], batch: Any, sizes: list[int]) -> str | None:
+def joins_differ(module: Any, loss_of: Callable[[Any, int], float | None], batch: Any, sizes: list[int]) -> str | None:
     """What to tell a user whose attributes microbatches change in another way than a whole batch does.
 
     Args:

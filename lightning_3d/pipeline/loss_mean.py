@@ -15,13 +15,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_3d.pipeline.buffered import unlike_in_buffers
-from lightning_3d.pipeline.kept import unlike_joined
+from lightning_3d.pipeline.buffered import buffers_differ
+from lightning_3d.pipeline.kept import joins_differ
 from lightning_3d.pipeline.microbatch import split_batch
 from lightning_3d.ranks import random_streams
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.silence import Quiet
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import Attributes, undone
 from lightning_3d.sandbox.trees import leaves, loss_of, unshared, weighted_mean
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """Of some parameters, in one row; of none where the loss reaches none."""
 
 
-def unlike_its_mean(
+def loss_is_no_mean(
     look: Callable[[Any, int], Seen | None], batch: Any, sizes: list[int], rounding: float = _ROUNDING
 ) -> str | None:
     """What to tell a user whose loss on microbatches together is another than the mean of its losses on each.
@@ -143,11 +143,15 @@ def warn_unless_mean(
     def loss(rows: Any, seed: int) -> Tensor | None:
         random_streams.restart_python(seed)
         random_streams.restart(seed)
-        with LogTap(module).recording(Record()), Quiet(), context():  # what dropout adds would hide a difference
+        with (
+            LogRecorder(module).recording(Record()),
+            SilenceRandom(),
+            context(),
+        ):  # what dropout adds would hide a difference
             return loss_of(getattr(module, step)(unshared(rows), *args[1:]))
 
     def look(rows: Any, seed: int) -> Seen | None:
-        with Attributes(module).apart(), undone(module, buffers), only_trained(module, watched):
+        with Attributes(module).apart(), undone(module, buffers), training_only(module, watched):
             value = loss(rows, seed)
             if value is None:
                 return None
@@ -167,9 +171,9 @@ def warn_unless_mean(
 
     try:
         text = (
-            unlike_its_mean(look, args[0], sizes, rounding)
-            or unlike_joined(module, number, args[0], sizes)
-            or unlike_in_buffers(module, number_alone, args[0], sizes)
+            loss_is_no_mean(look, args[0], sizes, rounding)
+            or joins_differ(module, number, args[0], sizes)
+            or buffers_differ(module, number_alone, args[0], sizes)
         )
     except RuntimeError:  # a step that differentiates cannot run without gradients; the cut is proven all the same
         return
@@ -186,7 +190,7 @@ def _of_the_last_block(module: LightningModule, calls: Sequence[str]) -> list[nn
 
 
 @contextmanager
-def only_trained(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def training_only(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """The others need no gradients, so that little of a forward is kept."""
     chosen = {id(item) for item in parameters}
     others = [item for item in module.parameters() if item.requires_grad and id(item) not in chosen]

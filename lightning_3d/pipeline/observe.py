@@ -21,18 +21,18 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.backward import grads_aside
+from lightning_3d.pipeline.backward import gradients_aside
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import warn_unless_mean
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, step_arguments
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import leaves, loss_of, unshared
-from lightning_3d.sandbox.trial import as_before, optimizers_on_demand
+from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
 from lightning_3d.sandbox.writes import no_writes, writes_undone
 
 Prints = list[Print]
@@ -44,7 +44,7 @@ _TRIALS = 8
 
 
 @dataclass(frozen=True)
-class Whole:
+class UncutRun:
     """What a step does with one microbatch on the whole module."""
 
     step: str
@@ -126,7 +126,7 @@ def observe(
     context: Callable[[], AbstractContextManager[Any]],
     loss_of: Callable[[Any], Tensor | None],
     compared: bool,
-) -> Whole:
+) -> UncutRun:
     """Run `step` on the whole module and watch. Buffers and random streams must be put back by the caller.
 
     Args:
@@ -154,7 +154,7 @@ def observe(
     with context():
         rounding = _ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
-    return Whole(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
+    return UncutRun(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
 
 
 def _run(
@@ -163,7 +163,7 @@ def _run(
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
     observer = Observer(seed)
-    with gates.directed(observer), LogTap(module, gates.inside_block).recording(Record()), mode, context():
+    with gates.directed(observer), LogRecorder(module, gates.inside_block).recording(Record()), mode, context():
         output = getattr(module, step)(*unshared(args))
     return observer, output
 
@@ -172,7 +172,7 @@ def _refuse_random_order(
     module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, observer: Observer
 ) -> None:
     for trial in range(1, _TRIALS):
-        other, _ = _run(module, gates, step, args, context, observer.seed + trial, _Nothing())
+        other, _ = _run(module, gates, step, args, context, observer.seed + trial, _NoMode())
         if other.calls != observer.calls:
             raise UnsupportedError(
                 f"{step} draws at random which blocks to run: {len(observer.calls)} calls of blocks with one seed,"
@@ -181,14 +181,14 @@ def _refuse_random_order(
             )
 
 
-class _Nothing(TorchFunctionMode):
+class _NoMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
     named = dict(module.named_parameters())
-    with grads_aside(list(named.values())):
+    with gradients_aside(list(named.values())):
         torch.autograd.backward(loss)
         return {name: grad_print(item.grad) for name, item in named.items() if item.grad is not None}
 
@@ -210,7 +210,7 @@ def observe_one_batch(
     to_device: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     mean: bool,
-) -> Whole | None:
+) -> UncutRun | None:
     """Run the step that is about to run on the first microbatch of its first batch, forward and backward, and watch.
 
     None where the batch cannot be read twice (a stream) or the step cannot be run by itself on every rank: then the
@@ -224,7 +224,7 @@ def observe_one_batch(
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
 
-    def look() -> Whole | None:
+    def look() -> UncutRun | None:
         loaders = loaders_of(trainer)
         if not map_style(loaders):
             return None
@@ -234,11 +234,11 @@ def observe_one_batch(
         pieces = split_batch(args[0], sizes) if args else []
 
         def run(rows: Any) -> None:
-            with as_before(module), LogTap(module).recording(Record()), context():
+            with state_restored(module), LogRecorder(module).recording(Record()), context():
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
         with torch.set_grad_enabled(fitting), _cut_as_rows(run, args, sizes, name):
-            with as_before(module):
+            with state_restored(module):
                 first = (*pieces[:1], *args[1:])
                 whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
             for second in pieces[1:2]:  # what counts from the batch's start is right in the first
@@ -250,14 +250,14 @@ def observe_one_batch(
     return _on_every_rank(look, module, name)
 
 
-def _on_every_rank(look: Callable[[], Whole | None], module: LightningModule, step: str) -> Whole | None:
+def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
     """What `look` finds, where it finds something on every rank. What one rank refuses, all refuse."""
-    found: Whole | None = None
+    found: UncutRun | None = None
     said: Any = None
     try:
         with (
-            random_streams.set_aside(),
-            as_before(module),
+            random_streams.restored_streams(),
+            state_restored(module),
             optimizers_on_demand(module),
             writes_undone(module),
             no_writes(module.named_parameters, _IN_PIECES),

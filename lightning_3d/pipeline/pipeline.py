@@ -17,7 +17,7 @@ from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.microbatch import signature
-from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import rehearse
 from lightning_3d.pipeline.rehearsal import Trace
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
@@ -28,7 +28,7 @@ from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.counts import Counts
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of, unshared
 
@@ -77,7 +77,7 @@ class Pipeline:
         units = list(split.holders)
         absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(module, units, absent)
-        self.taps = LogTap(module, self.gates.inside_block)
+        self.taps = LogRecorder(module, self.gates.inside_block)
         self.locate = self.hooks.locate or module.get_parameter
         self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.traces: dict[Any, Trace] = {}
@@ -125,7 +125,7 @@ class Pipeline:
         self.hooks.begin()
         seed = random_streams.draw()
         record, sizes = Record(), [1]
-        with random_streams.set_aside():
+        with random_streams.restored_streams():
             if self.split.solo:
                 output = self._solo(args, seed, scale)
             else:
@@ -170,9 +170,9 @@ class Pipeline:
         torch.backends.mha.set_fastpath_enabled(False)  # it looks at the parameters of foreign blocks
         seed = random_streams.draw()
         try:
-            conductor = Conductor(self.split, self.wire, self.stage_rank, seed)
+            conductor = EvalDirector(self.split, self.wire, self.stage_rank, seed)
             with (
-                random_streams.set_aside(),
+                random_streams.restored_streams(),
                 self.hooks.evaluating(),
                 self.gates.directed(conductor),
                 self.taps.outside(),
@@ -196,7 +196,7 @@ class Pipeline:
 
     def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
         """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
-        with self.gates.directed(Conductor(self.split, self.wire, self.stage_rank, seed)), self.taps.outside():
+        with self.gates.directed(EvalDirector(self.split, self.wire, self.stage_rank, seed)), self.taps.outside():
             output = self.call("training_step", args, seed)
         loss = loss_of(output)
         if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
@@ -212,7 +212,7 @@ class Pipeline:
             self.traces[key] = rehearse(self, step, args, seed)
         return self.traces[key]
 
-    def prove(self, whole: Whole) -> None:
+    def prove(self, whole: UncutRun) -> None:
         """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
         self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
 
@@ -278,7 +278,7 @@ def _with_loss(output: Any) -> Any:
     return output
 
 
-class Conductor:
+class EvalDirector:
     """A `Director` that gives every rank the real output of every unit."""
 
     skipping = False

@@ -2,10 +2,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError, is_absent
+from lightning_3d.errors import PipelineSplitError, UnsupportedError, is_meta_error
 from lightning_3d.pipeline.rehearsal import Part, Trace
 from lightning_3d.pipeline.stage import Cut, StagePlay
-from lightning_3d.pipeline.traced_tensor import refuse_stand_ins
+from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.ranks.rank_zero import alone
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import undone
@@ -26,7 +26,7 @@ def play(
     player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
     player.expected = expected
     undo = () if player.final else trace.changed
-    ends = refuse_stand_ins if player.final else None
+    ends = refuse_placeholders if player.final else None
     recording = pipeline.taps.recording(record, ends, speaks=real and player.final and pipeline.speaks)
     with undone(pipeline.module, undo), player, pipeline.gates.directed(player), recording, alone():
         try:
@@ -34,7 +34,7 @@ def play(
         except Cut:
             return player.outputs()
         except (RuntimeError, TypeError) as error:
-            if is_absent(error):
+            if is_meta_error(error):
                 raise _absent(title, str(error)) from error
             raise
     if not player.final:
@@ -46,7 +46,7 @@ def play(
         )
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
         raise _absent(title, "what it returns has no values")
-    refuse_stand_ins(output)
+    refuse_placeholders(output)
     return untrace(output)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
 from lightning_3d.pipeline.gates import hooked_inside
-from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.schedule import SPLIT
@@ -23,13 +23,13 @@ from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_pr
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Attributes, changed, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
-from lightning_3d.sandbox.trial import as_before
+from lightning_3d.sandbox.trial import state_restored
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.pipeline import Pipeline
 
 
-def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: Whole | None = None) -> Trace:
+def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: UncutRun | None = None) -> Trace:
     """Run the whole step, then the step in stages, and compare; the latter once for all shapes that are cut alike.
 
     Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the modules' own plain
@@ -38,8 +38,8 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, 
     Args:
         uncut: what the same step did before the module was cut; then gradients are compared too.
     """
-    with random_streams.set_aside():
-        with as_before(pipeline.module):
+    with random_streams.restored_streams():
+        with state_restored(pipeline.module):
             whole, trace, result = _run_whole(pipeline, step, args, seed)
         _agree(pipeline, trace, seed)
         key = (step, trace.pattern, pipeline.trained)
@@ -56,10 +56,10 @@ def _run_in_stages(
     whole: Rehearsal,
     trace: Trace,
     result: Any,
-    uncut: Whole | None,
+    uncut: UncutRun | None,
 ) -> frozenset[str]:
-    relay = Relay(pipeline, trace)
-    with as_before(pipeline.module):
+    relay = StageRelay(pipeline, trace)
+    with state_restored(pipeline.module):
         relay.forward(step, args, seed, whole, result)
         if uncut is not None:
             relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
@@ -108,7 +108,7 @@ def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
         )
 
 
-def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
+def _unlike_uncut(uncut: UncutRun, whole: Rehearsal, result: Any) -> str | None:
     """What differs from the module before it was cut."""
     for at, unit in enumerate(uncut.calls):
         if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
@@ -118,7 +118,7 @@ def _unlike_uncut(uncut: Whole, whole: Rehearsal, result: Any) -> str | None:
     return None
 
 
-def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], uncut: Whole) -> None:
+def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], uncut: UncutRun) -> None:
     name = unlike(uncut.grads, stages, uncut.rounding)
     if name is None:
         return
@@ -138,7 +138,7 @@ def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], unc
     )
 
 
-def _other_buffer(pipeline: "Pipeline", uncut: Whole) -> str | None:
+def _other_buffer(pipeline: "Pipeline", uncut: UncutRun) -> str | None:
     """What is wrong with the buffers of this rank's blocks, and on the last stage with those around blocks."""
     outside = set(open_buffers(pipeline.module, list(pipeline.split.holders)))
     for name, buffer in pipeline.module.named_buffers():
@@ -160,7 +160,7 @@ _BESIDE = (
 
 
 @dataclass
-class Relay:
+class StageRelay:
     """The stages of this rank on one microbatch."""
 
     pipeline: "Pipeline"

@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.traced_tensor import Node, Tape, Traced
+from lightning_3d.pipeline.traced_tensor import Node, StepTape, TracedTensor
 from lightning_3d.pipeline.wire import Spec, Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.fingerprint import fingerprint
@@ -88,8 +88,8 @@ class Trace:
         return f"made after the call of {self.calls[node[0] - 1].unit!r}" if node[0] else "made before the first block"
 
 
-class Rehearsal(Tape):
-    """Runs units where they live, shares what they give, and notes uses. A `Director` and a `Tape`."""
+class Rehearsal(StepTape):
+    """Runs units where they live, shares what they give, and notes uses. A `Director` and a `StepTape`."""
 
     skipping = False
 
@@ -173,10 +173,10 @@ class Rehearsal(Tape):
     def on_use(self, node: Node, when: int) -> None:
         self.last_use[node] = max(when, self.last_use.get(node, -1))
 
-    def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
+    def on_read(self, inputs: list[TracedTensor], missing: list[TracedTensor], name: str) -> None:
         self.reads += [(self.call, leaf.node, name) for leaf in inputs]
 
-    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+    def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
         for leaf in inputs:  # whatever they are written into may be looked at later
             self.on_use(leaf.node, _END)
 
@@ -185,7 +185,7 @@ class Rehearsal(Tape):
         self._use(value, _END)
 
     def _use(self, value: Any, when: int) -> None:
-        traced = [leaf for leaf in leaves(value) if isinstance(leaf, Traced)]
+        traced = [leaf for leaf in leaves(value) if isinstance(leaf, TracedTensor)]
         self.refresh(traced)
         for leaf in traced:
             self.on_use(leaf.node, when)

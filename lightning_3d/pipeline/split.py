@@ -11,7 +11,7 @@ from torch import nn
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.absent import absent_like
-from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere
 from lightning_3d.ranks import talk
 
@@ -69,7 +69,7 @@ def plan_split(
     num_stages: int = 2,
     *,
     cuts: Sequence[str] | None = None,
-    whole: Whole | None = None,
+    whole: UncutRun | None = None,
 ) -> PipelineSplit:
     """Cut `module` into `num_stages` stages of about equal cost.
 

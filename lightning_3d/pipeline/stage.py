@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.rehearsal import Part, Trace
-from lightning_3d.pipeline.traced_tensor import Tape, Traced, not_a_view, refuse_missing
+from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
@@ -18,7 +18,7 @@ class Cut(BaseException):
     """Ends a step at the first call that belongs to a later stage. Not an Exception: users' handlers let it pass."""
 
 
-class StagePlay(Tape):
+class StagePlay(StepTape):
     """Plays one part of a step: earlier units give stand-ins, its own run, the first later one ends the step."""
 
     def __init__(
@@ -57,12 +57,12 @@ class StagePlay(Tape):
         self._begin(unit)
         return self._stand_in()
 
-    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+    def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
         if self.final:
             refuse_missing(missing)
 
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
-        self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)])
+        self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)])
 
     def _stand_in(self) -> Any:
         random_streams.restart(self.seed, 2 * self.call - 1)
@@ -109,7 +109,7 @@ class StagePlay(Tape):
 
     def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:
         for leaf in leaves((args, kwargs)):
-            if isinstance(leaf, Traced) and leaf.absent and leaf.node not in self.values:
+            if isinstance(leaf, TracedTensor) and leaf.absent and leaf.node not in self.values:
                 origin = self.whole.origin(leaf.node)
                 raise PipelineSplitError(
                     f"{self.name}: {unit!r} needs a tensor that was not carried to it ({origin}). {_DIFFERENT}"

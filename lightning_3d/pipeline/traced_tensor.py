@@ -1,4 +1,4 @@
-"""`Traced`: a tensor that knows where in a step it was made.
+"""`TracedTensor`: a tensor that knows where in a step it was made.
 
 A stage runs the user's step from the start, but has no values for what earlier stages compute. Those tensors are
 *absent*: zeros of the right shape that carry their origin. An operation whose absent inputs were received gets the
@@ -29,8 +29,8 @@ _READS = {
 _HOOKS = {"register_hook", "retain_grad"}
 
 
-class Traced(Tensor):
-    """A tensor under a `Tape`; an ordinary one once no tape is active."""
+class TracedTensor(Tensor):
+    """A tensor under a `StepTape`; an ordinary one once no tape is active."""
 
     node: Node
     absent: bool
@@ -50,7 +50,7 @@ class Traced(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class Tape:
+class StepTape:
     """Numbers what a step makes, supplies what was received, keeps what must be sent on."""
 
     def __init__(self, received: dict[Node, Tensor] | None = None, wanted: frozenset[Node] = frozenset()) -> None:
@@ -63,7 +63,7 @@ class Tape:
         self.tracing = True
         """Whether what is made is still traced: not on the last stage once its own units run."""
 
-    def __enter__(self) -> "Tape":
+    def __enter__(self) -> "StepTape":
         _active.append(self)
         Function.apply = classmethod(_apply_traced)  # type: ignore[method-assign,assignment]
         return self
@@ -74,7 +74,7 @@ class Tape:
             Function.apply = _plain_apply  # type: ignore[method-assign]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)]
         missing = [leaf for leaf in inputs if leaf.absent and leaf.node not in self.values]
         name = getattr(func, "__name__", "")
         self.refresh(inputs)
@@ -94,7 +94,9 @@ class Tape:
             self.on_use(leaf.node, self.call)
         return self.trace(result, bool(missing)) if self.tracing or missing else result
 
-    def _hook(self, func: Callable[..., Any], handle: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _hook(
+        self, func: Callable[..., Any], handle: TracedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A hook on a gradient: on the handle, which all uses go through, and only where the tensor was made."""
         if handle.absent or handle.node in self.received:
             return RemovableHandle(OrderedDict())
@@ -103,9 +105,9 @@ class Tape:
 
     def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
         """The handle that the user holds now stands for the changed tensor; what was received must not change."""
-        handle: Traced = args[0]
+        handle: TracedTensor = args[0]
         for leaf in leaves((args, kwargs)):
-            if isinstance(leaf, Traced):
+            if isinstance(leaf, TracedTensor):
                 self.on_use(leaf.node, self.call)
         target = self.plain(handle)
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +123,7 @@ class Tape:
         return map_leaves(self._plain, value)
 
     def _plain(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Traced):
+        if not isinstance(leaf, TracedTensor):
             return leaf
         return self.values[leaf.node] if leaf.node in self.values else leaf.untraced()
 
@@ -132,7 +134,7 @@ class Tape:
     def _trace(self, leaf: Any, absent: bool) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if type(leaf) not in (Tensor, nn.Parameter, Traced):
+        if type(leaf) not in (Tensor, nn.Parameter, TracedTensor):
             # What only passes for a tensor (logits in parts) becomes one to travel: any operation that it does not do
             # itself gives one. `as_subclass` would not ask it.
             leaf = leaf.view_as(leaf)
@@ -141,7 +143,7 @@ class Tape:
             leaf, absent = self.values[node], False
         if not absent:
             self.on_made(node, leaf)
-        traced = as_kind(leaf, Traced)
+        traced = as_kind(leaf, TracedTensor)
         traced.node, traced.absent = node, absent
         return traced
 
@@ -155,7 +157,7 @@ class Tape:
         call, self.call, self.index = self.call, self.call + 1, 0
         return call
 
-    def refresh(self, inputs: list[Traced]) -> None:
+    def refresh(self, inputs: list[TracedTensor]) -> None:
         """Note tensors that have got a gradient since they were made: a function of autograd gives it at its end."""
         for leaf in inputs:
             if not leaf.absent and leaf.node not in self.values and (plain := leaf.untraced()).requires_grad:
@@ -169,10 +171,10 @@ class Tape:
     def on_use(self, node: Node, when: int) -> None:
         """A traced tensor is used after `when` calls of units."""
 
-    def on_written(self, inputs: list[Traced], missing: list[Traced]) -> None:
+    def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
         """A tensor that is not traced is changed by them: one that the user keeps, or has made to be filled."""
 
-    def on_read(self, inputs: list[Traced], missing: list[Traced], name: str) -> None:
+    def on_read(self, inputs: list[TracedTensor], missing: list[TracedTensor], name: str) -> None:
         if missing:
             raise PipelineSplitError(
                 f"The step reads the value of a tensor in Python (`{name}`) that another stage computes, before its own"
@@ -195,12 +197,12 @@ def not_a_view(tensor: Tensor) -> Tensor:
     return _Identity.apply(tensor) if tensor.requires_grad else tensor
 
 
-def refuse_stand_ins(value: Any) -> None:
+def refuse_placeholders(value: Any) -> None:
     """Raise where the last stage ends with something that it computed from a tensor that it does not have."""
-    refuse_missing([leaf for leaf in leaves(value) if isinstance(leaf, Traced) and leaf.absent])
+    refuse_missing([leaf for leaf in leaves(value) if isinstance(leaf, TracedTensor) and leaf.absent])
 
 
-def refuse_missing(tensors: list[Traced]) -> None:
+def refuse_missing(tensors: list[TracedTensor]) -> None:
     if tensors:
         raise PipelineSplitError(
             "training_step returns, logs or keeps a value of an earlier stage that it did not in its rehearsal, so that"
@@ -221,7 +223,7 @@ def _changes_input(name: str) -> bool:
     return name.endswith("_") and name not in ("requires_grad_",)
 
 
-_active: list[Tape] = []
+_active: list[StepTape] = []
 _plain_apply: Any = Function.__dict__["apply"]
 
 
@@ -231,7 +233,7 @@ def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
     A function that is given something to call recomputes: units are called inside of it, and it stays as it is.
     """
     plain = partial(_plain_apply.__func__, cls)
-    traced = any(isinstance(leaf, Traced) for leaf in leaves((args, kwargs)))
+    traced = any(isinstance(leaf, TracedTensor) for leaf in leaves((args, kwargs)))
     if not _active or not traced or any(callable(arg) for arg in args):
         return plain(*args, **kwargs)
     return _active[-1].run(plain, args, kwargs)

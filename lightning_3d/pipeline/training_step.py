@@ -16,7 +16,7 @@ from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Carried, Trace
 from lightning_3d.pipeline.schedule import actions
-from lightning_3d.pipeline.traced_tensor import refuse_stand_ins
+from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.sandbox.counts import exact
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.snapshot import Attributes, Changes, join_changes, put, sendable
@@ -92,7 +92,7 @@ class TrainingStep:
 
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep what a step returned; what backward starts from."""
-        refuse_stand_ins(list(changes.values()))
+        refuse_placeholders(list(changes.values()))
         self.outputs.append(exact(detached(output)))
         self.changes.append(changes)
         self.records.append(record)

@@ -35,31 +35,31 @@ class Axes:
     """Those that hold the same shard of other copies."""
 
 
-class _Kept:
+class _KeptGroups:
     """What nobody uses now, of the job's present process group."""
 
     world: weakref.ref[dist.ProcessGroup] | None = None
     axes: list[Axes] = []  # noqa: RUF012 (one for the process)
 
 
-def borrow(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
+def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     """Axes of `layout` that nothing else uses until they are given back. Every rank must call it."""
     world = dist.group.WORLD
     assert world is not None
-    if _Kept.world is None or _Kept.world() is not world:
-        _Kept.world, _Kept.axes = weakref.ref(world), []
+    if _KeptGroups.world is None or _KeptGroups.world() is not world:
+        _KeptGroups.world, _KeptGroups.axes = weakref.ref(world), []
     key = (layout.shape, layout.zero_shard_size, rank, device_type, timeout)
-    for axes in _Kept.axes:
+    for axes in _KeptGroups.axes:
         if axes.key == key:
-            _Kept.axes.remove(axes)
+            _KeptGroups.axes.remove(axes)
             return axes
     return _open(key, layout, rank, device_type, timeout)
 
 
-def give_back(axes: Axes) -> None:
+def return_groups(axes: Axes) -> None:
     """Keep `axes` for a later run: on every rank, and only where no collective of theirs is unfinished."""
-    if _Kept.world is not None and _Kept.world() is dist.group.WORLD:
-        _Kept.axes.append(axes)
+    if _KeptGroups.world is not None and _KeptGroups.world() is dist.group.WORLD:
+        _KeptGroups.axes.append(axes)
 
 
 def in_step(axes: Axes, moment: Hashable) -> bool:

@@ -166,7 +166,7 @@ def restart_python(*numbers: int) -> None:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def restored_streams() -> Iterator[None]:
     """Put every stream back to where it was."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     numpy = sys.modules.get("numpy")

@@ -87,14 +87,14 @@ def meet(what: str, ranks: Sequence[int] | None = None) -> None:
         )
 
 
-def meet_first(what: str, ranks: Sequence[int], met: set[str]) -> None:
+def meet_once(what: str, ranks: Sequence[int], met: set[str]) -> None:
     """`meet`, unless `what` is among what they have `met` for before: who comes alone later is not waited for."""
     if what not in met:
         met.add(what)
         meet(what, ranks)
 
 
-def all_failed(in_step: bool) -> bool:
+def failed_everywhere(in_step: bool) -> bool:
     """Whether every rank raises now, for a reason of its own.
 
     After an error that all ranks raise (a user's mistake) the process group is in step and clean-up may still use it;

@@ -17,15 +17,15 @@ from torchmetrics import Metric, MetricCollection
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import speaking
-from lightning_3d.sandbox.loggers import Tell, do, told_trainer
-from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, scratch_of, wholly
+from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
+from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 
 _METHODS = ("forward", "update", "compute", "reset")
 
 
-class LogTap:
+class LogRecorder:
     """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch.
 
     Args:
@@ -101,7 +101,7 @@ class LogTap:
         taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
-        with instead(taps), told_trainer(self.module, tell("logger")), speaking(speaks):
+        with instead(taps), recorded_trainer(self.module, tell("logger")), speaking(speaks):
             yield
 
     @contextmanager
@@ -187,7 +187,7 @@ class LogTap:
         metric = self._reached(call.name)
         pieces = [(piece, size) for piece, size in zip(call.pieces, sizes, strict=False) if piece is not None]
         if call.what in ("forward", "update"):
-            return wholly(metric, call.what, pieces, self.scratch)()
+            return on_full_batch(metric, call.what, pieces, self.scratch)()
         args, kwargs = pieces[0][0]
         return getattr(metric, call.what)(*args, **kwargs)
 

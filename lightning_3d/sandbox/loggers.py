@@ -14,7 +14,7 @@ Route = tuple[tuple[str, Any], ...]
 _STOP: Route = (("stop", None),)
 
 
-class Told:
+class RecordedLoggers:
     """Stands for something reached through a logger; a call of it is told, and returns None as on ranks without it."""
 
     _tell: Tell
@@ -37,15 +37,15 @@ class Told:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._tell(".".join(str(name) for _, name in self._path), (self._path, args), kwargs)
 
-    def _then(self, kind: str, name: Any) -> "Told":
-        return Told(self._tell, (*self._path, (kind, name)))
+    def _then(self, kind: str, name: Any) -> "RecordedLoggers":
+        return RecordedLoggers(self._tell, (*self._path, (kind, name)))
 
 
 class LoggerStandIn:
     """A logger whose methods are told; its plain attributes (`name`, `version`, `log_dir`) are its own."""
 
     def __init__(self, logger: Any, tell: Tell, index: int) -> None:
-        self.__dict__.update(_logger=logger, _told=Told(tell, (("item", index),)))
+        self.__dict__.update(_logger=logger, _told=RecordedLoggers(tell, (("item", index),)))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -59,7 +59,7 @@ class LoggerStandIn:
 
 
 @contextmanager
-def told_trainer(module: Any, tell: Tell) -> Iterator[None]:
+def recorded_trainer(module: Any, tell: Tell) -> Iterator[None]:
     """The Trainer's loggers are stand-ins, and that it should stop is told."""
     trainer = getattr(module, "_trainer", None)  # the property raises where a module has none, as in a test
     if trainer is None:

@@ -22,7 +22,7 @@ Pieces = list[tuple[Arguments, int]]
 """Arguments and size of each microbatch."""
 
 
-def wholly(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any]) -> Callable[..., Any]:
+def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any]) -> Callable[..., Any]:
     """`metric.forward` or `metric.update` on all of `pieces`, whatever it is called with.
 
     Args:
@@ -38,7 +38,7 @@ def wholly(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any])
     if inside:
 
         def through(*_: Any, **__: Any) -> Any:
-            members = [(each, method, wholly(each, method, _filtered(each, pieces), scratch)) for each in inside]
+            members = [(each, method, on_full_batch(each, method, _filtered(each, pieces), scratch)) for each in inside]
             with instead(members):
                 return own(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
 def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
     """None where the batch would be lost to training, or where it fails: the step that reads it says why."""
     try:
-        with random_streams.set_aside():
+        with random_streams.restored_streams():
             loaders = loaders_of(trainer)
             return _marks(first_batch(loaders)) if map_style(loaders) else None
     except Exception:

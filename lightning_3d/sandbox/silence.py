@@ -41,7 +41,7 @@ def attention_rate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
 
 
-class Quiet(TorchFunctionMode):
+class SilenceRandom(TorchFunctionMode):
     """No dropout, no noise: what is left is a function. Lists the shapes that dropout was asked for."""
 
     def __init__(self) -> None:

@@ -98,7 +98,7 @@ def holders(module: nn.Module) -> Iterator[Any]:
 
 
 @contextmanager
-def contents_kept(holder: Any) -> Iterator[None]:
+def contents_restored(holder: Any) -> Iterator[None]:
     """Undo what the code inside writes into tensors and arrays that `holder` has (`self.confusion[y, p] += 1`)."""
     found = [item for value in own(holder).values() for item in _inside(value)]
     tensors = [(item, item._version, item.detach().clone()) for item in found if _is_plain_tensor(item)]
@@ -140,7 +140,7 @@ def _is_own_array(value: Any) -> bool:
 
 
 @contextmanager
-def as_before(module: Any) -> Iterator[None]:
+def state_restored(module: Any) -> Iterator[None]:
     """Put back buffers and plain attributes that a step changes, also those of objects that the user keeps (meters).
 
     Tensors too: a result that a block leaves on itself would look to a later block of another stage like the one that
@@ -149,7 +149,7 @@ def as_before(module: Any) -> Iterator[None]:
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     with ExitStack() as stack:
         for holder in holders(module):
-            stack.enter_context(contents_kept(holder))
+            stack.enter_context(contents_restored(holder))
             stack.enter_context(Attributes(holder).apart())
         stack.enter_context(undone(module, buffers))
         yield

@@ -19,7 +19,7 @@ from lightning_3d.errors import UnsupportedError, WritesError
 from lightning_3d.ranks.shards import local
 
 
-class Insisting(TorchFunctionMode):
+class RaiseAgain(TorchFunctionMode):
     """What it has `refused` is what who entered it gets, also where code inside makes something else of the error, as
     `load_state_dict` does."""
 
@@ -31,7 +31,7 @@ class Insisting(TorchFunctionMode):
             raise self.refused from error
 
 
-class Writes(Insisting):
+class WeightWrites(RaiseAgain):
     """While entered, sees parameters change in place, also through `.data` or another view of them.
 
     Args:
@@ -109,7 +109,7 @@ def writes_undone(module: nn.Module) -> Iterator[None]:
             kept[parameter] = parameter.detach().clone()
 
     try:
-        with Writes(module.named_parameters, before=keep):
+        with WeightWrites(module.named_parameters, before=keep):
             yield
     finally:
         with torch.no_grad():
@@ -125,17 +125,17 @@ def in_place(name: str, why: str) -> WritesError:
     )
 
 
-def no_writes(named: Callable[[], Iterator[tuple[str, Tensor]]], why: str) -> Writes:
+def no_writes(named: Callable[[], Iterator[tuple[str, Tensor]]], why: str) -> WeightWrites:
     """Raise where one of these parameters is changed in place, which cannot be kept because of `why`."""
 
     def refuse(name: str, func: Any) -> None:
         if func is not torch.embedding_renorm_:  # `max_norm`: for each row by itself, and twice is as once
             raise in_place(name, why)
 
-    return Writes(named, after=refuse)
+    return WeightWrites(named, after=refuse)
 
 
-class NoAssignment(TorchFunctionMode):
+class RefuseDataAssignment(TorchFunctionMode):
     """Raise where code assigns to the `.data` of a DTensor, which does nothing: its values are elsewhere."""
 
     def __init__(self, named: Callable[[], Iterator[tuple[str, Tensor]]], why: str) -> None:

@@ -10,22 +10,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, tell_of_last
-from lightning_3d.checkpoint.averaged import Clones, Waiting
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, announce_last, load_optimizer, load_weights
+from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.leftovers import Sending, sending
-from lightning_3d.checkpoint.own import Found, find_own, own_state, restore_own
+from lightning_3d.checkpoint.own import Found, find_own_state, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
-from lightning_3d.data.fit_loop import go_on, goes_on_shared, loader_states, nothing_new_yet, places
+from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
-from lightning_3d.parallelize import Composed
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.strategy.processes import Processes
-from lightning_3d.strategy.steps import PlacedSteps
+from lightning_3d.strategy.steps import PlacedRunner
 
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
@@ -34,13 +34,13 @@ PATIENCE = 60.0
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
-    _composed: Composed | None
-    _steps: PlacedSteps | None
+    _composed: ParallelModule | None
+    _steps: PlacedRunner | None
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
-    _clones: Clones | None = None
+    _clones: AveragedWeights | None = None
     """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
-    _waiting: Waiting | None = None
+    _waiting: PendingCopies | None = None
     """States of callbacks that are given to them once the module is placed."""
     _left: Mapping[str, Any] = {}
     """What was this rank's own when the last `fit` ended, for a checkpoint that is saved after it."""
@@ -94,8 +94,8 @@ class Saving(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        self._waiting = Waiting.take(loaded)
-        self._found = found = find_own(loaded.pop(RANKS, ()), self.layout, self.coordinate)
+        self._waiting = PendingCopies.take(loaded)
+        self._found = found = find_own_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:
             self._settle_samplers()
@@ -119,7 +119,7 @@ class Saving(Processes):
     def _tell_callbacks(self) -> None:
         """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
         assert self._composed is not None
-        self._clones, waiting, self._waiting = Clones(self._composed), self._waiting, None
+        self._clones, waiting, self._waiting = AveragedWeights(self._composed), self._waiting, None
         if waiting is not None:
             waiting.give(self._module.trainer, self._composed)
 
@@ -139,7 +139,7 @@ class Saving(Processes):
             self._how_gradients_are_sent(),
             places(loop),
             loader_states(loop),
-            (self._shares_order or self.layout.data_parallel_size > 1) and goes_on_shared(loop),
+            (self._shares_order or self.layout.data_parallel_size > 1) and continues_shared_order(loop),
         )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -155,7 +155,7 @@ class Saving(Processes):
         random, communication, to = self._steps.random, self._communication, self._how_gradients_are_sent()
         found, self._found = self._found, Found()
         go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, to))
-        nothing_new_yet(self._module.trainer)
+        no_new_epoch_yet(self._module.trainer)
 
     def _how_gradients_are_sent(self) -> Sending:
         assert self._composed is not None
@@ -198,4 +198,4 @@ def _note(trainer: Any, newest_first: list[str]) -> None:
         trainer.strategy._keeper.instead = newest_first
 
 
-tell_of_last(_note)
+announce_last(_note)

@@ -37,7 +37,7 @@ class Measured:
     """The most on any rank: allocated on its GPU, or on a CPU all that the process ever held."""
 
 
-class Meter:
+class StepMeter:
     """A clock that `Strategy3D` starts with training and asks at each batch."""
 
     def __init__(self, device: torch.device) -> None:

@@ -36,10 +36,10 @@ from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.ranks import rank_zero, talk
-from lightning_3d.ranks.groups import borrow, give_back, has_peers, in_step
+from lightning_3d.ranks.groups import has_peers, in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
-from lightning_3d.zero.data_axis import Communication
+from lightning_3d.zero.data_axis import DataAxis
 
 
 def keep_own_samplers(trainer: Trainer) -> Callable[[], None]:
@@ -78,7 +78,7 @@ class Processes(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self.num_nodes = 1  # the Trainer says how many
         self._mesh: DeviceMesh | None = None
-        self._communication: Communication | None = None
+        self._communication: DataAxis | None = None
         self._failed = self._judged = False
         self._watch: Watch | None = None
         self._give_samplers_back: Callable[[], None] = _nothing
@@ -226,8 +226,8 @@ class Processes(ParallelStrategy):
 
     def _open_axes(self) -> None:
         """Groups and mesh of the layout. Every rank must call it."""
-        axes = borrow(self.layout, self.global_rank, self.root_device.type, self._timeout)
-        self._mesh, self._communication = axes.mesh, Communication(axes, self._comm_config(), streams=self._streams)
+        axes = open_groups(self.layout, self.global_rank, self.root_device.type, self._timeout)
+        self._mesh, self._communication = axes.mesh, DataAxis(axes, self._comm_config(), streams=self._streams)
         self._module._device_mesh = self._mesh
         self._settle_samplers()
         self._warn_of_world_size()
@@ -260,7 +260,7 @@ class Processes(ParallelStrategy):
             return error
 
     @property
-    def _sending(self) -> Communication:
+    def _sending(self) -> DataAxis:
         assert self._communication is not None, "communication exists from setup_environment on"
         return self._communication
 
@@ -360,7 +360,7 @@ class Processes(ParallelStrategy):
 
     def _fail(self, *, in_step: bool) -> None:
         """Find out whether all ranks fail alike; if not, nothing that takes all of them may be tried any more."""
-        self._judged, self._failed = True, not talk.all_failed(in_step)
+        self._judged, self._failed = True, not talk.failed_everywhere(in_step)
         module = self.lightning_module
         if self._failed and module is not None and module._trainer is not None:
             module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
@@ -395,7 +395,7 @@ class Processes(ParallelStrategy):
             axes, moment = self._communication.axes, self._moment() if self._communication.engine.idle else None
             # after an error, of all ranks even, one may have sent more than another
             if not self._judged or (not self._failed and in_step(axes, moment)):
-                give_back(axes)
+                return_groups(axes)
             self._communication = None
 
 

@@ -14,9 +14,9 @@ from torch import distributed as dist
 
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
-from lightning_3d.parallelize import Composed, Plans
+from lightning_3d.parallelize import ParallelModule, ParallelPlan
 from lightning_3d.pipeline.context import Hooks
-from lightning_3d.pipeline.observe import Whole
+from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
@@ -27,7 +27,7 @@ from lightning_3d.verify.replicas import EVERY, ReplicaCheck
 Call = Callable[..., Any]
 
 
-class Steps(Protocol):
+class StepRunner(Protocol):
     """What the strategy's hooks call."""
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
@@ -47,13 +47,13 @@ class Steps(Protocol):
         """Leave the module as it was placed."""
 
 
-class PlacedSteps(Steps, Protocol):
+class PlacedRunner(StepRunner, Protocol):
     """The same on a placed module."""
 
     random: StepRandom
 
 
-class OwnSteps:
+class UnplacedRunner:
     """Nothing but the user's own step: while the module is not placed, before `setup` and after `teardown`."""
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
@@ -71,14 +71,14 @@ class OwnSteps:
     def close(self) -> None: ...
 
 
-class PlainSteps:
+class PlainRunner:
     """The user's step on the user's batch.
 
     Args:
         opens: whether the batch is the first of an accumulation window, which may not be the end of the one before.
     """
 
-    def __init__(self, composed: Composed, random: StepRandom, opens: Callable[[], bool]) -> None:
+    def __init__(self, composed: ParallelModule, random: StepRandom, opens: Callable[[], bool]) -> None:
         self.data, self.random, self.opens = composed.data, random, opens
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
@@ -107,14 +107,14 @@ class PlainSteps:
     def close(self) -> None: ...
 
 
-class PipelinedSteps:
+class PipelineRunner:
     """The user's step on every microbatch, on every stage, in the order of a schedule.
 
     Forward and backward of the whole batch happen in `train`; Lightning then clears gradients and calls backward on the
     loss, which is when the gradients are put in place.
 
     Args:
-        opens: as for `PlainSteps`.
+        opens: as for `PlainRunner`.
         make: builds the pipeline around hooks.
         scale: what the loss is multiplied with before backward: 1 / accumulated batches, times a loss scale.
         autocast: the precision plugin's context for a step.
@@ -122,7 +122,7 @@ class PipelinedSteps:
 
     def __init__(
         self,
-        composed: Composed,
+        composed: ParallelModule,
         random: StepRandom,
         opens: Callable[[], bool],
         make: Callable[[Hooks], Pipeline],
@@ -153,7 +153,7 @@ class PipelinedSteps:
         with self.random.step():
             return self.pipeline.eval_step(name, *args)
 
-    def prove(self, whole: Whole) -> None:
+    def prove(self, whole: UncutRun) -> None:
         """`prove` with gathered parameters. Collective; raises on every rank."""
         self.data.hold(True)
         self.data.begin()
@@ -193,7 +193,7 @@ def _differentiates(error: Exception) -> bool:
     return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))
 
 
-def prove(pipeline: Pipeline, whole: Whole) -> None:
+def prove(pipeline: Pipeline, whole: UncutRun) -> None:
     """Compare one microbatch with what the uncut module did. Collective; raises on every rank."""
     problem = None
     try:
@@ -219,7 +219,7 @@ def prove(pipeline: Pipeline, whole: Whole) -> None:
             raise answer
 
 
-class CheckedSteps:
+class CheckedRunner:
     """`steps`, checked.
 
     Args:
@@ -238,12 +238,12 @@ class CheckedSteps:
 
     def __init__(
         self,
-        steps: PlacedSteps,
+        steps: PlacedRunner,
         samples: SampleCheck,
         replicas: ReplicaCheck | None,
         first: FirstStep | None,
         *,
-        composed: Composed,
+        composed: ParallelModule,
         group: dist.ProcessGroup,
         random: StepRandom,
         loss_scale: Callable[[], float],
@@ -296,7 +296,9 @@ class CheckedSteps:
         self.steps.close()
 
 
-def prove_cut(cut: Composed, plans: Plans, make: Callable[[nn.Module, Hooks], Pipeline], plugin: Precision3D) -> None:
+def prove_cut(
+    cut: ParallelModule, plans: ParallelPlan, make: Callable[[nn.Module, Hooks], Pipeline], plugin: Precision3D
+) -> None:
     """Compare the stages with the uncut module before blocks are divided over tensor ranks: dropout in shards gives
     other numbers. Without tensor ranks `make_steps` compares, and what is learnt there is kept. Collective.
 
@@ -311,13 +313,13 @@ def prove_cut(cut: Composed, plans: Plans, make: Callable[[nn.Module, Hooks], Pi
 
 def make_steps(
     trainer: Trainer,
-    composed: Composed,
-    plans: Plans,
+    composed: ParallelModule,
+    plans: ParallelPlan,
     make: Callable[[nn.Module, Hooks], Pipeline],
     *,
     random: StepRandom,
     plugin: Precision3D,
-) -> PlacedSteps:
+) -> PlacedRunner:
     """What the strategy's step hooks call."""
     module = composed.module
 
@@ -327,12 +329,12 @@ def make_steps(
         return automatic and trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     if plans.split is None:
-        return PlainSteps(composed, random, opens)
+        return PlainRunner(composed, random, opens)
 
     def scale() -> float:
         return plugin.loss_scale() / trainer.accumulate_grad_batches
 
-    steps = PipelinedSteps(composed, random, opens, partial(make, module), scale, plugin.forward_context)
+    steps = PipelineRunner(composed, random, opens, partial(make, module), scale, plugin.forward_context)
     if plans.tensor is None and plans.whole is not None and plans.whole.compared:
         steps.prove(plans.whole)
     return steps

@@ -28,10 +28,10 @@ from lightning_3d.module import state_dict
 from lightning_3d.module.batchnorm import DataBatchNorm
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
-from lightning_3d.optim.grad_norm import clip_as_one_device
+from lightning_3d.optim.grad_norm import clip_like_one_device
 from lightning_3d.optim.probe import check_state
-from lightning_3d.optim.step import refuse_new_parameters, step_as_on_one_device
-from lightning_3d.parallelize import Choices, Composed, LossScope, cut, divide
+from lightning_3d.optim.step import refuse_new_parameters, step_like_one_device
+from lightning_3d.parallelize import LossScope, ParallelModule, UserChoices, cut, divide
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
@@ -41,15 +41,15 @@ from lightning_3d.strategy.checks import check_hooks, check_module, check_same_m
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.steps import CheckedSteps, make_steps, prove_cut
-from lightning_3d.strategy.training import Running
-from lightning_3d.usercode.between_steps import Between
-from lightning_3d.usercode.hooks import watch_hooks
+from lightning_3d.strategy.steps import CheckedRunner, make_steps, prove_cut
+from lightning_3d.strategy.training import Training
+from lightning_3d.usercode.between_steps import HookRules
+from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
 
 
-class Strategy3D(Running):
+class Strategy3D(Training):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -145,7 +145,7 @@ class Strategy3D(Running):
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
-        self._choices = Choices(pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan)
+        self._choices = UserChoices(pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan)
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
@@ -160,7 +160,7 @@ class Strategy3D(Running):
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
         self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
-        self._composed: Composed | None = None
+        self._composed: ParallelModule | None = None
         self._patches: list[Callable[[], None]] = []
         """What undoes what was changed in torch and torchmetrics, after a failed run too."""
         self._hooks: list[RemovableHandle] = []
@@ -240,7 +240,7 @@ class Strategy3D(Running):
                 check_automatic(module)  # before anything is looked for that only other modules have
             self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        hooked = watch_hooks(module, callbacks, lambda: self._composed, lambda: self._data)
+        hooked = wrap_hooks(module, callbacks, lambda: self._composed, lambda: self._data)
         self._patches.append(hooked)
         use_no_grad(trainer)
         if fitting and self._layer_sync is not None:
@@ -267,18 +267,18 @@ class Strategy3D(Running):
         self._composed = composed = cut(module, plans, self.layout, self.mesh)
         prove_cut(composed, plans, make, plugin)
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
-        self._hooks = state_dict.whole_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
+        self._hooks = state_dict.full_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
         if fitting:
             self._tell_callbacks()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            self._patches.append(clip_as_one_device(module, self._norm_of))
+            self._patches.append(clip_like_one_device(module, self._norm_of))
             _optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.layout, self.coordinate, self.root_device)
         steps = make_steps(trainer, composed, plans, make, random=random, plugin=plugin)
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
-        self._steps = CheckedSteps(
+        self._steps = CheckedRunner(
             steps,
             SampleCheck(self.layout, self.coordinate, self.mesh, self.root_device),
             replicas,
@@ -309,14 +309,14 @@ class Strategy3D(Running):
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
-            stepping = step_as_on_one_device(
+            stepping = step_like_one_device(
                 optimizer, composed.whole, composed.part, self.reduce,
-                watch=lambda name, remedy: Between(name, composed, set(), remedy=remedy),
+                watch=lambda name, remedy: HookRules(name, composed, set(), remedy=remedy),
                 pipelined=composed.split is not None,
             )  # fmt: skip
             self._undo.append(stepping)
             self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
-            self._hooks += state_dict.whole_optimizer_state(
+            self._hooks += state_dict.full_optimizer_state(
                 optimizer, composed.whole, composed.part, composed.stages, talk.meet
             )
 

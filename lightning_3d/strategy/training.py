@@ -8,29 +8,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import said_of_parts
+from lightning_3d.errors import explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
 from lightning_3d.optim.grad_norm import clip_grad_norm, counted_here, grad_norm
-from lightning_3d.parallelize import Composed, Plans
+from lightning_3d.parallelize import ParallelModule, ParallelPlan
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line
-from lightning_3d.strategy.meter import Measured, Meter, write, write_failure
+from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
 from lightning_3d.strategy.resume import Resuming
-from lightning_3d.strategy.steps import OwnSteps, PlacedSteps, Steps
+from lightning_3d.strategy.steps import PlacedRunner, StepRunner, UnplacedRunner
 from lightning_3d.zero import DataParallel, NoData
 
 
-class Running(Resuming):
+class Training(Resuming):
     """Runs training, validation, test and predict steps, backward and the optimizers' steps."""
 
     measured: Measured | None = None
     """Seconds of a step and memory of the last `fit`."""
     _expected: Sequence[StateBytes] = ()
     """Of each pipeline rank, counted before the module is placed."""
-    _steps: PlacedSteps | None = None
+    _steps: PlacedRunner | None = None
     _in_step = False
     _evaluations = 0
     _quiet = False
@@ -42,13 +42,13 @@ class Running(Resuming):
         return trainer.global_step, trainer.fit_loop.batch_idx
 
     @property
-    def _applied(self) -> Composed:
+    def _applied(self) -> ParallelModule:
         assert self._composed is not None, "the module is placed from setup on"
         return self._composed
 
     @property
-    def _running(self) -> Steps:
-        return self._steps if self._steps is not None else OwnSteps()
+    def _running(self) -> StepRunner:
+        return self._steps if self._steps is not None else UnplacedRunner()
 
     @property
     def _data(self) -> DataParallel:
@@ -58,7 +58,7 @@ class Running(Resuming):
         trainer = self._module.trainer
         flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
-        with said_of_parts(self.layout):
+        with explain_shard_errors(self.layout):
             output = self._running.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
@@ -83,7 +83,7 @@ class Running(Resuming):
 
     @contextmanager
     def _around_backward(self) -> Generator[None, None, None]:
-        with said_of_parts(self.layout):
+        with explain_shard_errors(self.layout):
             yield
         self._running.after_backward()
 
@@ -122,14 +122,14 @@ class Running(Resuming):
         finally:
             self._running.hold(False)
 
-    def _say_opening(self, plans: Plans) -> None:
+    def _say_opening(self, plans: ParallelPlan) -> None:
         self._expected = expected_states(self._module, self.layout, plans.split, plans.tensor)
         if not self._quiet:
             rank_zero_info(opening(self._module, self.layout, plans.split, plans.tensor))
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._meter = Meter(self.root_device)
+        self._meter = StepMeter(self.root_device)
         if not self._quiet:
             trainer = self._module.trainer
             if self.global_rank == 0:

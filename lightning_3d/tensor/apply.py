@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from lightning_3d.tensor.autograd_collectives import gather_parts
+from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import GroupAxis, Ledger
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.guards import refuse_parts_alone
+from lightning_3d.tensor.guards import guard_shards
 from lightning_3d.tensor.patch import Undo, patch_unit
 from lightning_3d.tensor.tensor_plan import TensorPlan
 from lightning_3d.tensor.vocabulary import patch_vocabulary
@@ -84,7 +84,7 @@ def apply_tensor(
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
-    refuse_parts_alone(module, plan, undo)
+    guard_shards(module, plan, undo)
     for child in module.modules():
         if plan.units and isinstance(child, nn.TransformerEncoder):
             undo.set(child, "use_nested_tensor", False)  # torch's fused eval layers take nested tensors, shards do not
@@ -109,7 +109,7 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     mesh, shard = tensor.device_mesh, tensor.to_local().detach()
     for axis in reversed(range(mesh.ndim - 1)):
         shard = _gather_data(shard, tensor, axis, split)
-    return gather_parts(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split)
+    return gather_shards(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split)
 
 
 def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:

@@ -91,7 +91,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return gather_parts(tensor, axis, split)
+        return gather_shards(tensor, axis, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -123,7 +123,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def gather_parts(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
     """The whole of what each rank holds a part of; autograd does not follow."""
     shapes = [list(tensor.shape) for _ in range(axis.size)]
     for rank, shape in enumerate(shapes):

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.errors import WritesError
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.trial import as_before, optimizers_on_demand
+from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
 from lightning_3d.sandbox.writes import assigns_data, writes_undone
 from lightning_3d.tensor.blocks import find_units
 from lightning_3d.tensor.fallback import form_of
-from lightning_3d.tensor.guards import PartsCalled
+from lightning_3d.tensor.guards import ShardsCalled
 from lightning_3d.tensor.heads import Ends
 from lightning_3d.tensor.sample import Sample, recorded
 
@@ -53,7 +53,7 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     held = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     units = find_units(module)
-    watch, parts, ends = _Elsewhere(module), PartsCalled(module, units), Ends(module)
+    watch, parts, ends = _Elsewhere(module), ShardsCalled(module, units), Ends(module)
     handles = [
         *watch.handles,
         *parts.handles,
@@ -160,11 +160,11 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     step = getattr(module, STEPS[trainer.state.fn])
     try:
         with (
-            random_streams.set_aside(),
-            as_before(module),
+            random_streams.restored_streams(),
+            state_restored(module),
             optimizers_on_demand(module),
             writes_undone(module),
-            LogTap(module).recording(Record()),
+            LogRecorder(module).recording(Record()),
         ):
             batch = to_device(first_batch(loaders_of(trainer)))
             return record_calls(module, lambda: step(*step_arguments(step, batch)))

@@ -12,7 +12,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_gather import whole
 from lightning_3d.tensor.overlap import Deferral, Early
-from lightning_3d.tensor.sequence import enter, parts_of
+from lightning_3d.tensor.sequence import enter, shards_of
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Memo:
         for decoy, real in self.decoys:
             if decoy is tensor:
                 tensor = real
-        tensor = whole(tensor)  # functions of autograd do not see through a `Lazy`
+        tensor = whole(tensor)  # functions of autograd do not see through a `LateGather`
         if not tensor.requires_grad:
             return tensor
         if self.sequence is not None and not any(tensor is other for other in self.others):
@@ -78,7 +78,7 @@ class Memo:
             return tensor
         if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
             return tensor
-        early = Early(lambda grad: self.axis.begin_reduce_scatter(parts_of(grad, self.axis, split)))
+        early = Early(lambda grad: self.axis.begin_reduce_scatter(shards_of(grad, self.axis, split)))
         return self._once(tensor, early, lambda: enter(tensor, self.axis, split, early))
 
     def taken(self, tensor: Tensor, deferral: Deferral | None) -> Tensor:

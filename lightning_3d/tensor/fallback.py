@@ -52,7 +52,7 @@ def form_of(value: Any) -> Any:
     return value if isinstance(value, bool | str | None) else type(value).__qualname__
 
 
-def say_whole(unit: nn.Module) -> None:
+def warn_unsplit(unit: nn.Module) -> None:
     """Say, once for each kind of block, that it computes whole."""
     warnings.warn(
         f"{type(unit).__name__} is called in a way that it was not when it was planned (other arguments, or in another"
@@ -63,7 +63,7 @@ def say_whole(unit: nn.Module) -> None:
 
 
 @contextmanager
-def made_whole(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axis) -> Iterator[None]:
+def compute_unsplit(unit: nn.Module, plan: UnitPlan, changes: list[Change], axis: Axis) -> Iterator[None]:
     """While open, `unit` finds whole parameters, and its numbers and forwards as they were."""
     found = [(change, change.now()) for change in changes]  # a pipeline puts a forward of its own over a block's
     for change in reversed(changes):

@@ -15,9 +15,9 @@ from lightning_3d.tensor.autograd_collectives import gather, reduce, take
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import ShardDropout
 from lightning_3d.tensor.edges import Memo
-from lightning_3d.tensor.fallback import Change, form_of, made_whole, say_whole
+from lightning_3d.tensor.fallback import Change, compute_unsplit, form_of, warn_unsplit
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.late_gather import Lazy, whole
+from lightning_3d.tensor.late_gather import LateGather, whole
 from lightning_3d.tensor.overlap import Deferral, defer
 from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sequence import copy_all, enter, leave
@@ -120,7 +120,7 @@ class UnitForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
-            say_whole(self.module)
+            warn_unsplit(self.module)
             self.memo.repeatable = False
             with self._whole():
                 return self.module.forward(*whole(args), **whole(kwargs))
@@ -150,7 +150,7 @@ class UnitForward:
     def _whole(self) -> Iterator[None]:
         """While open, and while a checkpoint that begins inside is repeated, the block is whole."""
         with (
-            made_whole(self.module, self.plan, self.changes, self.axis),
+            compute_unsplit(self.module, self.plan, self.changes, self.axis),
             noted(lambda: lambda _: self._repeat(self._whole())),
         ):
             yield
@@ -220,7 +220,7 @@ class UnitForward:
         return _numbered(lambda index, t: self._part(t, split) if index == plan.stream else t, (args, kwargs))
 
     def _part(self, tensor: Tensor, split: TensorSplit) -> Tensor:
-        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
+        if isinstance(tensor, LateGather) and tensor.division == split and tensor.whole is None:
             return tensor.local
         return take(whole(tensor), self.axis, split)
 
@@ -228,7 +228,7 @@ class UnitForward:
         stream = self.plan.sequence is not None and index in self.plan.sequence.results
         if not stream:
             return tensor
-        return Lazy.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
+        return LateGather.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
         if index not in self.plan.inputs:
@@ -245,7 +245,7 @@ class UnitForward:
                 f" that the tensor ranks divide, and is now called with shape {tuple(tensor.shape)}. Plan it with a"
                 " batch of the kind that it is trained on."
             )
-        if isinstance(tensor, Lazy) and tensor.division == split and tensor.whole is None:
+        if isinstance(tensor, LateGather) and tensor.division == split and tensor.whole is None:
             return tensor.local  # as another block left it
         return take(whole(tensor), self.axis, split)
 
@@ -254,7 +254,9 @@ class UnitForward:
         if split is None:
             return tensor
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():
-            return Lazy.of(tensor, split, self.axis, passive=True)  # attention weights, say, that nobody may ask for
+            return LateGather.of(
+                tensor, split, self.axis, passive=True
+            )  # attention weights, say, that nobody may ask for
         return gather(tensor, self.axis, split)
 
 

@@ -19,7 +19,7 @@ from lightning_3d.tensor.tensor_plan import TensorPlan, UnitPlan
 from lightning_3d.tensor.written_plan import around
 
 
-class PartsCalled:
+class ShardsCalled:
     """Notes of which blocks a part is called while the block itself is not."""
 
     def __init__(self, module: nn.Module, units: list[str]) -> None:
@@ -45,7 +45,7 @@ class PartsCalled:
             self.found.update(names)
 
 
-def refuse_parts_alone(module: nn.Module, plan: TensorPlan, undo: Undo) -> None:
+def guard_shards(module: nn.Module, plan: TensorPlan, undo: Undo) -> None:
     """From now on a divided part of a block raises when it is called outside of the block."""
     guards: dict[nn.Module, _Guard] = {}
     for name, unit_plan in plan.units.items():

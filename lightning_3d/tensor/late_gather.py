@@ -21,7 +21,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.vocabulary_loss import parallel_cross_entropy
 
 
-class Lazy(Tensor):
+class LateGather(Tensor):
     """The whole tensor as far as anyone can see; `local` is what there is."""
 
     local: Tensor
@@ -31,7 +31,7 @@ class Lazy(Tensor):
     whole: Tensor | None
 
     @staticmethod
-    def of(local: Tensor, split: TensorSplit, axis: Axis, *, passive: bool = False) -> "Lazy":
+    def of(local: Tensor, split: TensorSplit, axis: Axis, *, passive: bool = False) -> "LateGather":
         """A tensor of whole size for the part `local`.
 
         A passive one says that it needs no gradient: FSDP2 passes those that do through a function of autograd, which
@@ -43,7 +43,7 @@ class Lazy(Tensor):
         # It needs a gradient where the part does, so that what goes past `__torch_function__` (a function of autograd)
         # fails in backward, where a gradient on meta is an error, and does not cut the gradient off in silence.
         stand_in = torch.empty(shape, device="meta", dtype=local.dtype, requires_grad=local.requires_grad)
-        lazy = stand_in.as_subclass(Lazy)
+        lazy = stand_in.as_subclass(LateGather)
         lazy.local, lazy.division, lazy.axis, lazy.whole, lazy.passive = local, split, axis, None, passive
         return lazy
 
@@ -57,7 +57,7 @@ class Lazy(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, Lazy):
+        if isinstance(first, LateGather):
             if func == _getter("requires_grad") and first.passive:
                 return False
             if func == _getter("_base"):
@@ -83,10 +83,10 @@ def whole(value: Any) -> Any:
     return tree_map(_whole, value)
 
 
-def let_by(module: nn.Module, args: Any, kwargs: Any) -> None:
+def pass_late_gather(module: nn.Module, args: Any, kwargs: Any) -> None:
     """A hook before FSDP2's in front of a block: of what only passes for whole it is to see no gradient."""
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Lazy):
+        if isinstance(leaf, LateGather):
             leaf.passive = True
 
 
@@ -96,12 +96,12 @@ def _getter(name: str) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.gathered() if isinstance(value, Lazy) else value
+    return value.gathered() if isinstance(value, LateGather) else value
 
 
 def _same_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of each element."""
-    return lambda lazy, *args, **kwargs: Lazy.of(
+    return lambda lazy, *args, **kwargs: LateGather.of(
         method(lazy.local, *args, **kwargs), lazy.division, lazy.axis, passive=lazy.passive
     )
 
@@ -109,19 +109,19 @@ def _same_place(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _scaled(method: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """A product with one number."""
     return lambda lazy, other: (
-        Lazy.of(method(lazy.local, other), lazy.division, lazy.axis) if isinstance(other, int | float) else None
+        LateGather.of(method(lazy.local, other), lazy.division, lazy.axis) if isinstance(other, int | float) else None
     )
 
 
-def _is_last(lazy: Lazy) -> bool:
+def _is_last(lazy: LateGather) -> bool:
     return lazy.division.dim == lazy.local.dim() - 1
 
 
-def _moved(lazy: Lazy, local: Tensor, dim: int) -> Lazy:
-    return Lazy.of(local, TensorSplit(dim, lazy.division.pieces), lazy.axis)
+def _moved(lazy: LateGather, local: Tensor, dim: int) -> LateGather:
+    return LateGather.of(local, TensorSplit(dim, lazy.division.pieces), lazy.axis)
 
 
-def _view(lazy: Lazy, *shape: Any) -> Lazy | None:
+def _view(lazy: LateGather, *shape: Any) -> LateGather | None:
     sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else list(shape)
     if not _is_last(lazy) or not all(type(size) is int for size in sizes):
         return None
@@ -133,7 +133,7 @@ def _view(lazy: Lazy, *shape: Any) -> Lazy | None:
     return _moved(lazy, lazy.local.reshape(*sizes[:-1], lazy.local.shape[-1]), len(sizes) - 1)
 
 
-def _flatten(lazy: Lazy, start_dim: int = 0, end_dim: int = -1) -> Lazy | None:
+def _flatten(lazy: LateGather, start_dim: int = 0, end_dim: int = -1) -> LateGather | None:
     count = lazy.local.dim()
     if not _is_last(lazy) or end_dim % count >= lazy.division.dim:
         return None
@@ -141,7 +141,7 @@ def _flatten(lazy: Lazy, start_dim: int = 0, end_dim: int = -1) -> Lazy | None:
     return _moved(lazy, local, local.dim() - 1)
 
 
-def _index(lazy: Lazy, index: Any) -> Lazy | None:
+def _index(lazy: LateGather, index: Any) -> LateGather | None:
     items = index if isinstance(index, tuple) else (index,)
     if not _is_last(lazy) or any(item is None or isinstance(item, bool) for item in items):
         return None
@@ -160,19 +160,19 @@ def _consumes(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
-def _transpose(lazy: Lazy, dim0: int, dim1: int) -> Lazy:
+def _transpose(lazy: LateGather, dim0: int, dim1: int) -> LateGather:
     count = lazy.local.dim()
     places = {dim0 % count: dim1 % count, dim1 % count: dim0 % count}
     return _moved(lazy, lazy.local.transpose(dim0, dim1), places.get(lazy.division.dim, lazy.division.dim))
 
 
-def _permute(lazy: Lazy, *dims: Any) -> Lazy:
+def _permute(lazy: LateGather, *dims: Any) -> LateGather:
     order = [dim % lazy.local.dim() for dim in (dims[0] if len(dims) == 1 else dims)]
     return _moved(lazy, lazy.local.permute(order), order.index(lazy.division.dim))
 
 
 def _cross_entropy(
-    lazy: Lazy,
+    lazy: LateGather,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -183,7 +183,7 @@ def _cross_entropy(
 ) -> Tensor | None:
     classes = 1 if lazy.local.dim() > 1 else 0
     known = size_average is None and reduce is None and not target.is_floating_point()
-    if lazy.division.dim != classes or not known or isinstance(target, Lazy) or len(lazy.division.parts) > 1:
+    if lazy.division.dim != classes or not known or isinstance(target, LateGather) or len(lazy.division.parts) > 1:
         return None
     logits = lazy.local.movedim(classes, -1)
     device = logits.device.type

@@ -27,14 +27,14 @@ from lightning_3d.tensor.siblings import with_siblings
 from lightning_3d.tensor.sizes import combinations, watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
 from lightning_3d.tensor.trace import Trace, leaves, trace
-from lightning_3d.tensor.written_plan import Way, divide_as_told
+from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written
 
 LOOKS = 4
 """Runs whose gradients are put together: a unit that was off in one is on in another."""
 
 
 @dataclass(frozen=True)
-class Look:
+class Candidates:
     """One traced run, with random parameters of its own."""
 
     trace: Trace
@@ -56,7 +56,7 @@ class Study:
         self, make: Callable[[int], nn.Module], original: nn.Module, samples: Sequence[Sample], ranks: int
     ) -> None:
         self.make, self.samples, self.ranks = make, samples, ranks
-        self.looks: list[Look] = []
+        self.looks: list[Candidates] = []
         self.mixers: tuple[str, ...] = ()
         """Norms that the looks take for what acts on each channel alone."""
         self.scratch = make(0)
@@ -71,7 +71,7 @@ class Study:
         first = self.look(0)
         self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called
 
-    def look(self, number: int) -> Look:
+    def look(self, number: int) -> Candidates:
         """The `number`-th traced run."""
         while len(self.looks) <= number:
             seed = len(self.looks)
@@ -80,11 +80,11 @@ class Study:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 seen = trace(twin, call)
-            self.looks.append(Look(seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
+            self.looks.append(Candidates(seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
         return self.looks[number]
 
 
-def find_plan(known: Study, ways: Mapping[str, Way], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
+def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
     """The plan of the block, if any region of it can be split, and why what stays whole does.
 
     Args:
@@ -131,7 +131,7 @@ def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
     return None
 
 
-def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
+def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
     """Regions to try: those that someone asked for first, then the largest; what is also a result of the block last."""
     count = lambda region: sum(parameters[name].numel() for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
     asked = lambda region: any(name in ways for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
@@ -146,10 +146,10 @@ def _regions(known: Study, ways: Mapping[str, Way], parameters: Mapping[str, nn.
 
 
 def _split_region(
-    known: Study, region: Region, base: UnitPlan, ways: Mapping[str, Way], must: bool
+    known: Study, region: Region, base: UnitPlan, ways: Mapping[str, WrittenSplit], must: bool
 ) -> tuple[UnitPlan | None, str]:
     reason = "its parts depend on one another (a norm or a mix over all of them)"
-    given = divide_as_told(region, known.parameters, ways, known.modules, known.ranks) if ways else None
+    given = divide_as_written(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     inferred = () if must and given else _divisions(known, region)
     for division in chain([given] if given else [], inferred):
         refusals, broken = list[str](), list[str]()

@@ -23,7 +23,7 @@ from lightning_3d.tensor.sample import Sample, shortened, working_dtype
 from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.tensor_plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
-from lightning_3d.tensor.written_plan import Way, declared_plan, read_plan
+from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_plan
 
 SEED = 20_240_229
 SEQUENCE = "(sequence parallelism)"
@@ -101,7 +101,7 @@ def plan_tensor(
 
 
 def _vocabulary(
-    module: nn.Module, told: Mapping[str, Way], calls: Recording | None, size: int
+    module: nn.Module, told: Mapping[str, WrittenSplit], calls: Recording | None, size: int
 ) -> tuple[dict[str, TensorSplit], list[str]]:
     """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
     units = find_units(module)
@@ -112,7 +112,7 @@ def _vocabulary(
     headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
     for name, way in told.items():
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
-        if not inside and way.kind != "whole" and not (name in found and way == Way("column")):
+        if not inside and way.kind != "whole" and not (name in found and way == WrittenSplit("column")):
             raise TensorPlanError(
                 f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or"
                 ' set it to "whole".'
@@ -125,7 +125,7 @@ def _plan_unit(
     calls: Sequence[Sample],
     size: int,
     kinds: dict[tuple[object, ...], list[_Kind]],
-    ways: dict[str, Way],
+    ways: dict[str, WrittenSplit],
     must: bool,
     sequence: bool,
 ) -> tuple[UnitPlan | None, Mapping[str, str]]:
@@ -162,7 +162,7 @@ def _plan_unit(
     return plan, whole
 
 
-def _in_parts(ways: Mapping[str, Way]) -> str:
+def _in_parts(ways: Mapping[str, WrittenSplit]) -> str:
     """Why a block whose parts are called by themselves stays whole."""
     reason = "parts of it are called by themselves, so what is between them is needed whole"
     if any(way.kind != "whole" for way in ways.values()):
@@ -170,7 +170,7 @@ def _in_parts(ways: Mapping[str, Way]) -> str:
     return reason
 
 
-def _under(ways: Mapping[str, Way], unit: str) -> dict[str, Way]:
+def _under(ways: Mapping[str, WrittenSplit], unit: str) -> dict[str, WrittenSplit]:
     """What concerns one block, by names relative to it."""
     prefix = f"{unit}." if unit else ""
     return {name.removeprefix(prefix): way for name, way in ways.items() if name.startswith(prefix)}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.sandbox.silence import Quiet
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.geometry import TensorSplit, assemble
 from lightning_3d.tensor.late_gather import whole as whole_tensors
@@ -51,7 +51,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
     call = sample.fresh()
     inputs = call.tensors()
-    with torch.enable_grad(), Quiet() as quiet:
+    with torch.enable_grad(), SilenceRandom() as quiet:
         results = whole_tensors(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of Quiet, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
@@ -200,7 +200,7 @@ def _forward(
     shard = shard_copy(scratch, lambda name, value: held(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
     call = sample.fresh()
-    with torch.no_grad(), Quiet():
+    with torch.no_grad(), SilenceRandom():
         return tensors_in(shard(*call.args, **call.kwargs))
 
 

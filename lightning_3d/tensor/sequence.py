@@ -2,7 +2,7 @@
 
 The residual stream enters a block in parts, is gathered where it enters a split region, and what leaves the region is
 summed and divided in one go. Norms, dropout and residual sums in between run on the parts. Parameters used there find
-a part of their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `Lazy`
+a part of their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `LateGather`
 tensors, so code between them that does anything else with the stream sees it whole.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.autograd_collectives import gather_parts, reduce
+from lightning_3d.tensor.autograd_collectives import gather_shards, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.overlap import Early
@@ -28,7 +28,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit, early: Early | None) -> Tensor:
         ctx.axis, ctx.split, ctx.early = axis, split, early
-        return gather_parts(tensor, axis, split)
+        return gather_shards(tensor, axis, split)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -42,7 +42,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
         ctx.axis, ctx.split = axis, split
-        return axis.reduce_scatter(parts_of(tensor, axis, split))
+        return axis.reduce_scatter(shards_of(tensor, axis, split))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -108,6 +108,6 @@ def sequence_candidates(
             yield replace(plan, sequence=SequencePlan(dim, stream, leaving, flat, outer))
 
 
-def parts_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> list[Tensor]:
+def shards_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> list[Tensor]:
     """Every rank's part."""
     return [local_part(tensor, split, rank) for rank in range(axis.size)]

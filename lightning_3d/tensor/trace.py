@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_3d.sandbox.silence import Quiet
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
 
@@ -57,7 +57,7 @@ class Trace:
     """Modules whose forward ran."""
 
 
-class _Cutter(Quiet):
+class _Cutter(SilenceRandom):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names, self.trace, self.stack = names, Trace(), [""]

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_gather import Lazy, whole
+from lightning_3d.tensor.late_gather import LateGather, whole
 from lightning_3d.tensor.overlap import Early, defer
 from lightning_3d.tensor.patch import Undo
 from lightning_3d.tensor.vocabulary_loss import held_elsewhere
@@ -150,7 +150,7 @@ class ShardedHead:
         logits = self._logits(whole(input))
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():
-            return Lazy.of(logits, split, self.axis)
+            return LateGather.of(logits, split, self.axis)
         return gather(logits, self.axis, split)
 
     def _logits(self, input: Tensor) -> Tensor:

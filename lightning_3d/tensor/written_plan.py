@@ -20,7 +20,7 @@ KINDS = ("column", "row", "whole")
 
 
 @dataclass(frozen=True)
-class Way:
+class WrittenSplit:
     """How one parameter is to be split."""
 
     kind: str
@@ -29,9 +29,9 @@ class Way:
     """Equal sections of a fused matrix, each divided over the ranks."""
 
 
-def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Way]:
+def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, WrittenSplit]:
     """The user's plan by parameter name; later patterns win. Raises `TensorPlanError` for one that means nothing."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, WrittenSplit] = {}
     modules = {name for name, _ in module.named_modules()} - {""}
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern, text in tensor_plan.items():
@@ -47,10 +47,14 @@ def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Wa
     return ways
 
 
-def declared_plan(module: nn.Module) -> dict[str, Way]:
+def declared_plan(module: nn.Module) -> dict[str, WrittenSplit]:
     """What the configurations of Hugging Face modules inside `module` declare (`base_model_tp_plan`)."""
-    known = {"colwise": Way("column"), "rowwise": Way("row"), "packed_colwise": Way("column", 2)}
-    ways: dict[str, Way] = {}
+    known = {
+        "colwise": WrittenSplit("column"),
+        "rowwise": WrittenSplit("row"),
+        "packed_colwise": WrittenSplit("column", 2),
+    }
+    ways: dict[str, WrittenSplit] = {}
     for prefix, child in module.named_modules():
         declared = getattr(getattr(child, "config", None), "base_model_tp_plan", None)
         if not isinstance(declared, dict) or getattr(child, "base_model_prefix", "") in dict(child.named_children()):
@@ -64,10 +68,10 @@ def declared_plan(module: nn.Module) -> dict[str, Way]:
     return ways
 
 
-def divide_as_told(
+def divide_as_written(
     region: Region,
     parameters: Mapping[str, Tensor],
-    ways: Mapping[str, Way],
+    ways: Mapping[str, WrittenSplit],
     modules: Mapping[str, nn.Module],
     ranks: int,
 ) -> Division:
@@ -76,7 +80,7 @@ def divide_as_told(
     splits, shared = dict[str, TensorSplit](), list[str]()
     for sites, kind in ((region.sources, "column"), (region.sinks, "row")):
         for name in (name for site in sites for name in site):
-            way, parameter = ways.get(name, Way(kind)), parameters[name]
+            way, parameter = ways.get(name, WrittenSplit(kind)), parameters[name]
             if parameter.dim() < 2 and way.kind == "row":
                 shared.append(name)
                 continue
@@ -92,14 +96,14 @@ def divide_as_told(
     return Division(splits, {}, region.inner, tuple(shared), dict.fromkeys(region.inputs))
 
 
-def _parse(pattern: str, text: str) -> Way:
+def _parse(pattern: str, text: str) -> WrittenSplit:
     kind, _, groups = str(text).partition(":")
     if kind not in KINDS or (groups and not groups.isdigit()) or (groups and kind == "whole"):
         raise TensorPlanError(
             f'tensor_plan: {pattern!r} is {text!r}; it must be "column", "row", "whole", or "column:3" for a matrix of'
             " three fused sections."
         )
-    return Way(kind, int(groups or 1))
+    return WrittenSplit(kind, int(groups or 1))
 
 
 def around(name: str) -> Iterator[str]:

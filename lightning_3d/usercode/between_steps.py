@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.errors import UnsupportedError, is_absent
-from lightning_3d.parallelize import Composed
+from lightning_3d.errors import UnsupportedError, is_meta_error
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks import talk
-from lightning_3d.sandbox.writes import Insisting, assigns_data
-from lightning_3d.usercode.remote_numbers import Numbers, is_view
-from lightning_3d.usercode.shard_rules import Shards, is_copy
+from lightning_3d.sandbox.writes import RaiseAgain, assigns_data
+from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
+from lightning_3d.usercode.shard_rules import ShardRules, is_copy
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
-def not_here(name: str, why: object) -> UnsupportedError:
+def on_another_stage(name: str, why: object) -> UnsupportedError:
     """What to raise where `name` reads what is not on this rank."""
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). The norm"
@@ -42,7 +42,7 @@ def not_here(name: str, why: object) -> UnsupportedError:
     )
 
 
-class Between(Insisting):
+class HookRules(RaiseAgain):
     """Entered around code called `name` beside a module that is `composed`.
 
     Args:
@@ -57,16 +57,16 @@ class Between(Insisting):
     def __init__(
         self,
         name: str,
-        composed: Composed | None,
+        composed: ParallelModule | None,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
-        numbers: Numbers | None = None,
+        numbers: RemoteNumbers | None = None,
         remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
     ) -> None:
         super().__init__()
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read, self.remedy = name, read, remedy
-        self.shards = None if composed is None else Shards(name, composed, remedy)
+        self.shards = None if composed is None else ShardRules(name, composed, remedy)
         self.numbers = numbers
         self.one_stage = composed is not None and composed.stages is None
 
@@ -128,13 +128,13 @@ class Between(Insisting):
         """
         held = self.numbers.held(tensor) if self.numbers is not None else None
         if tensor.is_meta and (held is None or tensor.dim()):
-            raise not_here(self.name, "a number is read from it")
+            raise on_another_stage(self.name, "a number is read from it")
         if not isinstance(tensor, DTensor):
             if held is None or self.numbers is None or tensor.dim():
                 return tensor
             return self.numbers.shared(tensor, held, "item", _place(self.name, frame))
         if not all(placement.is_replicate() for placement in tensor.placements):
-            talk.meet_first(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
+            talk.meet_once(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
         if self.shards is None:
             return tensor.full_tensor()
         owner = self.shards.owner(tensor, "reads numbers from")
@@ -145,8 +145,8 @@ class Between(Insisting):
             with within:
                 return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)
         except (RuntimeError, TypeError, AssertionError) as error:
-            if is_absent(error):
-                raise not_here(self.name, error) from error
+            if is_meta_error(error):
+                raise on_another_stage(self.name, error) from error
             ours = isinstance(error, AssertionError) and any(map(_may_be_parts, args))
             if not ours and not any(
                 text in str(error) for text in ("DTensor", "sharding strategy", "sharded dimension")
@@ -168,7 +168,7 @@ def _place(name: str, frame: FrameType) -> str:
 
 @cache
 def _is_plain(func: Any) -> bool:
-    """Whether torch says that it draws nothing and makes no view, so that it can do without `Shards`, which costs more
+    """True where torch declares that it draws nothing and makes no view. `ShardRules` is not needed then: it costs more
     than most of what optimizers do."""
     name = getattr(func, "__name__", "")
     special = name.startswith("__") and name != "__get__"  # of an attribute, such as T, which is a view

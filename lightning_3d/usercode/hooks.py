@@ -1,4 +1,4 @@
-"""The user's hooks between steps, each run in `Between`."""
+"""The user's hooks between steps, each run in `HookRules`."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from lightning_3d.parallelize import Composed
-from lightning_3d.usercode.between_steps import Between, not_here
-from lightning_3d.usercode.remote_numbers import Numbers
+from lightning_3d.parallelize import ParallelModule
+from lightning_3d.usercode.between_steps import HookRules, on_another_stage
+from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.data_parallel import DataParallel
 
 HOOKS = (
@@ -45,13 +45,13 @@ _IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_star
 """Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
 
 
-def watch_hooks(
+def wrap_hooks(
     module: LightningModule,
     callbacks: Sequence[Callback],
-    composed: Callable[[], Composed | None],
+    composed: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
 ) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `Between`; returns what undoes it.
+    """Run these hooks of the module and of the user's callbacks in `HookRules`; returns what undoes it.
 
     Args:
         module: the user's.
@@ -82,7 +82,7 @@ def _watched(
     hook: Callable[..., Any],
     name: str,
     module: LightningModule,
-    composed: Callable[[], Composed | None],
+    composed: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
 ) -> Callable[..., Any]:
     read: set[str] = set()
@@ -96,11 +96,11 @@ def _watched(
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None:
-            numbers = Numbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
+            numbers = RemoteNumbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
         if kind in _WITHIN:
             gathered = ()
         before = [shard._version for _, shard in gathered]
-        with Between(name, placed, read, gathered, numbers):
+        with HookRules(name, placed, read, gathered, numbers):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
             data().rest()  # what is gathered is out of date
@@ -116,4 +116,4 @@ def _refuse_absent_logs(name: str, module: LightningModule) -> None:
     logged = module._trainer._results if module._trainer is not None else None
     for key, metric in (logged or {}).items():
         if isinstance(metric.value, Tensor) and metric.value.is_meta:
-            raise not_here(name, f"self.log({key.rpartition('.')[2]!r}, ...)")
+            raise on_another_stage(name, f"self.log({key.rpartition('.')[2]!r}, ...)")

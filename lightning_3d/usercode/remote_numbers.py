@@ -25,7 +25,7 @@ Held = tuple[str, int]
 """A parameter's name, and the rank of the pipeline that has it."""
 
 
-class Numbers:
+class RemoteNumbers:
     """For one call of a hook.
 
     Args:
@@ -124,7 +124,7 @@ class Numbers:
     def _meet(self, place: str) -> None:
         """A rank that comes alone shows the first time, as where weights are read that it has a part of."""
         what = f"{place}, with gradients and weights of all stages,"
-        talk.meet_first(what, dist.get_process_group_ranks(self.stages.group), self.read)
+        talk.meet_once(what, dist.get_process_group_ranks(self.stages.group), self.read)
 
 
 def is_view(func: Any) -> bool:

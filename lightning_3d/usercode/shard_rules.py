@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.parallelize import Composed
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks.shards import like, local
 
 _COPY = "_lightning_3d_copy"
@@ -25,7 +25,7 @@ def is_copy(tensor: Any) -> bool:
     return hasattr(tensor, _COPY)
 
 
-class Shards(TorchDispatchMode):
+class ShardRules(TorchDispatchMode):
     """Entered around one operation of the code called `name`, beside a module that is `composed`.
 
     Args:
@@ -34,7 +34,7 @@ class Shards(TorchDispatchMode):
         remedy: what to do instead of what is refused.
     """
 
-    def __init__(self, name: str, composed: Composed, remedy: str) -> None:
+    def __init__(self, name: str, composed: ParallelModule, remedy: str) -> None:
         super().__init__()
         self.name, self.composed, self.remedy = name, composed, remedy
 

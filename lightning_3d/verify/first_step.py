@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_3d.errors import DivergenceError, UnsupportedError
-from lightning_3d.parallelize import Composed
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.log_recorder import LogTap
+from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
-from lightning_3d.verify.twin import Twin
+from lightning_3d.verify.twin import UnsplitCopy
 
 Verify = Literal["first_step", "replicas"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -64,7 +64,7 @@ class FirstStep:
                 " optimizes manually: its copy would step the optimizers too. Use verify='replicas', or automatic"
                 " optimization."
             )
-        self.twin = Twin(module)
+        self.twin = UnsplitCopy(module)
         self.context = context
         self.overflows = 0
 
@@ -77,14 +77,14 @@ class FirstStep:
             scale: the share of the batch, times the loss scale: what is too small for fp16 would vanish without.
         """
         self.twin.follow(module)
-        with random_streams.set_aside(), LogTap(self.twin.module).recording(Record()), torch.enable_grad():
+        with random_streams.restored_streams(), LogRecorder(self.twin.module).recording(Record()), torch.enable_grad():
             with self.context():
                 loss = self.twin.loss(args)
             if loss is not None:
                 scaled = loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
                 self.twin.module.backward(scaled)
 
-    def compare(self, composed: Composed, group: dist.ProcessGroup, scale: float) -> bool:
+    def compare(self, composed: ParallelModule, group: dist.ProcessGroup, scale: float) -> bool:
         """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective.
 
         True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
@@ -118,7 +118,7 @@ class FirstStep:
             )
 
     def _compared(
-        self, name: str, parameter: nn.Parameter, composed: Composed, group: dist.ProcessGroup, scale: float
+        self, name: str, parameter: nn.Parameter, composed: ParallelModule, group: dist.ProcessGroup, scale: float
     ) -> Compared:
         mine = self.twin.module.get_parameter(name)
         mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
@@ -171,5 +171,5 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
 
 
-def _here(composed: Composed) -> list[tuple[str, nn.Parameter]]:
+def _here(composed: ParallelModule) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in composed.module.named_parameters() if not p.is_meta and p.requires_grad]

@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
-from lightning_3d.parallelize import Composed
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.mesh import SHARD_AXIS
 from lightning_3d.ranks.shards import local
@@ -19,7 +19,7 @@ CHUNK = 16 * 65521
 class ReplicaCheck:
     """Whether what several ranks hold a copy of is the same, bit by bit, on all of them."""
 
-    def __init__(self, composed: Composed, layout: Layout, device: torch.device) -> None:
+    def __init__(self, composed: ParallelModule, layout: Layout, device: torch.device) -> None:
         self.composed, self.layout, self.device = composed, layout, device
         self.buffers = [name for name, _ in composed.module.named_buffers()]
         """Those that all ranks know of: some are made while a stage trains."""

@@ -14,7 +14,7 @@ from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
 _ELSE = "Use verify='replicas', or no verify."
 
 
-class Twin:
+class UnsplitCopy:
     """Made before `module` is placed. The user's hooks are not run for it: what they change in between follows.
 
     Weights do not: that shards hold what they should is for others to find out.

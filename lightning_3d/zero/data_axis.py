@@ -5,12 +5,20 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.comm import CommConfig, Compression, Engine, Ledger, Replicas, build_collectives, build_compression
+from lightning_3d.comm import (
+    BackgroundQueue,
+    CommConfig,
+    Compression,
+    Ledger,
+    ReplicatedGradients,
+    build_collectives,
+    build_compression,
+)
 from lightning_3d.ranks.groups import Axes
 from lightning_3d.zero.fsdp_seam import FullySharded
 
 
-class Communication:
+class DataAxis:
     """The data axis of one rank.
 
     The groups of `axes` are apart from those of the mesh, since the background thread uses them while the main thread
@@ -20,14 +28,14 @@ class Communication:
     def __init__(self, axes: Axes, config: CommConfig, *, streams: bool) -> None:
         self.axes, self.config = axes, config
         self.ledger = Ledger()
-        self._replicas: list[Replicas] = []
+        self._replicas: list[ReplicatedGradients] = []
         self._sharded: list[FullySharded] = []
-        self.engine = Engine(threaded=not streams)
+        self.engine = BackgroundQueue(threaded=not streams)
 
-    def replicas(self, parameters: list[nn.Parameter]) -> Replicas:
+    def replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients:
         """Keep `parameters` equal over the data axis."""
         collectives = build_collectives(self.config, self.axes.whole, self.ledger, "data_parallel")
-        replicas = Replicas(
+        replicas = ReplicatedGradients(
             parameters,
             collectives,
             self.engine,
@@ -51,7 +59,7 @@ class Communication:
     @property
     def compressed(self) -> list[tuple[Compression, dict[str, nn.Parameter]]]:
         """Every compression, and the parameters behind the keys of its memory."""
-        senders: list[FullySharded | Replicas] = [*self._sharded, *self._replicas]
+        senders: list[FullySharded | ReplicatedGradients] = [*self._sharded, *self._replicas]
         return [(sender.compression, sender.keyed) for sender in senders if sender.compression is not None]
 
     def state_dict(self) -> dict[str, Any]:

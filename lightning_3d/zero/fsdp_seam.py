@@ -12,7 +12,7 @@ other cases we wait on the spot.
 
 [Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
 before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
-`Comm.allocate`, which is ours, so for a ring (which can send several tensors as one collective) we return a `Promise`:
+`Comm.allocate`, which is ours. For a ring, which can send several tensors at once, it is an `UnallocatedBuffer`:
 a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
 themselves.
 
@@ -32,11 +32,11 @@ from torch.autograd import Variable
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from lightning_3d.comm.background_queue import Engine, Handle
+from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.collectives import Collectives, Native
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.ring import Pieces
-from lightning_3d.comm.unallocated import Copies, Promise
+from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_backward
 from lightning_3d.zero.fsdp_private import (
@@ -73,7 +73,7 @@ class FullySharded:
         self,
         root: nn.Module,
         collectives: Collectives,
-        engine: Engine,
+        engine: BackgroundQueue,
         replicate: Collectives | None = None,
         *,
         compression: Compression | None = None,
@@ -229,7 +229,7 @@ class _AllGather(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.seam.direct and gathers_whole(self.group, dtype):
-            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+            return UnallocatedBuffer(cast(Sequence[int], size), dtype, device, CopyNotes())
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -237,7 +237,7 @@ class _AllGather(AllGather):
     ) -> dist.Work | None:
         output: Pieces = output_tensor
         input: Pieces = input_tensor
-        if isinstance(output_tensor, Promise):
+        if isinstance(output_tensor, UnallocatedBuffer):
             input = output_tensor.copies.sources
             output = output_tensor.copies.targets = destinations(self.group, input, group.size())
         handle = self.seam.gather(output, input, group, self.module)
@@ -259,7 +259,7 @@ class _ReduceScatter(ReduceScatter):
         self._awaited = numel // self.seam.collectives.size if is_input else None
         direct = self.seam.direct or self.seam.compression is not None
         if is_input and direct and scatters_as_is(self.group, dtype):
-            return Promise(cast(Sequence[int], size), dtype, device, Copies())
+            return UnallocatedBuffer(cast(Sequence[int], size), dtype, device, CopyNotes())
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -272,7 +272,7 @@ class _ReduceScatter(ReduceScatter):
                 " set_force_sum_reduction_for_comms(True) where you call set_gradient_divide_factor."
             )
         later = average and only_views_follow(self.group, output_tensor, self.seam._all_reduce)
-        if not isinstance(input_tensor, Promise):
+        if not isinstance(input_tensor, UnallocatedBuffer):
             self.seam.scatter(output_tensor, input_tensor, self.group, average, later)
             return None
         size, gradients = group.size(), input_tensor.copies.sources

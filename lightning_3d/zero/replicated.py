@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.comm import Replicas
+from lightning_3d.comm import ReplicatedGradients
 
 
 class ReplicatedData:
-    """Plain parameters, gradients synchronised by `comm.Replicas`."""
+    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicatedGradients) -> None:
         self.replicas = replicas
 
     def begin(self) -> None: ...

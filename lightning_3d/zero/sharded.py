@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.comm import Replicas
+from lightning_3d.comm import ReplicatedGradients
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
@@ -52,7 +52,7 @@ class ShardedData:
         offload: bool,
         pipelined: bool,
         attach: Callable[[nn.Module], FullySharded],
-        replicate: Callable[[list[nn.Parameter]], Replicas],
+        replicate: Callable[[list[nn.Parameter]], ReplicatedGradients],
     ) -> None:
         self.module, self.stage, self.pipelined = module, stage, pipelined
         units = self.blocks = shard_units(module, anatomy)

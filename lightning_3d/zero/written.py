@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.sandbox.writes import NoAssignment, in_place, no_writes
+from lightning_3d.sandbox.writes import RefuseDataAssignment, in_place, no_writes
 
 _WHY = (
     "which is lost with the copies of weights that zero_stage=1 to 3 gathers for a step. zero_stage=0 keeps it; or use"
@@ -41,7 +41,7 @@ def unwritten(
     with ExitStack() as stack:
         if closely:
             stack.enter_context(no_writes(partial(watched, {item: name for name, item in names.items()}), _WHY))
-            stack.enter_context(NoAssignment(lambda: iter(names.items()), _WHY))
+            stack.enter_context(RefuseDataAssignment(lambda: iter(names.items()), _WHY))
         yield
     for param in params:
         whole, shard = before[param]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_3d.comm.background_queue import Engine
+from lightning_3d.comm.background_queue import BackgroundQueue
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.replicate import Replicas
+from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.zero.fsdp_seam import FullySharded
 from tests.workers import run
 
@@ -49,14 +49,14 @@ def _variant(name: str, layers: int, width: int):
     if name == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=False)
     elif name == "ours stage 0":
-        engine = Engine()
-        finish = Replicas(list(model.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine).finish
+        engine = BackgroundQueue()
+        finish = ReplicatedGradients(list(model.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine).finish
     else:
         for block in model.blocks:
             fully_shard(block, reshard_after_forward="reshard" in name)
         fully_shard(model, reshard_after_forward="reshard" in name)
         if "ours" in name:
-            engine = Engine()
+            engine = BackgroundQueue()
             FullySharded(model, Ring(dist.new_group(), Ledger(), "data"), engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -24,7 +24,7 @@ from tests.parity import QUIET
 SAMPLES, BATCH = 60, 4
 
 
-class Numbers(Dataset):
+class RemoteNumbers(Dataset):
     def __len__(self):
         return SAMPLES
 
@@ -32,7 +32,7 @@ class Numbers(Dataset):
         return torch.tensor(float(index))
 
 
-class Augmented(Numbers):
+class Augmented(RemoteNumbers):
     """With random changes that are made where the sample is read."""
 
     def __getitem__(self, index):
@@ -95,7 +95,7 @@ class Reader(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def val_dataloader(self):
-        return DataLoader(Numbers(), batch_size=30)
+        return DataLoader(RemoteNumbers(), batch_size=30)
 
     def in_turn(self, data):
         """A sampler of the user's own, where there are several data ranks; it does not shuffle."""
@@ -103,7 +103,7 @@ class Reader(LightningModule):
         return DistributedSampler(data, **dealt, shuffle=False) if dealt["num_replicas"] > 1 else None
 
     def train_dataloader(self):
-        data, more = Augmented() if self.augmented else Numbers(), {"num_workers": self.workers}
+        data, more = Augmented() if self.augmented else RemoteNumbers(), {"num_workers": self.workers}
         if self.persistent:
             more["persistent_workers"] = True
         rank = self.trainer.strategy.coordinate.data

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_3d.data.position import counted, counter_of
-from tests.checkpoint.readers import BATCH, SAMPLES, Numbers, Own, read, read_on, read_on_after
+from tests.checkpoint.readers import BATCH, SAMPLES, Own, RemoteNumbers, read, read_on, read_on_after
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -113,11 +113,11 @@ def test_an_order_that_is_not_shuffled_stays_so(tmp_path, after):
 
 def test_the_users_loader_stays_as_it_is_and_looks_the_same():
     inner = Own(range(SAMPLES), BATCH, False)
-    loader = DataLoader(Numbers(), batch_sampler=inner)
+    loader = DataLoader(RemoteNumbers(), batch_sampler=inner)
     ours = counted(loader)
     assert loader.batch_sampler is inner
     assert isinstance(ours.batch_sampler, Own)
-    assert isinstance(counted(DataLoader(Numbers(), batch_size=None, shuffle=True)).sampler, RandomSampler)
+    assert isinstance(counted(DataLoader(RemoteNumbers(), batch_size=None, shuffle=True)).sampler, RandomSampler)
     assert ours.batch_sampler.batch_size == BATCH
     assert len(ours) == len(loader)
     assert counter_of(ours).inner is inner

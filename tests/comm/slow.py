@@ -2,10 +2,10 @@
 
 import time
 
-from lightning_3d.comm.background_queue import Engine
+from lightning_3d.comm.background_queue import BackgroundQueue
 
 
-class SlowEngine(Engine):
+class SlowEngine(BackgroundQueue):
     def submit(self, job):
         def late():
             time.sleep(0.003)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.background_queue import Engine
+from lightning_3d.comm.background_queue import BackgroundQueue
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
@@ -18,7 +18,7 @@ from tests.workers import WorkerError, run
 
 @pytest.fixture(params=[True, False], ids=["threaded", "inline"])
 def engine(request):
-    engine = Engine(threaded=request.param)
+    engine = BackgroundQueue(threaded=request.param)
     yield engine
     engine.close()
 
@@ -43,7 +43,7 @@ def test_an_error_surfaces_at_wait_and_fails_what_comes_after(engine):
 
 
 def test_close_finishes_what_was_submitted_and_refuses_more():
-    engine, seen = Engine(), []
+    engine, seen = BackgroundQueue(), []
     engine.submit(lambda: (time.sleep(0.1), seen.append(1)))
     engine.close()
     assert seen == [1]
@@ -55,7 +55,7 @@ def test_close_finishes_what_was_submitted_and_refuses_more():
 
 def _peer_dies():
     group = dist.new_group(timeout=timedelta(seconds=5))
-    ring, engine, buffer = Ring(group, Ledger(), "data"), Engine(), torch.ones(1 << 20)
+    ring, engine, buffer = Ring(group, Ledger(), "data"), BackgroundQueue(), torch.ones(1 << 20)
     engine.submit(lambda: ring.all_reduce(buffer, average=True)).wait()
     if dist.get_rank() == 1:
         os._exit(3)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.unallocated import Copies, Promise
+from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.zero.fsdp_seam import FullySharded
 from tests.comm.slow import SlowEngine
 from tests.workers import run
@@ -264,7 +264,7 @@ def test_a_promised_buffer_knows_what_fsdp2_does_and_nothing_else():
     """Fails when torch changes how FSDP2 fills and empties its communication buffers."""
     import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 
-    promise = Promise((8,), torch.float32, torch.device("cpu"), Copies())
+    promise = UnallocatedBuffer((8,), torch.float32, torch.device("cpu"), CopyNotes())
     grads = [torch.randn(4), torch.randn(4)]
     collectives.foreach_reduce_scatter_copy_in(grads, promise, 2)
     assert all(a is b for a, b in zip(promise.copies.sources, grads, strict=True))

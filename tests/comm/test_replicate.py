@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.replicate import Replicas
+from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError, UnsupportedError
 from tests.comm.slow import SlowEngine
 from tests.workers import run
@@ -38,7 +38,9 @@ class Case:
         self.twin = copy.deepcopy(self.model)
         self.engine, self.ledger = SlowEngine(), Ledger()
         ring = Ring(dist.new_group(), self.ledger, "data")
-        self.replicas = Replicas(list(self.model.parameters()), ring, self.engine, bucket_mb=0.001, **options)
+        self.replicas = ReplicatedGradients(
+            list(self.model.parameters()), ring, self.engine, bucket_mb=0.001, **options
+        )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.model, self.twin)]
 
@@ -178,7 +180,7 @@ def test_ranks_that_freeze_differently_are_told():
 def _twice():
     engine = SlowEngine()
     layer = nn.Linear(512, 512)
-    replicas = Replicas(list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine)
+    replicas = ReplicatedGradients(list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine)
     x = torch.randn(2, 512, requires_grad=True)
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
@@ -195,7 +197,7 @@ def _sparse():
     engine = SlowEngine()
     table = nn.Embedding(10, 4, sparse=True)
     nn.init.ones_(table.weight)
-    replicas = Replicas([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine)
+    replicas = ReplicatedGradients([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine)
     table(torch.tensor([dist.get_rank(), 5])).sum().backward()
     replicas.finish()
     engine.close()

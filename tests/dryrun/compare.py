@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.dryrun.measure import Watch
 from lightning_3d.strategy import processes
 from tests.parity import QUIET, build
@@ -31,7 +31,7 @@ def real_rank(name, strategy, flags):
     """What the watch sees on this rank of a job that trains two steps."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    pretend, found = Pretend(), {}
+    pretend, found = FakeDevice(), {}
     _count_resizes(pretend)
     watch = Clean(pretend, 2, found.update)
     own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [watch], "max_steps": 2}

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import RunError
 from tests.dryrun.compare import FLAGS, dry
 from tests.modules import MLP
@@ -36,7 +36,7 @@ def test_a_strategy_alone_prints_the_report_and_leaves_the_module_alone(capfd):
     assert "Dry run on 1x8xcpu (8 ranks): data 8 x tensor 1 x pipeline 1, ZeRO 1" in said
     assert "reduce_scatter" in said
     torch.testing.assert_close(module.state_dict(), before)
-    assert not any(isinstance(parameter, Pretend.kind) for parameter in module.parameters())
+    assert not any(isinstance(parameter, FakeDevice.kind) for parameter in module.parameters())
     other = Trainer(**FLAGS, devices=1)
     assert other.world_size == 1  # only the Trainer with that strategy was dry
     with pytest.warns(UserWarning, match=r"trainer\.validate is left out"):

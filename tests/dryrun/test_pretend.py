@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from lightning_3d.dryrun.fake_device import LARGE, Pretend, held
+from lightning_3d.dryrun.fake_device import LARGE, FakeDevice, held
 
 
 def test_live_and_peak_bytes_are_those_of_storages():
-    pretend = Pretend()
+    pretend = FakeDevice()
     with pretend:
         one = torch.zeros(256)
         view = one.view(16, 16).t()
@@ -24,7 +24,7 @@ def test_live_and_peak_bytes_are_those_of_storages():
 
 def test_memory_of_a_training_step_is_that_of_real_tensors():
     def peak(fake):
-        pretend = Pretend()
+        pretend = FakeDevice()
         net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
         if fake:
             for child in net.children():
@@ -39,26 +39,26 @@ def test_memory_of_a_training_step_is_that_of_real_tensors():
 
 
 def test_what_is_large_is_not_computed_in_a_step_only():
-    pretend = Pretend()
+    pretend = FakeDevice()
     with pretend:
-        assert not isinstance(torch.zeros(LARGE), Pretend.kind)
+        assert not isinstance(torch.zeros(LARGE), FakeDevice.kind)
         with pretend.step():
-            assert isinstance(torch.zeros(LARGE), Pretend.kind)
+            assert isinstance(torch.zeros(LARGE), FakeDevice.kind)
             small = torch.arange(1000)
             assert small[7].item() == 7
-            assert isinstance(small[:, None] < small[None, :].repeat(1000, 1).repeat(1, 4)[:, :1000], Pretend.kind)
+            assert isinstance(small[:, None] < small[None, :].repeat(1000, 1).repeat(1, 4)[:, :1000], FakeDevice.kind)
             assert torch.zeros(LARGE, device="meta").is_meta
 
 
 def test_masks_of_the_batch_select_from_what_has_no_values():
-    pretend = Pretend()
+    pretend = FakeDevice()
     fake = pretend.made(torch.empty(6, 3))
     with pretend:
         assert fake[torch.tensor([True, False, True, True, False, False])].shape == (3, 3)
 
 
 def test_values_that_are_not_there_are_one_and_their_place_is_noted():
-    pretend = Pretend()
+    pretend = FakeDevice()
     fake = pretend.made(torch.empty(()))
     with pretend, pretend.step():
         assert fake.item() == 1.0 and not bool(fake > 0) and torch.tensor(5).item() == 5

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import current_world, in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import Pretend
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import ConfigurationError, PlannerError
 from tests.parity import QUIET
 
@@ -36,16 +36,16 @@ def test_parameters_take_no_memory_and_ties_stay():
         before = large.weight
         large.half().to(torch.float64)
     assert module[1].weight is module[0].weight
-    assert all(isinstance(parameter, Pretend.kind) for parameter in (*module.parameters(), *large.parameters()))
+    assert all(isinstance(parameter, FakeDevice.kind) for parameter in (*module.parameters(), *large.parameters()))
     assert large.weight is before and before.dtype is torch.float64 and large.weight.requires_grad
-    assert not isinstance(module[2].running_mean, Pretend.kind)
+    assert not isinstance(module[2].running_mean, FakeDevice.kind)
 
 
 def test_modules_are_ordinary_again_afterwards():
     with in_world(parse_cluster("8xcpu")):
         assert current_world() is not None
     assert current_world() is None
-    assert not isinstance(nn.Linear(2, 2).weight, Pretend.kind)
+    assert not isinstance(nn.Linear(2, 2).weight, FakeDevice.kind)
     assert Trainer(**QUIET, devices=1).world_size == 1
 
 

@@ -3,19 +3,19 @@
 import torch
 
 from lightning_3d.pipeline.ties import Ties
-from lightning_3d.strategy.steps import PipelinedSteps
+from lightning_3d.strategy.steps import PipelineRunner
 from lightning_3d.tensor.axis import GroupAxis
 
 
 def _accumulation_is_not_averaged(patch):
     """A pipeline that sums the batches of an accumulation window."""
-    train = PipelinedSteps.train
+    train = PipelineRunner.train
 
     def without(self, call, args):
         self.scale = lambda: 1.0
         return train(self, call, args)
 
-    patch.setattr(PipelinedSteps, "train", without)
+    patch.setattr(PipelineRunner, "train", without)
 
 
 def _input_gradients_are_not_summed(patch):

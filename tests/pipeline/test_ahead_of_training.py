@@ -8,18 +8,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.sandbox.trial import as_before
+from lightning_3d.sandbox.trial import state_restored
 from tests.parity import QUIET
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
 
 
-class Meter:
+class StepMeter:
     """Kept by users to average; its inner one refers back."""
 
     def __init__(self, of=None):
         self.count, self.total, self.of = 0, torch.zeros(()), of
-        self.inner = Meter(self) if of is None else None
+        self.inner = StepMeter(self) if of is None else None
 
     def __call__(self, value, count):
         self.count += count
@@ -31,7 +31,7 @@ class Meter:
 class Metering(MLP):
     def __init__(self):
         super().__init__()
-        self.meter, self.meters = Meter(), {"train": [Meter()]}
+        self.meter, self.meters = StepMeter(), {"train": [StepMeter()]}
         self.table, self.array = torch.zeros(3), np.zeros(3)
 
     def training_step(self, batch, batch_idx):
@@ -51,7 +51,7 @@ class Metering(MLP):
 def test_a_step_that_runs_ahead_is_undone_in_objects_and_in_place():
     module = Metering()
     began = module.kept()
-    with as_before(module):
+    with state_restored(module):
         module.training_step(vectors(8, 0), 0)
         assert module.kept() != began
     assert module.kept() == began

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.pipeline.backward import halves_agree, input_half, whole_backward
+from lightning_3d.pipeline.backward import full_backward, halves_agree, input_half
 
 
 def chain(x, layer, other):
@@ -48,7 +48,7 @@ def test_halves_give_what_a_whole_backward_gives():
     layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
     parameters = [*layer.parameters(), *other.parameters()]
     x = torch.randn(3, 4, requires_grad=True)
-    whole_backward([chain(x, layer, other)], [torch.ones(3, 4)])
+    full_backward([chain(x, layer, other)], [torch.ones(3, 4)])
     wanted = [tensor.grad for tensor in (x, *parameters)]
     for tensor in (x, *parameters):
         tensor.grad = None

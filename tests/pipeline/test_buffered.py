@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.pipeline.buffered import unlike_in_buffers
+from lightning_3d.pipeline.buffered import buffers_differ
 from tests.pipeline import unseen
 from tests.pipeline.fitting import fit
 from tests.workers import run
@@ -37,7 +37,7 @@ def test_what_each_microbatch_changes_once_more_is_named(change):
         torch.manual_seed(seed)
         CHANGES[change](module, rows)
 
-    text = unlike_in_buffers(module, step, torch.arange(8.0), [2, 2, 2, 2])
+    text = buffers_differ(module, step, torch.arange(8.0), [2, 2, 2, 2])
     assert (text or "None").startswith(f"what they leave in {TOLD[change]} is not" if change in TOLD else "None")
     assert (module.steps.item(), module.mean.item(), module.queue.sum().item()) == (0, 1, 0)
 

@@ -131,7 +131,7 @@ class Sleepers(nn.Module):
         return self.blocks(batch + self.start).mean()
 
 
-class Waiting:
+class PendingCopies:
     """How long this rank waits for others while it runs its actions, and when it is through with them."""
 
     def __init__(self):
@@ -178,7 +178,7 @@ def idle(schedule, microbatches):
 def _one_step(pipeline, batch):
     dist.barrier()
     begun = time.perf_counter()
-    with Waiting() as waiting:
+    with PendingCopies() as waiting:
         pipeline.training_step(batch, 0)
     times = [None] * dist.get_world_size()
     dist.all_gather_object(times, (waiting.ended - begun, waiting.seconds))

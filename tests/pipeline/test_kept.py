@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.pipeline.kept import unlike_joined
+from lightning_3d.pipeline.kept import joins_differ
 
 
 class Plain:
@@ -49,7 +49,7 @@ def test_what_does_not_join_is_named(keeps):
         torch.manual_seed(seed)
         KEEPS[keeps](module, rows)
 
-    text = unlike_joined(module, step, torch.arange(8.0), [2, 2, 2, 2])
+    text = joins_differ(module, step, torch.arange(8.0), [2, 2, 2, 2])
     assert TOLD.get(keeps, "None") in str(text)
     assert module.total == module.rows == 0
     assert module.losses == []
@@ -61,4 +61,4 @@ def test_what_the_next_batch_fails_with_is_refused():
     with pytest.raises(
         UnsupportedError, match=r"keeps in self.hidden .*microbatches fail with it .*num_microbatches=1"
     ):
-        unlike_joined(module, lambda rows, seed: _fails(module, rows), torch.arange(8.0), [2, 2, 2, 2])
+        joins_differ(module, lambda rows, seed: _fails(module, rows), torch.arange(8.0), [2, 2, 2, 2])

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.tensor.late_gather import Lazy
+from lightning_3d.tensor.late_gather import LateGather
 from tests.modules import GPT, UntiedGPT
 from tests.parity import QUIET, assert_parity, train
 from tests.workers import WorkerError, WorkerHang, run
@@ -90,7 +90,7 @@ class Peeking(GPT):
 
     def forward(self, tokens):
         logits = super().forward(tokens)
-        if isinstance(logits, Lazy):
+        if isinstance(logits, LateGather):
             self.trainer.peeked = True
         return logits
 

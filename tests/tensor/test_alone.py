@@ -56,7 +56,7 @@ class Parent(nn.Module):
         return x
 
 
-class Shared(nn.Module):
+class SharedMemory(nn.Module):
     """Two blocks hold the same layers, and each calls them as its own."""
 
     def __init__(self):
@@ -94,7 +94,7 @@ def test_one_that_is_called_itself_is_split():
 
 @pytest.mark.filterwarnings("ignore:These stay whole")
 def test_blocks_that_hold_the_same_layers_stay_whole():
-    assert not plan(Shared()).splits
+    assert not plan(SharedMemory()).splits
 
 
 class Twice(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
-from lightning_3d.tensor.late_gather import OF_SHAPE, Lazy, whole
+from lightning_3d.tensor.late_gather import OF_SHAPE, LateGather, whole
 from lightning_3d.tensor.simulate import run_shards
 
 CLASSES, RANKS = 11, 3
@@ -32,7 +32,7 @@ def both(logits, function):
 
     def job(axis):
         part = local_part(logits, SPLIT, axis.rank).clone().requires_grad_()
-        lazy = Lazy.of(part, SPLIT, axis)
+        lazy = LateGather.of(part, SPLIT, axis)
         found = function(lazy)
         found.sum().backward()
         return found.detach(), part.grad, lazy.whole is not None
@@ -103,7 +103,7 @@ def test_probabilities_as_target_see_the_whole(logits):
 
 def test_questions_gather_nothing(logits):
     def job(axis):
-        lazy = Lazy.of(local_part(logits, SPLIT, axis.rank).requires_grad_(), SPLIT, axis)
+        lazy = LateGather.of(local_part(logits, SPLIT, axis.rank).requires_grad_(), SPLIT, axis)
         answers = lazy.shape, lazy.size(-1), lazy.dtype, lazy.device.type, lazy.ndim, len(lazy), lazy.requires_grad
         return answers, lazy.whole is None
 
@@ -115,7 +115,7 @@ def test_questions_gather_nothing(logits):
 
 def test_whole_gathers_inside_containers(logits):
     def job(axis):
-        made = whole({"logits": Lazy.of(local_part(logits, SPLIT, axis.rank), SPLIT, axis), "n": 1})
+        made = whole({"logits": LateGather.of(local_part(logits, SPLIT, axis.rank), SPLIT, axis), "n": 1})
         return type(made["logits"]), made["logits"], made["n"]
 
     for kind, found, number in run_shards(RANKS, job):
@@ -139,7 +139,7 @@ def test_past_torch_function_is_an_error_and_not_a_lost_gradient(logits):
             return grad
 
     def job(axis):
-        lazy = Lazy.of(local_part(logits, SPLIT, axis.rank).clone().requires_grad_(), SPLIT, axis)
+        lazy = LateGather.of(local_part(logits, SPLIT, axis.rank).clone().requires_grad_(), SPLIT, axis)
         Past.apply(lazy).sum().backward()
 
     with pytest.raises(RuntimeError, match="meta"):
@@ -149,7 +149,7 @@ def test_past_torch_function_is_an_error_and_not_a_lost_gradient(logits):
 def test_a_passive_one_says_that_it_needs_no_gradient(logits):
     def job(axis):
         part = local_part(logits, SPLIT, axis.rank).clone().requires_grad_()
-        once, always = Lazy.of(part * 1, SPLIT, axis), Lazy.of(part, SPLIT, axis, passive=True)
+        once, always = LateGather.of(part * 1, SPLIT, axis), LateGather.of(part, SPLIT, axis, passive=True)
         before = once.requires_grad
         once.register_hook(lambda grad: None)
         return before, once.requires_grad, always.requires_grad, once._base

@@ -6,7 +6,7 @@ import torch
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from lightning_3d.tensor.written_plan import Way, declared_plan
+from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan
 from tests.tensor import models
 
 
@@ -71,5 +71,5 @@ class Wrapped(torch.nn.Module):
 
 def test_a_declared_plan_is_read():
     ways = declared_plan(models.llama())
-    assert ways["model.layers.1.self_attn.q_proj.weight"] == Way("column")
-    assert ways["model.layers.0.mlp.down_proj.weight"] == Way("row")
+    assert ways["model.layers.1.self_attn.q_proj.weight"] == WrittenSplit("column")
+    assert ways["model.layers.0.mlp.down_proj.weight"] == WrittenSplit("row")

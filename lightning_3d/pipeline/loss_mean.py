@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_3d.pipeline.buffered import buffers_differ
 from lightning_3d.pipeline.kept import joins_differ
-from lightning_3d.pipeline.microbatch import split_batch
+from lightning_3d.pipeline.microbatch import TENSORS, Rows, split_batch
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
@@ -42,7 +42,11 @@ class Seen(NamedTuple):
 
 
 def loss_is_no_mean(
-    look: Callable[[Any, int], Seen | None], batch: Any, sizes: list[int], rounding: float = _ROUNDING
+    look: Callable[[Any, int], Seen | None],
+    batch: Any,
+    sizes: list[int],
+    rounding: float = _ROUNDING,
+    rows: Rows = TENSORS,
 ) -> str | None:
     """What to tell a user whose loss on microbatches together is another than the mean of its losses on each.
 
@@ -54,9 +58,9 @@ def loss_is_no_mean(
         sizes: of the microbatches.
         rounding: how far gradients may differ, relative to them.
     """
-    pieces = split_batch(batch, sizes)
+    pieces = split_batch(batch, sizes, rows)
     for at in _most_uneven(pieces, sizes):
-        pair = split_batch(batch, [*sizes[:at], sizes[at] + sizes[at + 1], *sizes[at + 2 :]])[at]
+        pair = split_batch(batch, [*sizes[:at], sizes[at] + sizes[at + 1], *sizes[at + 2 :]], rows)[at]
         found = _unlike(look, pair, pieces[at : at + 2], sizes[at : at + 2], rounding)
         if found is not None:
             return (
@@ -134,6 +138,7 @@ def warn_unless_mean(
     step: str,
     args: tuple[Any, ...],
     sizes: list[int],
+    rows: Rows,
     context: Callable[[], AbstractContextManager[Any]],
     calls: Sequence[str],
     rounding: float,
@@ -171,7 +176,7 @@ def warn_unless_mean(
 
     try:
         text = (
-            loss_is_no_mean(look, args[0], sizes, rounding)
+            loss_is_no_mean(look, args[0], sizes, rounding, rows)
             or joins_differ(module, number, args[0], sizes)
             or buffers_differ(module, number_alone, args[0], sizes)
         )

@@ -1,36 +1,161 @@
-"""Cutting a batch into microbatches, and putting what the steps returned together again.
+"""Microbatches: where a batch holds its samples, and how it is cut between them.
 
-The batch size is dimension 0 of most tensors in the batch. Tensors of that length are cut along it, and so are lists
-of that length that hold no such tensor (captions, one dict per image); everything else goes whole to every microbatch.
-A tensor whose first dimension has that length by chance (class weights, say) is cut too: give it another shape.
+Most batches are tensors with a row per sample: dimension 0 is the batch. Detectors and others get lists with an entry
+per sample instead, whose tensors have another dimension 0 (the colours of an image, the boxes of a target). `Rows`
+tells the two apart on the first batch, by the number of samples that the loader promises. Whatever is neither goes
+whole to every microbatch. A tensor whose first dimension equals the number of samples by chance (class weights, say)
+is cut too: give it another shape.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d.sandbox.trees import _SIMPLE, children, leaves, rebuild
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.trees import _SIMPLE, children, rebuild
+
+Path = tuple[int, ...]
+"""The way to a value inside a batch: positions in nested containers."""
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DEPTH = 4
+"""Objects inside objects that `signature` opens."""
 
 
-def batch_size(batch: Any) -> int | None:
-    """Rows in the batch, None where it has no batch dimension or holds something that cannot be cut."""
-    if _is_packed(batch):
-        return None
-    sizes: Counter[int] = Counter()
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
-            if leaf.ndim and type(leaf) is Tensor:
-                sizes[leaf.shape[0]] += 1
-        elif not isinstance(leaf, _SIMPLE):
+@dataclass(frozen=True)
+class Rows:
+    """Where the batches of a loader hold their samples."""
+
+    lists: frozenset[Path] = frozenset()
+    """Lists with an entry per sample. Everything else has a row per sample, or belongs to all of them."""
+    least: int = 1
+    """Fewest rows of a microbatch that "auto" cuts: 2 where a module normalizes over rows."""
+
+    @classmethod
+    def of(cls, batch: Any, expected: int | None, module: nn.Module) -> "Rows":
+        """The rows of the loader that gave `batch`, a full one.
+
+        Args:
+            batch: the first of the loader.
+            expected: samples in a batch as the loader says it, if it does.
+            module: that will be given the microbatches.
+        """
+        lists = dict(_sample_lists(batch, ()))
+        if expected is None:
+            found = {path for path, value in lists.items() if _is_ragged(value)}
+        else:
+            found = {path for path, value in lists.items() if len(value) == expected}
+        least = 2 if any(isinstance(each, _NORMS) for each in module.modules()) else 1
+        result = cls(frozenset(found), least)
+        rows = result.count(batch)
+        if expected is not None and rows is not None and rows > expected and rows % expected:
+            raise UnsupportedError(
+                f"The loader promises {expected} samples in a batch, and the batch seems to have {rows} rows. A"
+                " pipeline cuts batches along the samples, and would cut this one at other places. Give every sample a"
+                " row of each tensor, or an entry of each list; or use pipeline_parallel_size=1."
+            )
+        return result
+
+    def count(self, batch: Any) -> int | None:
+        """Samples in the batch, None where it has no dimension of samples or holds something that cannot be cut."""
+        if _is_packed(batch):
             return None
-    return sizes.most_common(1)[0][0] if sizes else None
+        lengths = Counter(len(value) for path, value in _containers(batch, ()) if path in self.lists)
+        if lengths:
+            return lengths.most_common(1)[0][0]
+        sizes: Counter[int] = Counter()
+        for leaf in _leaves(batch):
+            if isinstance(leaf, Tensor):
+                if leaf.ndim and type(leaf) is Tensor:
+                    sizes[leaf.shape[0]] += 1
+            elif not isinstance(leaf, _SIMPLE):
+                return None
+        return sizes.most_common(1)[0][0] if sizes else None
+
+    def take(self, value: Any, rows: int, start: int, stop: int, path: Path = ()) -> Any:
+        """The samples from `start` to `stop` of `rows`."""
+        if path in self.lists:
+            return type(value)(value[start:stop])
+        if isinstance(value, Tensor):
+            return value[start:stop] if value.ndim and value.shape[0] == rows else value
+        inner = children(value)
+        if inner is None:
+            return value
+        if _is_list(value) and len(value) == rows and not _has_rows(value, rows):
+            return type(value)(value[start:stop])
+        return rebuild(value, [self.take(item, rows, start, stop, (*path, at)) for at, item in enumerate(inner)])
+
+
+TENSORS = Rows()
+"""Batches with a row per sample in each tensor."""
+
+
+def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Every container inside `value`, outermost first."""
+    inner = children(value)
+    if inner is not None:
+        yield path, value
+        for at, item in enumerate(inner):
+            yield from _containers(item, (*path, at))
+
+
+def _sample_lists(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The outermost lists whose entries are alike, as those of a list of samples are."""
+    inner = children(value)
+    if inner is None:
+        return
+    if inner and _is_list(value) and len(set(map(_kind, inner))) == 1:
+        yield path, value
+    else:
+        for at, item in enumerate(inner):
+            yield from _sample_lists(item, (*path, at))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return any(leaf.ndim and leaf.shape[0] == rows for leaf in _tensors(value))
+
+
+def _kind(entry: Any) -> Any:
+    """Equal for two samples of one list: sizes may differ, the rest does not."""
+    if isinstance(entry, Tensor):
+        return entry.ndim, entry.dtype
+    keys = frozenset(entry) if isinstance(entry, Mapping) else None
+    return type(entry), keys
+
+
+def _is_ragged(entries: list[Any] | tuple[Any, ...]) -> bool:
+    """True where tensors at one place of the entries have other lengths: no tensor could hold them as rows."""
+    shapes = {tuple(leaf.shape[:1] for leaf in _tensors(entry)) for entry in entries}
+    return len(shapes) > 1
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    inner = children(value)
+    if inner is None:
+        yield value
+    else:
+        for item in inner:
+            yield from _leaves(item)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def batch_size(batch: Any, rows: Rows = TENSORS) -> int | None:
+    """Samples in the batch, None where it has no dimension of samples or holds something that cannot be cut."""
+    return rows.count(batch)
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether a PackedSequence is in it, whose rows are steps of all samples in turn."""
+    """True where a PackedSequence is inside, whose rows are steps of all samples in turn."""
     return isinstance(value, PackedSequence) or any(map(_is_packed, children(value) or ()))
 
 
@@ -41,50 +166,46 @@ def split_sizes(rows: int, pieces: int) -> list[int]:
     return [small + 1] * larger + [small] * (pieces - larger)
 
 
-def auto_microbatches(rows: int | None, stages: int) -> int:
-    """The largest divisor of `rows` up to 4 per stage, or 2 per stage with unequal sizes if that leaves too few."""
+def auto_microbatches(rows: int | None, stages: int, least: int = 1) -> int:
+    """The largest divisor of `rows` up to 4 per stage, or 2 per stage with unequal sizes if that leaves too few.
+
+    Each microbatch has at least `least` rows.
+    """
     if rows is None or stages == 1:
         return 1
-    best = max(count for count in range(1, 4 * stages + 1) if rows % count == 0)
-    return best if best >= min(stages, rows) else min(rows, 2 * stages)
+    most = max(1, rows // least)
+    best = max(count for count in range(1, 4 * stages + 1) if rows % count == 0 and count <= most)
+    return best if best >= min(stages, most) else min(most, 2 * stages)
 
 
-def microbatch_sizes(batch: Any, count: int | Literal["auto"], ranks: int) -> list[int]:
+def microbatch_sizes(batch: Any, count: int | Literal["auto"], ranks: int, rows: Rows = TENSORS) -> list[int]:
     """Rows of each microbatch of a batch; [1] where it has no rows to cut."""
-    rows = batch_size(batch)
-    if not rows:
+    size = rows.count(batch)
+    if not size:
         return [1]
-    return split_sizes(rows, auto_microbatches(rows, ranks) if count == "auto" else count)
+    return split_sizes(size, auto_microbatches(size, ranks, rows.least) if count == "auto" else count)
 
 
-def split_batch(batch: Any, sizes: list[int]) -> list[Any]:
+def split_batch(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> list[Any]:
     """The microbatches of `batch`, of `sizes` rows each."""
     if len(sizes) == 1:
         return [batch]
-    rows = sum(sizes)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [_take(batch, rows, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [rows.take(batch, sum(sizes), start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _take(value: Any, rows: int, start: int, stop: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.ndim and value.shape[0] == rows else value
-    inner = children(value)
-    if inner is None:
-        return value
-    if isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields"):
-        rowwise = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows for leaf in leaves(value))
-        if not rowwise:
-            return type(value)(value[start:stop])
-    return rebuild(value, [_take(item, rows, start, stop) for item in inner])
+def signature(value: Any, depth: int = _DEPTH) -> Any:
+    """What two microbatches must share for one rehearsal to hold for both: nesting, shapes, types.
 
-
-def signature(value: Any) -> Any:
-    """What two microbatches must share for one rehearsal to hold for both: nesting, shapes, types."""
+    Objects that are no containers are opened as well: a batch of graphs keeps its tensors in attributes.
+    """
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     inner = children(value)
-    if inner is None:
+    if inner is not None:
+        keys = tuple(value) if isinstance(value, Mapping) else None
+        return (type(value), keys, tuple(signature(item, depth) for item in inner))
+    held = {} if isinstance(value, (*_SIMPLE, type)) or not depth else getattr(value, "__dict__", {})
+    if not held:
         return type(value)
-    keys = tuple(value) if isinstance(value, Mapping) else None
-    return (type(value), keys, tuple(signature(item) for item in inner))
+    return (type(value), tuple((name, signature(item, depth - 1)) for name, item in held.items()))

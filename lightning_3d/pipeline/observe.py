@@ -24,10 +24,17 @@ from lightning_3d.layout import Layout
 from lightning_3d.pipeline.backward import gradients_aside
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import warn_unless_mean
-from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
+from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
-from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, step_arguments
+from lightning_3d.sandbox.first_batch import (
+    STEPS,
+    first_batch,
+    loader_batch_size,
+    loaders_of,
+    map_style,
+    step_arguments,
+)
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
@@ -163,7 +170,12 @@ def _run(
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
     observer = Observer(seed)
-    with gates.directed(observer), LogRecorder(module, gates.inside_block).recording(Record()), mode, context():
+    with (
+        gates.directed(observer),
+        LogRecorder(module, gates.inside_block).recording(Record(), own_metrics=True),
+        mode,
+        context(),
+    ):
         output = getattr(module, step)(*unshared(args))
     return observer, output
 
@@ -230,8 +242,9 @@ def observe_one_batch(
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         cut = fitting and bool(args)  # evaluation runs whole batches
-        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if cut else [1]
-        pieces = split_batch(args[0], sizes) if args else []
+        rows = Rows.of(args[0], loader_batch_size(trainer), module) if cut else TENSORS
+        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size, rows) if cut else [1]
+        pieces = split_batch(args[0], sizes, rows) if args else []
 
         def run(rows: Any) -> None:
             with state_restored(module), LogRecorder(module).recording(Record()), context():
@@ -244,7 +257,7 @@ def observe_one_batch(
             for second in pieces[1:2]:  # what counts from the batch's start is right in the first
                 run(second)
         if mean and fitting and args:
-            warn_unless_mean(module, name, args, sizes, context, whole.calls, whole.rounding)
+            warn_unless_mean(module, name, args, sizes, rows, context, whole.calls, whole.rounding)
         return whole
 
     return _on_every_rank(look, module, name)

@@ -16,7 +16,7 @@ from lightning_3d.comm.ledger import Ledger
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.pipeline.microbatch import signature
+from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import rehearse
 from lightning_3d.pipeline.rehearsal import Trace
@@ -28,6 +28,7 @@ from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.counts import Counts
+from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of, unshared
@@ -80,6 +81,7 @@ class Pipeline:
         self.taps = LogRecorder(module, self.gates.inside_block)
         self.locate = self.hooks.locate or module.get_parameter
         self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
+        self.rows: Rows | None = None
         self.traces: dict[Any, Trace] = {}
         self.trained = self._trained()
         """Which parameters get gradients: callbacks freeze and unfreeze them between steps."""
@@ -215,6 +217,14 @@ class Pipeline:
     def prove(self, whole: UncutRun) -> None:
         """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
         self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
+
+    def rows_of(self, batch: Any) -> Rows:
+        """Where batches hold their samples: decided on the first one, which is full."""
+        if self.rows is None:
+            trainer = getattr(self.module, "_trainer", None)
+            expected = None if trainer is None else loader_batch_size(trainer)
+            self.rows = Rows.of(batch, expected, self.module)
+        return self.rows
 
     def _key(self, step: str, args: tuple[Any, ...]) -> Any:
         return step, self.module.training, self.trained, signature(args[0] if args else None)

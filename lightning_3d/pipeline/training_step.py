@@ -64,8 +64,9 @@ class TrainingStep:
 
     def _cut_batch(self) -> None:
         batch, rest = (self.args[0], self.args[1:]) if self.args else (None, ())
-        self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size)
-        self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes)] if self.args else [()]
+        rows = self.pipeline.rows_of(batch)
+        self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size, rows)
+        self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes, rows)] if self.args else [()]
         self.traces = [
             self.pipeline.trace(self.name, args, self._mark(index)) for index, args in enumerate(self.microbatches)
         ]

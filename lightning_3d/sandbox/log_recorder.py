@@ -6,7 +6,7 @@ metric's `forward` or `compute` returned and that is logged as it is, is exact t
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import speaking
 from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
-from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, on_full_batch, scratch_of
+from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 
@@ -56,7 +56,12 @@ class LogRecorder:
 
     @contextmanager
     def recording(
-        self, record: Record, noted: Callable[[Any], None] | None = None, *, speaks: bool = False
+        self,
+        record: Record,
+        noted: Callable[[Any], None] | None = None,
+        *,
+        speaks: bool = False,
+        own_metrics: bool = False,
     ) -> Iterator[None]:
         """Calls of `log`, `print`, loggers and metrics go to `record`; metrics give the microbatch's value and keep
         their state.
@@ -64,6 +69,8 @@ class LogRecorder:
         Args:
             noted: sees every value before anything else does.
             speaks: whether this rank does what only rank 0 does; else none does.
+            own_metrics: metrics run as their author wrote them, and have their states of before afterwards. A run that
+                proves another one must not share the replacements that the other one computes with.
         """
         returned: dict[int, Computed] = {}
 
@@ -88,9 +95,13 @@ class LogRecorder:
                 self._refuse_inside(method, name)
                 if noted:
                     noted((args, kwargs))
-                args, kwargs = map_leaves(_detached, untrace(args)), map_leaves(_detached, untrace(kwargs))
-                value = self._on_microbatch(name, method, args, kwargs, record)
-                made = record.add(method, name, args, kwargs)
+                args, kwargs = untrace(args), untrace(kwargs)
+                noted_args, noted_kwargs = map_leaves(_detached, args), map_leaves(_detached, kwargs)
+                # a loss may be what a metric's forward returns: it keeps its graph, what is replayed does not
+                keeps_graph = method == "forward" and torch.is_grad_enabled()
+                given = (args, kwargs) if keeps_graph else (noted_args, noted_kwargs)
+                value = self._on_microbatch(name, method, given[0], given[1], record)
+                made = record.add(method, name, noted_args, noted_kwargs)
                 for leaf, path in _paths(value, ()):
                     returned[id(leaf)] = Computed(made.key, path, leaf)  # keeps the leaf, so that its id stays its own
                 return value
@@ -98,10 +109,15 @@ class LogRecorder:
             return call
 
         self._copy_metrics()
-        taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
+        every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
+        if own_metrics:
+            taps = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+        else:
+            taps = [(metric, method, tap(name, method)) for name, metric, method in every]
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
-        with instead(taps), recorded_trainer(self.module, tell("logger")), speaking(speaks):
+        restored = metrics_restored(self.metrics.values()) if own_metrics else nullcontext()
+        with restored, instead(taps), recorded_trainer(self.module, tell("logger")), speaking(speaks):
             yield
 
     @contextmanager
@@ -114,20 +130,21 @@ class LogRecorder:
             self._refuse_inside("log", name)
             own(name, *args, **kwargs)
 
-        def watch(metric: Any, name: str, method: str) -> Callable[..., Any]:
-            original = getattr(metric, method)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._refuse_inside(method, name)
-                return original(*args, **kwargs)
-
-            return call
-
         self.look()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
-        taps = [(metric, method, watch(metric, name, method)) for name, metric, method in every]
+        taps = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
         with instead([(self.module, "log", log), *taps]):
             yield
+
+    def _watched(self, metric: Any, name: str, method: str) -> Callable[..., Any]:
+        """The metric's own method, refused inside of blocks."""
+        original = getattr(metric, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._refuse_inside(method, name)
+            return original(*args, **kwargs)
+
+        return call
 
     def replay(self, record: Record, sizes: list[int]) -> None:
         """Do on this rank what one step on the whole batch, of microbatches of `sizes`, would have done."""

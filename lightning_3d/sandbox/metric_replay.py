@@ -7,7 +7,7 @@ updated once: the windows of `Running`, and a `MeanMetric` that is given one num
 the sizes of the microbatches.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,6 +120,23 @@ def as_far_as(metric: nn.Module, scratch: Any) -> Any:
             setattr(copy, name, value)
         copy._update_count = mine._update_count
     return scratch
+
+
+@contextmanager
+def metrics_restored(metrics: Iterable[nn.Module]) -> Iterator[None]:
+    """Let metrics run by themselves, on this rank alone, and give them back their states."""
+    found = {id(each): each for metric in metrics for each in metric.modules() if isinstance(each, Metric)}
+    before = [(each, dict(each.__dict__), each._copy_state_dict()) for each in found.values()]
+    for each in found.values():
+        each.sync_on_compute = each.dist_sync_on_step = False
+    try:
+        yield
+    finally:
+        for each, attributes, states in before:
+            each.__dict__.clear()
+            each.__dict__.update(attributes)
+            for name, value in states.items():
+                setattr(each, name, value)
 
 
 def _pairs(metric: nn.Module, scratch: nn.Module) -> Iterator[tuple[Metric, Metric]]:

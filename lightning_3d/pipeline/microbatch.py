@@ -43,11 +43,11 @@ class Rows:
             expected: samples in a batch as the loader says it, if it does.
             module: that will be given the microbatches.
         """
-        lists = dict(_sample_lists(batch, ()))
-        if expected is None:
-            found = {path for path, value in lists.items() if _is_ragged(value)}
-        else:
-            found = {path for path, value in lists.items() if len(value) == expected}
+        lists = {path: value for path, value in _containers(batch, ()) if _is_list_of_samples(value, expected)}
+        # tensors with as many rows as their list has entries are fields of a batch, unless other lists are sure
+        sure = {path for path, value in lists.items() if _is_ragged(value) or not _has_rows(value, len(value))}
+        found = lists.keys() if sure and expected is not None else sure
+        found = {path for path in found if not any(path[: len(other)] == other for other in found if other != path)}
         least = 2 if any(isinstance(each, _NORMS) for each in module.modules()) else 1
         result = cls(frozenset(found), least)
         rows = result.count(batch)
@@ -102,16 +102,16 @@ def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from _containers(item, (*path, at))
 
 
-def _sample_lists(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The outermost lists whose entries are alike, as those of a list of samples are."""
-    inner = children(value)
-    if inner is None:
-        return
-    if inner and _is_list(value) and len(set(map(_kind, inner))) == 1:
-        yield path, value
-    else:
-        for at, item in enumerate(inner):
-            yield from _sample_lists(item, (*path, at))
+def _is_list_of_samples(value: Any, expected: int | None) -> bool:
+    """True for a list whose entries are alike: as many as the loader promises, or ragged where it promises nothing."""
+    if not _is_alike(value) or any(map(_is_alike, value)):
+        return False
+    return _is_ragged(value) if expected is None else len(value) == expected
+
+
+def _is_alike(value: Any) -> bool:
+    """True for a list of one kind of entries."""
+    return _is_list(value) and len(set(map(_kind, value))) == 1
 
 
 def _is_list(value: Any) -> bool:

@@ -30,9 +30,9 @@ from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.first_batch import (
     STEPS,
     first_batch,
-    loader_batch_size,
     loaders_of,
     map_style,
+    promised_samples,
     step_arguments,
 )
 from lightning_3d.sandbox.log_recorder import LogRecorder
@@ -242,7 +242,7 @@ def observe_one_batch(
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         cut = fitting and bool(args)  # evaluation runs whole batches
-        rows = Rows.of(args[0], loader_batch_size(trainer), module) if cut else TENSORS
+        rows = Rows.of(args[0], promised_samples(loaders), module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size, rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 

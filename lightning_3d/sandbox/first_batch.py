@@ -98,7 +98,13 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 def loader_batch_size(trainer: Trainer) -> int | None:
     """Samples in a batch of the one training loader, None where there are several or it does not say."""
-    loader = trainer.train_dataloader
+    return promised_samples(trainer.train_dataloader)
+
+
+def promised_samples(loader: Any) -> int | None:
+    """Samples in a batch of `loader`, None where it does not say; of several loaders in one, where there is one."""
+    if isinstance(loader, CombinedLoader):
+        return promised_samples(loader.flattened[0]) if len(loader.flattened) == 1 else None
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

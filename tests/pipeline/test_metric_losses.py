@@ -81,9 +81,7 @@ def build(kind):
     torch.manual_seed(1)
     module = kind()
     data = torch.Generator().manual_seed(2)
-    return module, [
-        {"x": torch.randn(8, 6, generator=data), "y": torch.randn(8, 3, generator=data)} for _ in range(5)
-    ]
+    return module, [{"x": torch.randn(8, 6, generator=data), "y": torch.randn(8, 3, generator=data)} for _ in range(5)]
 
 
 @pytest.mark.parametrize("kind", [Alone, Term, Collected, Logged])

@@ -8,8 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    ROOT / "README.md", ROOT / "conf/README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md")),
-]  # fmt: skip
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "conf/README.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

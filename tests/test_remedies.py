@@ -55,12 +55,30 @@ def fit(kind, arguments, strategy):
     return None
 
 
-@pytest.mark.parametrize("strategy", [{"tensor_parallel_size": 2}, {"zero_stage": 2}, {"zero_stage": 3}])
+def teacher(strategy, devices):
+    torch.manual_seed(0)
+    trainer = Trainer(**{**QUIET, "devices": devices, "max_steps": 2, **strategy()})
+    trainer.fit(Teacher(False))
+    return {name: value.double().norm() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def zero_3():
+    return {"strategy": Strategy3D(quiet=True, zero_stage=3)}
+
+
+@pytest.mark.parametrize("strategy", [{"tensor_parallel_size": 2}, {"zero_stage": 2}])
 def test_a_teacher_that_follows_in_the_step_is_sent_to_a_hook(strategy):
     for text in run(fit, Teacher, (False,), strategy, world=2):
         assert text is not None
         assert "on_train_batch_start or on_train_batch_end" in text
     assert run(fit, Teacher, (True,), strategy, world=2) == [None, None]
+
+
+def test_a_teacher_that_follows_in_the_step_is_one_devices_under_zero_3():
+    """Outside of blocks the step has shards, and each rank changes its own."""
+    expected = run(teacher, dict, 1, world=1)[0]
+    for found in run(teacher, zero_3, 2, world=2):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_gan_under_a_pipeline_gets_the_message_about_manual_optimization():

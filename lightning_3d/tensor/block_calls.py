@@ -108,7 +108,8 @@ class _Elsewhere(TorchFunctionMode):
         self.inside.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if assigns_data(func) and isinstance(args[0], nn.Parameter) and args[0] in self.own:
+        # `module.to(dtype)` assigns each parameter to its own `.data` where there is nothing to convert.
+        if assigns_data(func) and args[0] is not args[1] and isinstance(args[0], nn.Parameter) and args[0] in self.own:
             raise WritesError(
                 "The step assigns to the .data of a parameter (a target network that follows?), which has no effect on"
                 " parameters in shards. Do so in on_train_batch_start or on_train_batch_end."

@@ -49,11 +49,9 @@ class Compression(ABC):
         self.memory = {key: value.clone() for key, value in state.items()}
 
     def recall(self, key: str, values: Tensor) -> None:
-        """Add what was lost under `key` to `values`, once. What another layout left over lacks the padding."""
+        """Add what was lost under `key` to `values`, once."""
         lost = self.memory.pop(key, None)
-        if lost is not None and lost.numel() <= values.numel():
-            if lost.numel() < values.numel():
-                lost = torch.nn.functional.pad(lost.reshape(-1), (0, values.numel() - lost.numel()))
+        if lost is not None and lost.numel() == values.numel():
             values.add_(lost.to(values.device).reshape(values.shape))
 
     def remember(self, key: str, values: Tensor, sent: Tensor) -> None:

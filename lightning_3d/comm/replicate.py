@@ -130,11 +130,6 @@ class ReplicatedGradients:
         self._handles: list[Handle] = []
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
-    @property
-    def keyed(self) -> dict[str, nn.Parameter]:
-        """The parameters by what the compression remembers them by."""
-        return {key: parameter for parameter, key in self.keys.items()}
-
     def hold(self, held: bool) -> None:
         """While held, gradients only accumulate on this rank and `finish()` does nothing."""
         self._held = held

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_3d.data.order import Order, can_draw, full_order, is_shared, order_of
-from lightning_3d.data.worker_streams import WorkerStreams, note_streams
 from lightning_3d.ranks.random_streams import Streams, main_streams, set_main_streams
 
 Place = dict[str, Any]
@@ -33,7 +32,7 @@ def counted(loader: object) -> object:
     loader._iterator = None
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
     # a DataLoader refuses to have its sampler set; what is set here deals out the very same
-    counter = Counted(getattr(loader, name), name == "batch_sampler", note_streams(loader))
+    counter = Counted(getattr(loader, name), name == "batch_sampler")
     object.__setattr__(loader, name, counter)
     return loader
 
@@ -52,11 +51,10 @@ class Counted(Sampler[Any]):
     Args:
         inner: whose batches it deals out.
         batched: whether `inner` deals out lists.
-        workers: the random streams of the loader's workers, if it has any.
     """
 
-    def __init__(self, inner: Any, batched: bool, workers: WorkerStreams | None = None) -> None:
-        self.inner, self.batched, self.workers = inner, batched, workers
+    def __init__(self, inner: Any, batched: bool) -> None:
+        self.inner, self.batched = inner, batched
         self.sampler: Any = getattr(inner, "sampler", None) if batched else inner
         self._next: tuple[Place | None, int] = (None, 0)
         self._skipped = self._samples = 0
@@ -102,8 +100,6 @@ class Counted(Sampler[Any]):
         place: Place = {"batches": batches, "length": len(self), "order": self._order, "samples": self._had(batches)}
         if self._streams:
             place |= {"streams": self._streams, "now": main_streams(self._generator)}
-        if self.workers is not None:
-            place["workers"] = self.workers.after(batches - self._skipped)
         return place
 
     def _had(self, batches: int) -> int:
@@ -121,8 +117,6 @@ class Counted(Sampler[Any]):
     def restart(self) -> None:
         """The loader starts anew; what was dealt out so far came to nothing."""
         self._ends = array("q")
-        if self.workers is not None:
-            self.workers.restart()
 
     def go_on_from(self, place: Place | None, batches: int, same_data_ranks: bool) -> int:
         """Have the next iteration go on from `place`, or leave out `batches` where there is none.
@@ -142,9 +136,6 @@ class Counted(Sampler[Any]):
         else:  # the same share of the epoch
             skip = min(length, round(place["batches"] * length / max(1, place["length"])))
         self._next = (place, skip)
-        streams = place.get("workers", [])
-        if self.workers is not None and same_data_ranks and len(streams) == self.workers.workers:
-            self.workers.starts = streams
         return skip
 
     def _deals_rest_of(self, place: Place) -> bool:
@@ -183,8 +174,6 @@ class Counted(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         place, _ = self._next
         if place is None:
-            if self.workers is not None:
-                self.workers.starts = None
             return self._from_start([main_streams(self._generator)] if self._drawn else [])
         return self._going_on()  # takes effect when it begins: a loader with workers asks for two and begins the second
 
@@ -222,8 +211,6 @@ class Counted(Sampler[Any]):
         self, batches: Iterator[Any], order: Order, streams: list[Streams], skip: int = 0, samples: int = 0
     ) -> Iterator[Any]:
         self._order, self._streams = order, streams
-        if self.workers is not None:
-            self.workers.next_epoch(len(self._ends))
         self._skipped, self._samples, self._ends = skip, samples, array("q")
         had = 0
         for batch in batches:

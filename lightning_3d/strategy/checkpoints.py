@@ -14,8 +14,7 @@ from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, announce_l
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.keeper import gather
-from lightning_3d.checkpoint.leftovers import Sending, sending
-from lightning_3d.checkpoint.own import Found, find_own_state, own_state, restore_own
+from lightning_3d.checkpoint.own import OwnState, find_own_state, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.data.position import counted
@@ -36,7 +35,7 @@ class Saving(Processes):
 
     _composed: ParallelModule | None
     _steps: PlacedRunner | None
-    _found = Found()
+    _found = OwnState()
     """What was this rank's own in the checkpoint that a run goes on from."""
     _clones: AveragedWeights | None = None
     """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
@@ -136,7 +135,7 @@ class Saving(Processes):
             self.coordinate,
             self._steps.random,
             self._communication,
-            self._how_gradients_are_sent(),
+            self._loss_scale(),
             places(loop),
             loader_states(loop),
             (self._shares_order or self.layout.data_parallel_size > 1) and continues_shared_order(loop),
@@ -152,17 +151,15 @@ class Saving(Processes):
         super().on_train_start()
         assert self._steps is not None
         assert self._communication is not None
-        random, communication, to = self._steps.random, self._communication, self._how_gradients_are_sent()
-        found, self._found = self._found, Found()
-        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, to))
+        random, communication, scale = self._steps.random, self._communication, self._loss_scale()
+        found, self._found = self._found, OwnState()
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, scale))
         no_new_epoch_yet(self._module.trainer)
 
-    def _how_gradients_are_sent(self) -> Sending:
-        assert self._composed is not None
-        self._composed.data.rest()  # parameters go by their names only where they are sharded
+    def _loss_scale(self) -> float:
         plugin = self.precision_plugin
         assert isinstance(plugin, Precision3D)
-        return sending(self._sending, self._module, self._splits, self.coordinate, plugin.loss_scale())
+        return plugin.loss_scale()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:

@@ -57,21 +57,20 @@ class DataAxis:
         return sharded
 
     @property
-    def compressed(self) -> list[tuple[Compression, dict[str, nn.Parameter]]]:
-        """Every compression, and the parameters behind the keys of its memory."""
+    def _compressions(self) -> list[Compression]:
         senders: list[FullySharded | ReplicatedGradients] = [*self._sharded, *self._replicas]
-        return [(sender.compression, sender.keyed) for sender in senders if sender.compression is not None]
+        return [sender.compression for sender in senders if sender.compression is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's rounding depends on: leftovers of compression, and which gradients travel together."""
+        """Return the state that the next step's rounding depends on: error feedback, and the order of gradients."""
         return {
-            "compressions": [compression.state_dict() for compression, _ in self.compressed],
+            "compressions": [compression.state_dict() for compression in self._compressions],
             "orders": [replicas.state_dict() for replicas in self._replicas],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave on the rank in the same place of the same layout."""
-        for (compression, _), saved in zip(self.compressed, state["compressions"], strict=True):
+        """Restore the `state_dict` of the rank in the same place of the same layout."""
+        for compression, saved in zip(self._compressions, state["compressions"], strict=True):
             compression.load_state_dict(saved)
         for replicas, saved in zip(self._replicas, state["orders"], strict=True):
             replicas.load_state_dict(saved)

@@ -105,16 +105,6 @@ class FullySharded:
         """What the compression remembers a parameter of `module`'s group by."""
         return f"{self.names[module]}.{place}"
 
-    @property
-    def keyed(self) -> dict[str, nn.Parameter]:
-        """The sharded parameters by these keys."""
-        return {
-            self.key(module, place): parameter
-            for module in self.modules
-            for group in groups_at(module)
-            for place, parameter in enumerate(sharded_parameters(group))
-        }
-
     def detach(self) -> None:
         """Give the modules FSDP2's own collectives back."""
         self.finish()

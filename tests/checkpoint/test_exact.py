@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_3d.checkpoint.own import Found, restore_own
+from lightning_3d.checkpoint.own import OwnState, restore_own, sending
+from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train
 from tests.workers import run
@@ -56,8 +57,38 @@ def _three(layout, steps, stop, path, flags):
     return whole, go(steps, path)
 
 
-def test_leftovers_of_compression_that_another_layout_cannot_use_are_told():
-    saved = {"compressions": [{"0": torch.ones(2)}], "orders": []}
-    elsewhere = {"data": [0, 1], "streams": main_streams(), "cuda": None, "step": [], "communication": saved}
-    with pytest.warns(UserWarning, match=r"grad_compression had left over .* starts at zero again"):
-        restore_own(Found(data=elsewhere, everyone=[elsewhere]), SimpleNamespace(states=[1]), None, None)
+class Axis:
+    """A data axis that remembers what it was given."""
+
+    def __init__(self, codec):
+        self.config, self.loaded = SimpleNamespace(grad_compression=codec), None
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def _saved(**changes):
+    feedback = {"compressions": [{"0": torch.ones(2)}], "orders": []}
+    streams = {"streams": main_streams(), "cuda": None, "step": []}
+    return {"data": [0, 1], "communication": feedback, "sending": sending(Axis("int8"), 1.0), **streams, **changes}
+
+
+def test_error_feedback_is_restored_in_the_same_layout():
+    axis, state = Axis("int8"), _saved()
+    restore_own(OwnState(same=state, data=state, compressed=True), SimpleNamespace(states=[1]), axis, 1.0)
+    assert axis.loaded is state["communication"]
+
+
+@pytest.mark.parametrize(("codec", "scale", "same"), [("int8", 1.0, False), ("bf16", 1.0, True), ("int8", 8.0, True)])
+def test_error_feedback_of_another_layout_codec_or_scale_starts_at_zero(codec, scale, same):
+    axis, state = Axis(codec), _saved()
+    own = OwnState(same=state if same else None, data=state, compressed=True)
+    with pytest.warns(UserWarning, match=r"error feedback .* starts at zero"):
+        restore_own(own, SimpleNamespace(states=[1]), axis, scale)
+    assert axis.loaded is None
+
+
+def test_a_damaged_state_is_an_error():
+    state = _saved(streams={})
+    with pytest.raises(CheckpointError, match=r"rank-local state .* cannot be restored"):
+        restore_own(OwnState(same=state, data=state), SimpleNamespace(states=[1]), Axis("int8"), 1.0)

@@ -18,10 +18,9 @@ OWN = {"use_distributed_sampler": False}
     ("attributes", "trainer", "stop", "world"),
     [
         ({}, {}, 11, 2),
-        ({"workers": 1, "augmented": True}, {}, 11, 2),
+        ({"workers": 1}, {}, 11, 2),
         ({"workers": 2, "estimates": True}, {}, 17, 1),
-        pytest.param({"workers": 2, "augmented": True}, {}, 18, 1, marks=pytest.mark.long),
-        ({"workers": 2, "augmented": True, "persistent": True}, {}, 21, 1),
+        ({"workers": 2, "persistent": True}, {}, 21, 1),
         pytest.param({"augmented": True}, {}, 17, 1, marks=pytest.mark.long),
         ({"loader": "weighted"}, {}, 5, 2),
         pytest.param({}, {"limit_train_batches": 5}, 7, 1, marks=pytest.mark.long),

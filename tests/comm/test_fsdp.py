@@ -13,6 +13,7 @@ from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
+from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import FullySharded
 from tests.comm.slow import SlowEngine
 from tests.workers import run
@@ -284,13 +285,19 @@ def _frozen():
     seam = FullySharded(model, collectives, engine, compression=compression)
     model.first.weight.requires_grad_(False)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    expected = {key for key, parameter in seam.keyed.items() if parameter is not model.first.weight}
-    assert {names[parameter] for parameter in seam.keyed.values()} == set(names.values())
+    keyed = {
+        seam.key(module, place): parameter
+        for module in seam.modules
+        for group in groups_at(module)
+        for place, parameter in enumerate(sharded_parameters(group))
+    }
+    expected = {key for key, parameter in keyed.items() if parameter is not model.first.weight}
+    assert {names[parameter] for parameter in keyed.values()} == set(names.values())
     model(torch.randn(3, 7)).pow(2).mean().backward()
     engine.close()
     assert compression.memory.keys() == expected
     for key, lost in compression.memory.items():
-        assert lost.numel() >= seam.keyed[key].numel()
+        assert lost.numel() >= keyed[key].numel()
 
 
 def test_frozen_parameters_leave_the_keys_of_others_alone():

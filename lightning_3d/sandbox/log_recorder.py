@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.metrics import named_metrics
-from lightning_3d.ranks.rank_zero import speaking
+from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
@@ -101,7 +101,7 @@ class LogRecorder:
         taps = [(metric, method, tap(name, method)) for name, metric in self.metrics.items() for method in _METHODS]
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
-        with instead(taps), recorded_trainer(self.module, tell("logger")), speaking(speaks):
+        with instead(taps), recorded_trainer(self.module, tell("logger")), acting_as_rank_zero(speaks):
             yield
 
     @contextmanager

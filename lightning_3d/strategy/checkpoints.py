@@ -25,7 +25,7 @@ from lightning_3d.module import state_dict
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.strategy.processes import Processes
-from lightning_3d.strategy.steps import PlacedRunner
+from lightning_3d.strategy.steps import CheckedSteps
 
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
@@ -34,8 +34,9 @@ PATIENCE = 60.0
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
-    _composed: ParallelModule | None
-    _steps: PlacedRunner | None
+    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left")
+    _parallel: ParallelModule | None = None
+    _steps: CheckedSteps | None = None
     _found = Found()
     """What was this rank's own in the checkpoint that a run goes on from."""
     _clones: AveragedWeights | None = None
@@ -50,8 +51,8 @@ class Saving(Processes):
         self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._composed is not None:
-            self._composed.data.rest()
+        if self._parallel is not None:
+            self._parallel.data.rest()
         with self._as_saved():
             return super().lightning_module_state_dict()
 
@@ -66,7 +67,7 @@ class Saving(Processes):
 
     @property
     def _splits(self) -> Splits:
-        return self._composed.splits if self._composed is not None else {}
+        return self._parallel.splits if self._parallel is not None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         flight.at(f"saving {filepath}")
@@ -116,26 +117,26 @@ class Saving(Processes):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
             self._left = self._own_state()
 
-    def _tell_callbacks(self) -> None:
+    def _load_callbacks(self) -> None:
         """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
-        assert self._composed is not None
-        self._clones, waiting, self._waiting = AveragedWeights(self._composed), self._waiting, None
+        assert self._parallel is not None
+        self._clones, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
         if waiting is not None:
-            waiting.give(self._module.trainer, self._composed)
+            waiting.give(self._module.trainer, self._parallel)
 
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 
     def _own_state(self) -> Mapping[str, Any]:
         if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
             return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
-        if self._steps is None or self._communication is None:
+        if self._steps is None or self._data_axis is None:
             return {}
         loop = self._module.trainer.fit_loop
         return own_state(
             self.layout,
             self.coordinate,
             self._steps.random,
-            self._communication,
+            self._data_axis,
             self._how_gradients_are_sent(),
             places(loop),
             loader_states(loop),
@@ -151,22 +152,22 @@ class Saving(Processes):
         """Go on with the samples, random streams and leftovers of the checkpoint."""
         super().on_train_start()
         assert self._steps is not None
-        assert self._communication is not None
-        random, communication, to = self._steps.random, self._communication, self._how_gradients_are_sent()
+        assert self._data_axis is not None
+        random, communication, to = self._steps.random, self._data_axis, self._how_gradients_are_sent()
         found, self._found = self._found, Found()
         go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, to))
         no_new_epoch_yet(self._module.trainer)
 
     def _how_gradients_are_sent(self) -> Sending:
-        assert self._composed is not None
-        self._composed.data.rest()  # parameters go by their names only where they are sharded
+        assert self._parallel is not None
+        self._parallel.data.rest()  # parameters go by their names only where they are sharded
         plugin = self.precision_plugin
         assert isinstance(plugin, Precision3D)
-        return sending(self._sending, self._module, self._splits, self.coordinate, plugin.loss_scale())
+        return sending(self.data_axis, self._module, self._splits, self.coordinate, plugin.loss_scale())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._composed is not None:
-            self._composed.data.rest()
+        if self._parallel is not None:
+            self._parallel.data.rest()
         load_weights(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -28,7 +28,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.profile_module import Trace, count_module, measured_profile, traced
 from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Precision
-from lightning_3d.ranks import random_streams
+from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style, step_arguments
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
@@ -46,7 +46,6 @@ _PRECISIONS: dict[str, Precision] = {
     "bf16-true": "bf16-true",
 }
 LayoutChoice = Literal["given", "auto"]
-T = TypeVar("T")
 
 
 class Processes(Protocol):
@@ -65,9 +64,6 @@ class Processes(Protocol):
 
     @property
     def precision_plugin(self) -> Any: ...
-
-    def from_rank_zero(self, decide: Callable[[], T]) -> T:
-        """The result of `decide()` on rank 0, on every rank."""
 
 
 Decided = tuple[Layout, str]
@@ -187,7 +183,7 @@ def decide(situation: Situation) -> Decided:
 def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
     processes = situation.processes
     sizes = {"devices_per_node": processes.num_processes, "nodes": processes.num_nodes}
-    return processes.from_rank_zero(
+    return talk.from_first(
         lambda: choose_layout(
             seen.profile,
             cluster_here(processes.root_device.type, **sizes),
@@ -222,7 +218,7 @@ def _tensor_share(situation: Situation, size: int) -> float:
         sizes = {name: p.numel() for name, p in module.named_parameters() if name.startswith(blocks)}
         return sum(count for name, count in sizes.items() if name in plan.splits) / max(1, sum(sizes.values()))
 
-    return situation.processes.from_rank_zero(prove)
+    return talk.from_first(prove)
 
 
 @dataclass(frozen=True)

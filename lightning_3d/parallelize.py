@@ -1,24 +1,32 @@
-"""The parallelisms, composed in order on one module: split -> tensor -> ZeRO; and taken off again.
+"""The parallelisms of one module: planned on the unsplit module, then applied to it in one order.
 
-A new parallelism is a new folder and one more line in `divide`.
+`make_plan` decides, equally on every rank. `parallelize` applies the plan in place; `ParallelModule.undo` reverts it.
 
-From what the user chose to what is done to this module: plans before it is placed, steps after.
+[Note: order] stages -> tensor -> data.
+Stages come first, so that no rank shards a weight that it is about to drop. The stages are compared with the unsplit
+module at once if tensor ranks follow: dropout on shards gives other numbers. Tensor comes before data, so that FSDP2
+shards what a tensor rank owns. Without tensor ranks the comparison waits until the data axis is applied
+(`strategy/steps.py`): FSDP2 may cast to another dtype, and what is learnt there is kept for training.
+A new parallelism is a new folder and one more line in `parallelize`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
@@ -29,6 +37,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split, plan_split
 from lightning_3d.precision import Precision3D
+from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import shard_mesh
 from lightning_3d.sandbox.same_batch import compare_first_batch
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
@@ -40,104 +49,157 @@ from lightning_3d.tensor.tensor_plan import TensorPlan
 from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
 from lightning_3d.zero.data_axis import DataAxis
 
+LossScope = Literal["microbatch", "batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserChoices:
+    """Settings of the user about one module that are not part of the layout."""
+
+    pipeline_split: Sequence[str] | None = None
+    """Names of the first block of each stage but the first."""
+    loss_scope: LossScope = "microbatch"
+    """"batch" computes the loss once on the full batch, "microbatch" once per microbatch."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Patterns of names -> how to split them."""
+
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What is to be done to a module, decided on the whole of it; equal on every rank."""
+    """Everything that is going to be done to a module. Decided on the unsplit module, equal on every rank."""
 
     anatomy: Anatomy
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
-    whole: UncutRun | None = None
-    """What a microbatch showed of the module before it is cut."""
+    uncut_run: UncutRun | None = None
+    """One microbatch, run by the module before it is cut."""
+    loss_scope: LossScope = "microbatch"
+
+
+def make_plan(
+    trainer: Trainer,
+    module: LightningModule,
+    layout: Layout,
+    choices: UserChoices,
+    to_device: Callable[[Any], Any],
+    plugin: Precision3D,
+) -> ParallelPlan:
+    """Decide on the unsplit module what will be done to it, the same on every rank. Collective."""
+    compare_first_batch(trainer, layout)
+    anatomy = Anatomy.of(module)
+    split = plan_pipeline(module, anatomy, layout, None)
+    uncut_run = None
+    if split is not None and not split.solo:
+        units = [unit.name for unit in split.units]
+        mean = choices.loss_scope == "microbatch"
+        _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
+        uncut_run = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
+    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
+    tensor = None
+    if layout.tensor_parallel_size > 1:
+        calls = record_one_batch(trainer, module, to_device)
+        tensor = talk.from_first(
+            lambda: plan_tensor(
+                module,
+                layout.tensor_parallel_size,
+                tensor_plan=choices.tensor_plan,
+                sequence_parallel=layout.sequence_parallel,
+                calls=calls,
+            )
+        )
+        tensor = keep_within_stages(tensor, split)
+    return ParallelPlan(anatomy, split, tensor, uncut_run, choices.loss_scope)
 
 
 def plan_pipeline(
-    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, whole: UncutRun | None = None
+    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, uncut_run: UncutRun | None = None
 ) -> PipelineSplit | None:
-    """How `module` is cut into stages, None with one pipeline rank."""
+    """The cut of `module` into stages, None with one pipeline rank."""
     if layout.pipeline_parallel_size == 1:
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
-    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, whole=whole)
+    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, whole=uncut_run)
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:
-    """`tensor` without the blocks that `split` cuts through: what is divided over ranks must not change stages.
+    """`tensor` without the blocks that `split` cuts through: a weight that tensor ranks shard must stay on one stage.
 
-    Where the pipeline knows parts of a block one by one, what leaves a part must be whole, also where the block itself
-    is on another stage and gathers nothing: there the sequence stays whole.
+    Where the pipeline cuts between children of a block, the output of each child must be full, also on ranks where the
+    block itself is on another stage and gathers nothing. There the sequence is not sharded.
     """
     if split is None:
         return tensor
-    units, splits, whole = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
+    units, splits, unsplit = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
     for name in tensor.units:
         inside = f"{name}." if name else ""
         stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
         if len(stages) > 1:
             del units[name]
             splits = {key: value for key, value in splits.items() if not key.startswith(inside)}
-            whole[name] = f"the pipeline cuts through it (stages {', '.join(map(str, sorted(stages)))})"
-            rank_zero_warn(f"{name or 'The module'} is not split over the tensor ranks: {whole[name]}.")
+            unsplit[name] = f"the pipeline cuts through it (stages {', '.join(map(str, sorted(stages)))})"
+            rank_zero_warn(f"{name or 'The module'} is not split over the tensor ranks: {unsplit[name]}.")
         elif stages and units[name].sequence is not None:
             units[name] = replace(units[name], sequence=None)
-            whole[f"{inside}{SEQUENCE}"] = "the pipeline knows its parts one by one"
-    return replace(tensor, units=units, splits=splits, whole=whole)
+            unsplit[f"{inside}{SEQUENCE}"] = "the pipeline cuts between its children"
+    return replace(tensor, units=units, splits=splits, whole=unsplit)
 
 
 @dataclass
 class ParallelModule:
-    """A module to which everything has been applied."""
+    """A module and the parallelisms that were applied to it."""
 
     module: nn.Module
     data: DataParallel = field(default_factory=NoData)
     tensor: AppliedTensor | None = None
     split: AppliedSplit | None = None
     stages: Stages | None = None
+    make_pipeline: Callable[[Hooks], Pipeline] | None = None
+    """Builds the pipeline that runs the stages; None without stages."""
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    """Removed when the parallelisms are undone."""
     splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
 
     @property
     def swaps(self) -> dict[nn.Parameter, nn.Parameter]:
-        """What was registered before -> what is registered now, for parameters that were replaced."""
+        """Parameter registered before -> parameter registered now, for those that were replaced."""
         now = dict(self.module.named_parameters())
         return {old: now[name] for name, old in self.originals.items() if now[name] is not old}
 
     @property
     def plain(self) -> bool:
-        """Whether the module is as its author made it."""
+        """True where no parallelism is applied."""
         return isinstance(self.data, NoData) and self.tensor is None and self.split is None
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """`tensor`, divided like `parameter`, in one piece. Collective over the data and tensor axes."""
-        tensor = self.data.whole(parameter, tensor)
+    def gather_full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """The full tensor of `shard`, which is sharded like `parameter`. Collective over the data and tensor axes."""
+        shard = self.data.whole(parameter, shard)
         split = self.splits.get(parameter)
-        return full_tensor(tensor, split) if split is not None else tensor
+        return full_tensor(shard, split) if split is not None else shard
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, divided like `parameter`."""
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This rank's shard of `full`, sharded like `parameter`."""
         if parameter.is_meta:
-            return torch.empty_like(whole, device="meta")
+            return torch.empty_like(full, device="meta")
         split = self.splits.get(parameter)
         if split is not None and self.tensor is not None:
-            whole = shard_of(whole.to(parameter.device), split, self.tensor.mesh)
-        return self.data.part(parameter, whole)
+            full = shard_of(full.to(parameter.device), split, self.tensor.mesh)
+        return self.data.part(parameter, full)
 
-    def counted(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's stage is the one that counts a parameter which several stages hold."""
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """True where this rank's stage is the one that counts a parameter which several stages have."""
         return self.stages is None or self.stages.counts(parameter)
 
     @torch.no_grad()
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make the module plain and whole again, and `optimizers` hold its parameters and whole states. Collective."""
+        """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
+        for hook in self.hooks:
+            hook.remove()
         if self.plain:
             return
         self.data.rest()
-        entries = [full_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
+        entries = [full_optimizer_entries(optimizer, self.gather_full, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
-        for hook in self.hooks:
-            hook.remove()
         self.data.undo()
         if self.tensor is not None:
             self.tensor.undo()
@@ -147,61 +209,117 @@ class ParallelModule:
         swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
 
 
-def cut(module: nn.Module, plans: ParallelPlan, layout: Layout, mesh: DeviceMesh) -> ParallelModule:
-    """Keep the stages of this rank, in place. Every rank calls it, with equal weights."""
-    result = ParallelModule(module, originals=dict(module.named_parameters()))
-    if plans.split is not None:
-        group = mesh.get_group(PIPELINE_AXIS)
-        per_rank = plans.split.num_stages // group.size()
-        ranks = stage_ranks(layout.schedule, group.size(), per_rank)
-        mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
-        result.split = apply_split(module, plans.split, mine)
-        result.stages = Stages(plans.split, group, ranks)
-        _free_foreign(result.swaps)
-    return result
-
-
-def divide(
-    result: ParallelModule,
-    plans: ParallelPlan,
+def parallelize(
+    parallel: ParallelModule,
+    plan: ParallelPlan,
     layout: Layout,
     mesh: DeviceMesh,
-    communication: DataAxis,
-    policy: MixedPrecisionPolicy,
+    data_axis: DataAxis,
+    plugin: Precision3D,
+    device: torch.device,
     *,
     training: bool,
 ) -> None:
-    """Apply the rest of `plans` to what was `cut`, in place. Every rank calls it.
+    """Apply `plan` to `parallel.module` in place. Every rank calls it, with equal weights. See [Note: order].
 
     Args:
-        training: without it no optimizer states or gradients exist, so that only stage 3 has something to shard.
+        parallel: notes what is applied, so that `undo` works after an error in here too.
+        device: holds the activations.
+        training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
     """
-    module = result.module
-    if plans.tensor is not None and plans.tensor.splits:
-        result.tensor = apply_tensor(module, plans.tensor, mesh[TENSOR_AXIS], ledger=communication.ledger)
-    result.data = _shard(module, plans, layout, mesh, communication, policy, training)
-    result.splits = _splits_of(module, result.tensor)
-    if result.tensor is not None and isinstance(result.data, ShardedData):
-        result.hooks = [
+    module = parallel.module
+    parallel.originals = dict(module.named_parameters())
+    if plan.split is not None:
+        group = mesh.get_group(PIPELINE_AXIS)
+        _apply_stages(parallel, plan.split, layout, group)
+        parallel.make_pipeline = partial(_pipeline, module, plan, layout, group, device, data_axis.ledger)
+        if plan.tensor is not None:
+            prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
+    if plan.tensor is not None and plan.tensor.splits:
+        parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], ledger=data_axis.ledger)
+    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.policy(), training)
+    parallel.splits = _splits_of(module, parallel.tensor)
+    if parallel.tensor is not None and isinstance(parallel.data, ShardedData):
+        parallel.hooks += [
             block.register_forward_pre_hook(pass_late_gather, prepend=True, with_kwargs=True)
-            for block in result.data.blocks
+            for block in parallel.data.blocks
         ]
-    if result.stages is not None:
-        result.stages.locate_parameters(module)
+    if parallel.stages is not None:
+        parallel.stages.locate_parameters(module)
 
 
-def _free_foreign(swaps: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Free what other stages hold: optimizers find their parameters by the old ones, which live on, empty."""
-    for old in swaps:
-        old.data = old.data.new_empty(0)
+def prove_stages(parallel: ParallelModule, plan: ParallelPlan, hooks: Hooks) -> None:
+    """Compare the stages with the uncut module on one microbatch. Collective; raises on every rank."""
+    if parallel.make_pipeline is not None and plan.uncut_run is not None and plan.uncut_run.compared:
+        pipeline = parallel.make_pipeline(hooks)
+        prove(pipeline, plan.uncut_run)
+        pipeline.close()
 
 
-def _shard(
+def prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
+    """Compare one microbatch with what the uncut module computed. Collective; raises on every rank."""
+    try:
+        talk.together(lambda: pipeline.prove(uncut_run), ConfigurationError)
+    except (ConfigurationError, RunError):
+        raise
+    except Exception as error:  # raised here at once: other ranks may wait for this one within the step
+        failed = f"Cut into stages, the step fails, but uncut it does not ({type(error).__name__}: {error})."
+        if _differentiates(error):
+            raise PipelineSplitError(
+                f"{failed} It takes derivatives by itself (torch.autograd.grad: a gradient penalty, a physics loss, an"
+                " adversarial input), through blocks of other stages, which no single rank can. Use"
+                " pipeline_parallel_size=1; tensor, ZeRO and data parallelism can do this."
+            ) from error
+        raise PipelineSplitError(
+            f"{failed} Does its code read from a block of another stage what only the rank of that stage has (a tensor"
+            " kept on a module)? Pass it from block to block, or keep both on one stage with pipeline_split."
+        ) from error
+
+
+def _differentiates(error: Exception) -> bool:
+    """True for torch's errors about `autograd.grad`: while stages are compared nothing else calls it."""
+    return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))
+
+
+def _apply_stages(parallel: ParallelModule, split: PipelineSplit, layout: Layout, group: dist.ProcessGroup) -> None:
+    """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
+    ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
+    mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
+    parallel.split = apply_split(parallel.module, split, mine)
+    parallel.stages = Stages(split, group, ranks)
+    for old in parallel.swaps:
+        old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
+
+
+def _pipeline(
     module: nn.Module,
-    plans: ParallelPlan,
+    plan: ParallelPlan,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    ledger: Ledger,
+    hooks: Hooks,
+) -> Pipeline:
+    assert plan.split is not None
+    return Pipeline(
+        module,
+        plan.split,
+        group,
+        device=device,
+        schedule=layout.schedule,
+        num_microbatches=layout.num_microbatches,
+        loss_scope=plan.loss_scope,
+        hooks=hooks,
+        ledger=ledger,
+    )
+
+
+def _apply_data(
+    module: nn.Module,
+    plan: ParallelPlan,
     layout: Layout,
     mesh: DeviceMesh,
-    communication: DataAxis,
+    data_axis: DataAxis,
     policy: MixedPrecisionPolicy,
     training: bool,
 ) -> DataParallel:
@@ -209,17 +327,17 @@ def _shard(
         return NoData()
     if layout.zero_stage == 0:
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
-        return ReplicatedData(communication.replicas(here))
+        return ReplicatedData(data_axis.replicas(here))
     return ShardedData(
         module,
-        plans.anatomy,
+        plan.anatomy,
         stage=layout.zero_stage,
         mesh=shard_mesh(mesh),
         policy=policy,
         offload=layout.offload == "all",
-        pipelined=plans.split is not None,
-        attach=communication.attach,
-        replicate=communication.replicas,
+        pipelined=plan.split is not None,
+        attach=data_axis.attach,
+        replicate=data_axis.replicas,
     )
 
 
@@ -228,77 +346,3 @@ def _splits_of(module: nn.Module, tensor: AppliedTensor | None) -> dict[nn.Param
         return {}
     named = dict(module.named_parameters(remove_duplicate=False))
     return {named[name]: split for name, split in tensor.splits.items() if not named[name].is_meta}
-
-
-LossScope = Literal["microbatch", "batch"]
-OnRankZero = Callable[[Callable[[], TensorPlan]], TensorPlan]
-"""Decides on rank 0 and tells every rank, also what went wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UserChoices:
-    """What the user chose about one module, beside the layout."""
-
-    pipeline_split: Sequence[str] | None = None
-    """Names of the first block of each stage but the first."""
-    loss_scope: LossScope = "microbatch"
-    """Whether the loss is computed per microbatch or once on the whole batch."""
-    tensor_plan: Mapping[str, str] | None = None
-    """Patterns of names -> how to split them."""
-
-
-def make_plans(
-    trainer: Trainer,
-    module: LightningModule,
-    layout: Layout,
-    choices: UserChoices,
-    to_device: Callable[[Any], Any],
-    on_rank_zero: OnRankZero,
-    plugin: Precision3D,
-) -> ParallelPlan:
-    """Decide on the whole module what will be done to it, the same on every rank."""
-    compare_first_batch(trainer, layout)
-    anatomy = Anatomy.of(module)
-    split = plan_pipeline(module, anatomy, layout, None)
-    whole = None
-    if split is not None and not split.solo:
-        units = [unit.name for unit in split.units]
-        mean = choices.loss_scope == "microbatch"
-        _ = trainer.log_dir  # asked of rank 0 while all ranks do: a pipelined step may ask where it runs alone
-        whole = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
-    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, whole)
-    if layout.tensor_parallel_size == 1:
-        return ParallelPlan(anatomy, split, whole=whole)
-    calls = record_one_batch(trainer, module, to_device)
-    tensor = on_rank_zero(
-        lambda: plan_tensor(
-            module,
-            layout.tensor_parallel_size,
-            tensor_plan=choices.tensor_plan,
-            sequence_parallel=layout.sequence_parallel,
-            calls=calls,
-        )
-    )
-    return ParallelPlan(anatomy, split, keep_within_stages(tensor, split), whole)
-
-
-def pipelines(
-    plans: ParallelPlan, layout: Layout, choices: UserChoices, *, mesh: DeviceMesh, device: torch.device, ledger: Ledger
-) -> Callable[[nn.Module, Hooks], Pipeline]:
-    """What builds the pipeline of a module that was cut by these plans, around hooks."""
-
-    def make(module: nn.Module, hooks: Hooks) -> Pipeline:
-        assert plans.split is not None
-        return Pipeline(
-            module,
-            plans.split,
-            mesh.get_group(PIPELINE_AXIS),
-            device=device,
-            schedule=layout.schedule,
-            num_microbatches=layout.num_microbatches,
-            loss_scope=choices.loss_scope,
-            hooks=hooks,
-            ledger=ledger,
-        )
-
-    return make

@@ -44,8 +44,8 @@ class Gradients(Callback):
         if len(self.whole) == GATHERED:
             return
         if isinstance(trainer.strategy, Strategy3D):
-            composed = trainer.strategy._composed
-            grads = {name: composed.whole(p, grads[name]) for name, p in here.items()}
+            parallel = trainer.strategy._parallel
+            grads = {name: parallel.gather_full(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 

@@ -383,10 +383,12 @@ def test_the_module_can_be_copied_within_fit(strategy):
     assert run(_copied_within_fit, strategy, world=2) == [(True, True)] * 2
 
 
-def test_a_strategy_in_the_middle_of_a_run_can_be_pickled():
-    strategy = Strategy3D()
-    strategy._give_samplers_back = lambda: None
-    pickle.loads(pickle.dumps(strategy))._give_samplers_back()
+def test_a_copy_of_a_strategy_in_the_middle_of_a_run_undoes_nothing():
+    strategy, undone = Strategy3D(), []
+    strategy._undo.callback(undone.append, lambda: None)
+    for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        copied._undo.close()
+    assert undone == []
 
 
 def test_a_module_that_is_only_connected_can_be_saved(tmp_path):

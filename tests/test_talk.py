@@ -43,7 +43,7 @@ def _talk():
     rank = torch.distributed.get_rank()
     with mock.patch("torch.save"), mock.patch("torch.load"):
         everyone = talk.gather(torch.full((2,), float(rank)))
-        second = talk.from_first({"of": torch.tensor(rank)}, first=1)
+        second = talk.from_first(lambda: {"of": torch.tensor(rank)}, first=1)
     return torch.stack(everyone).tolist(), int(second["of"])
 
 

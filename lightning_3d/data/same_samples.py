@@ -83,7 +83,7 @@ class SampleCheck:
     def _first_of_peers(self, batch: Any) -> Any:
         batch = move_data_to_device(batch, torch.device("cpu"))
         for group in self.groups:
-            batch = talk.from_first(batch, group)
+            batch = talk.from_first(lambda value=batch: value, group)  # type: ignore[misc]
         return move_data_to_device(batch, self.device)
 
     def _difference(self, step: str, batch: Any) -> str | None:

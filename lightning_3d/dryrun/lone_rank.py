@@ -31,7 +31,7 @@ from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
 from lightning_3d.dryrun.fake_device import Memory
 from lightning_3d.dryrun.lone_proof import plan_large
-from lightning_3d.parallelize import ParallelPlan, make_plans
+from lightning_3d.parallelize import ParallelPlan, make_plan
 from lightning_3d.pipeline import exchange, loss_mean, observe, prove, stage, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
@@ -70,7 +70,6 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
         (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
         (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
-        (type(strategy), "from_rank_zero", _decide),
         (type(strategy), "_streams", property(lambda _: world.streams)),
         (talk, "failed_everywhere", lambda: False),
         (talk, "meet", _nothing),
@@ -86,7 +85,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
         (auto_layout, "decide", decision.decide),
         (auto_layout, "plan_tensor", plan_with_values),
-        (parallelize, "make_plans", decision.make_plans),
+        (parallelize, "make_plan", decision.make_plan),
         (parallelize, "plan_tensor", plan_with_values),
         (parallelize, "compare_first_batch", _nothing),
         (loss_mean, "loss_is_no_mean", _as_large_as_two),
@@ -130,10 +129,6 @@ class InlineEngine(BackgroundQueue):
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-def _decide(strategy: Any, decide: Callable[[], Any]) -> Any:
-    return decide()
 
 
 def _everyone_says_mine(message: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -224,8 +219,8 @@ class Decision:
     def __init__(self, path: str, memory: Memory) -> None:
         self.path, self.memory = path, memory
 
-    def make_plans(self, *args: Any) -> ParallelPlan:
-        return self._once("plans", lambda: make_plans(*args))
+    def make_plan(self, *args: Any) -> ParallelPlan:
+        return self._once("plan", lambda: make_plan(*args))
 
     def decide(self, situation: Situation) -> Decided:
         """Under `layout="auto"`."""

@@ -76,4 +76,4 @@ def _states(trainer: Trainer) -> int:
 
 def ledger_of(trainer: Trainer) -> Ledger:
     strategy: Any = trainer.strategy
-    return strategy._sending.ledger
+    return strategy.data_axis.ledger

@@ -105,7 +105,7 @@ def share_random_state(group: dist.ProcessGroup) -> None:
     """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
     if dist.get_world_size(group) == 1:
         return
-    _set_state(talk.from_first(_state(), group))
+    _set_state(talk.from_first(_state, group))
 
 
 def share_seeded_state() -> None:
@@ -114,7 +114,7 @@ def share_seeded_state() -> None:
     Lightning's own strategies start again from the seed here, so that what was drawn for the module is drawn once more
     for its samples; one device goes on.
     """
-    state = talk.from_first(_state() if "PL_GLOBAL_SEED" in os.environ else None)
+    state = talk.from_first(lambda: _state() if "PL_GLOBAL_SEED" in os.environ else None)
     if state is not None:
         _set_state(state)
 

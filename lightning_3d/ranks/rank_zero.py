@@ -1,7 +1,7 @@
-"""Code that not every rank runs now: who does there what only rank 0 does, and what other ranks cannot be asked.
+"""Rank zero where not every rank runs the code: the acting rank zero, and answers that other ranks cannot give now.
 
-A pipelined `training_step` runs to its end on the last stage only. What it does "on rank 0" (`trainer.is_global_zero`,
-`rank_zero_info`) is done there; where a step is run on trial, nowhere.
+A pipelined `training_step` runs to its end on the last stage only. Its code for rank 0 (`trainer.is_global_zero`,
+`rank_zero_info`) runs there; in a trial run of the step, on no rank.
 """
 
 from collections.abc import Iterator
@@ -14,58 +14,58 @@ from lightning_3d.errors import UnsupportedError
 
 
 class _Now:
-    speaks: bool | None = None
-    """Whether this rank takes the part of rank 0; None where each plays itself."""
-    alone = False
-    heard: dict[str, str] = {}  # noqa: RUF012 (one for the process)
-    """What rank 0 had in place of a text (`trainer.log_dir`, say) when all ranks asked."""
+    acts: bool | None = None
+    """True where this rank acts as rank 0, False where it must not. None: rank 0 does."""
+    rank_local = False
+    answers: dict[str, str] = {}  # noqa: RUF012 (one for the process)
+    """Rank 0's text for each text of this rank (`trainer.log_dir`, say) that all ranks have broadcast."""
 
 
 @contextmanager
-def speaking(speaks: bool) -> Iterator[None]:
-    """This rank, or else another or none, is rank 0 to the code inside."""
-    before, rank = _Now.speaks, rank_zero_only.rank  # type: ignore[attr-defined]
-    _Now.speaks, rank_zero_only.rank = speaks, 0 if speaks else 1  # type: ignore[attr-defined]
+def acting_as_rank_zero(acts: bool) -> Iterator[None]:
+    """Let this rank act as rank 0 inside, or with False forbid it."""
+    before, rank = _Now.acts, rank_zero_only.rank  # type: ignore[attr-defined]
+    _Now.acts, rank_zero_only.rank = acts, 0 if acts else 1  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _Now.speaks, rank_zero_only.rank = before, rank  # type: ignore[attr-defined]
+        _Now.acts, rank_zero_only.rank = before, rank  # type: ignore[attr-defined]
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Other ranks do not run what is inside, and would not answer."""
-    before, _Now.alone = _Now.alone, True
+def rank_local() -> Iterator[None]:
+    """Mark code that other ranks do not run: they would not answer."""
+    before, _Now.rank_local = _Now.rank_local, True
     try:
         yield
     finally:
-        _Now.alone = before
+        _Now.rank_local = before
 
 
 def is_zero(rank: int) -> bool:
-    """Whether `rank`, this one, does now what only rank 0 does."""
-    return rank == 0 if _Now.speaks is None else _Now.speaks
+    """True where `rank`, this one, acts as rank 0 now."""
+    return rank == 0 if _Now.acts is None else _Now.acts
 
 
-def is_alone() -> bool:
-    return _Now.alone
+def is_rank_local() -> bool:
+    return _Now.rank_local
 
 
-def hear(text: object, answer: object) -> None:
-    """Keep what rank 0 had in place of `text`, for code that asks again where it is alone."""
+def remember(text: object, answer: object) -> None:
+    """Keep rank 0's answer to `text`, for rank-local code that asks again."""
     if isinstance(text, str) and isinstance(answer, str):
-        _Now.heard[text] = answer
+        _Now.answers[text] = answer
 
 
-def heard(text: object) -> str:
-    """What rank 0 has in place of `text`."""
-    if isinstance(text, str) and text in _Now.heard:
-        return _Now.heard[text]
+def answer_to(text: object) -> str:
+    """Rank 0's answer to `text`, if all ranks asked before."""
+    if isinstance(text, str) and text in _Now.answers:
+        return _Now.answers[text]
     refuse(f"a broadcast of {type(text).__name__!r}")
 
 
 def refuse(what: str) -> NoReturn:
-    """Say that `what` needs ranks that are elsewhere."""
+    """Raise: `what` needs ranks that do not run this code."""
     raise UnsupportedError(
         f"training_step asks for {what}. Under a pipeline only the last stage runs it to its end, once per microbatch,"
         " and the other ranks would not answer. Ask in on_train_batch_start, and keep the answer."

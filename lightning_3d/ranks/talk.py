@@ -1,13 +1,10 @@
-"""Objects that ranks tell each other.
+"""Messages between ranks beside the training data: objects, meetings, small tensors.
 
-Tensors travel as plain bytes here: pickle would send each through `torch.save`, which users (and Lightning's tests)
-replace on some ranks to see how often a rank saves. Their peers would wait for an answer that cannot be read.
+`gather`, `from_first` and `together` are collectives on a process group. `meet` and `failed_everywhere` go through the
+job's store instead: they return even if another rank never comes.
 
-What ranks learn of each other through the job's store, beside any collective, so that no one waits in vain.
-
-Make tensors equal on every rank of a group, many at a time.
-
-What ranks tell each other beside the data: a few integers, at once, out of the engine's order.
+Tensors are pickled as plain bytes. pickle would send each through `torch.save`, which users (and Lightning's tests)
+replace on some ranks to count how often a rank saves. Their peers could not read the answer.
 """
 
 import io
@@ -23,14 +20,14 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_3d.errors import PeerError
+from lightning_3d.errors import Lightning3DError, PeerError, RunError
 
 T = TypeVar("T")
-_load = pickle.loads  # as it was when this module was imported, like the Pickler below
+_load = pickle.loads  # bound at import, before a user can replace it, like the Pickler below
 
 
 class Pickler(pickle.Pickler):
-    """Writes tensors by itself, and all else as pickle does."""
+    """Writes tensors as plain bytes, everything else as pickle does."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout != torch.strided or value.is_meta or value.is_quantized:
@@ -46,20 +43,68 @@ def pickled(value: Any, pickler: type[pickle.Pickler] = Pickler) -> bytes:
     return file.getvalue()
 
 
-def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of `group` has in the place of `mine`, in the order of ranks. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, pickled(mine), group=group)
-    return [_load(each) for each in everyone]
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of `group`, in the order of ranks. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, pickled(value), group=group)
+    return [_load(answer) for answer in answers]
 
 
-def from_first(mine: T, group: dist.ProcessGroup | None = None, first: int = 0) -> T:
-    """What the first rank of `group` (or the one numbered `first` in it) has in the place of `mine`. Collective."""
-    # the others' own might not be picklable, and is not asked for
-    box = [pickled(mine) if dist.get_rank(group) == first else b""]
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None = None, first: int = 0) -> T:
+    """The result of `make()` on the first rank of `group` (or on rank `first` of it), on every rank. Collective.
+
+    An error of `make()` is raised on every rank too.
+    """
+    if not dist.is_initialized():
+        return make()
+    if dist.get_rank(group) == first:
+        return _made_and_sent(make, group, first)
+    box = [b""]
     dist.broadcast_object_list(box, group=group, group_src=first)
-    heard = box[0] and dist.get_rank(group) != first  # in a dry run nothing is
-    return _load(box[0]) if heard else mine  # type: ignore[no-any-return]
+    if not box[0]:
+        return make()  # a dry run: its one rank makes what no other rank sends
+    answer, error = _load(box[0])
+    if error is not None:
+        raise error
+    return answer  # type: ignore[no-any-return]
+
+
+def _made_and_sent(make: Callable[[], T], group: dist.ProcessGroup | None, first: int) -> T:
+    try:
+        made = make()
+        message = pickled((made, None))
+    except Exception as error:
+        dist.broadcast_object_list([pickled((None, _portable(error)))], group=group, group_src=first)
+        raise
+    dist.broadcast_object_list([message], group=group, group_src=first)
+    return made
+
+
+def together(make: Callable[[], T], errors: type[Exception] = Exception, group: dist.ProcessGroup | None = None) -> T:
+    """The result of this rank's `make()`. If it raises one of `errors` on some ranks, every rank raises the first.
+
+    Collective. Any other error is raised at once and on this rank alone.
+    """
+    made: Any = None
+    mine: Exception | None = None
+    try:
+        made = make()
+    except errors as error:
+        mine = error
+    answers = gather(None if mine is None else _portable(mine), group)
+    rank, first = next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), (None, None))
+    if first is not None:
+        raise mine if mine is not None and rank == (dist.get_rank(group) if dist.is_initialized() else 0) else first
+    return made  # type: ignore[no-any-return]
+
+
+def _portable(error: Exception) -> Exception:
+    """`error`, or a RunError that names it: errors of other packages may not survive pickling."""
+    if isinstance(error, Lightning3DError):
+        return error
+    return RunError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes, device: str, trained: bool) -> Tensor:
@@ -74,34 +119,36 @@ PATIENCE_AFTER_ERROR = 5.0
 
 
 def meet(what: str, ranks: Sequence[int] | None = None) -> None:
-    """Return once every rank, or each of `ranks`, is here for `what`; raise a PeerError that names those that did not
-    come."""
+    """Return once every rank, or each of `ranks`, has come to `what`.
+
+    Raises a PeerError with the ranks that did not come in time.
+    """
     store: Any = _get_default_store()
     patience = min(PATIENCE, store.timeout.total_seconds())
     missing = _missing(what, patience, range(dist.get_world_size()) if ranks is None else ranks)
     if missing:
         raise PeerError(
             f"{what} was called on rank {dist.get_rank()} but not on rank {', '.join(map(str, missing))} within"
-            f" {patience:.0f} s. What is sharded is gathered from all ranks, so call it on every rank and, where only"
-            " one should write, write on rank 0."
+            f" {patience:.0f} s. Sharded tensors are gathered from all ranks, so call it on every rank. Where only one"
+            " rank should write, write on rank 0."
         )
 
 
 def meet_once(what: str, ranks: Sequence[int], met: set[str]) -> None:
-    """`meet`, unless `what` is among what they have `met` for before: who comes alone later is not waited for."""
+    """Wait for `ranks` the first time `what` is reached, and note it in `met`. Return at once after that."""
     if what not in met:
         met.add(what)
         meet(what, ranks)
 
 
 def failed_everywhere(in_step: bool) -> bool:
-    """Whether every rank raises now, for a reason of its own.
+    """True where every rank fails now, each by its own error.
 
-    After an error that all ranks raise (a user's mistake) the process group is in step and clean-up may still use it;
-    after an error of one rank alone, or one that the group itself raised, it must not.
+    If all ranks raise (a user's mistake), the process group is in step and clean-up may still use it. After an error of
+    one rank, or one that the group itself raised, clean-up must not.
 
     Args:
-        in_step: whether this rank's error came from elsewhere than the process group.
+        in_step: True where this rank's error does not come from the process group.
     """
     if not dist.is_initialized():
         return False
@@ -117,7 +164,7 @@ def failed_everywhere(in_step: bool) -> bool:
         while in_step and not together and not store.check([verdict]) and time.monotonic() < deadline:
             together = store.check(keys)
             time.sleep(0.002)
-        # who decides first decides for all: a rank may come just when another gives up
+        # the first verdict counts on all ranks: one may come just when another gives up
         return bool(store.compare_set(verdict, "", "together" if together else "apart") == b"together")
 
     try:
@@ -127,18 +174,18 @@ def failed_everywhere(in_step: bool) -> bool:
 
 
 def leave() -> None:
-    """Forget the process group, which is out of step, so that a later run in this process starts afresh.
+    """Destroy the process group, which is out of step, so that a later run in this process starts with a new one.
 
-    Peers that wait for this rank are freed when its process ends, as it does with the error that brought it here.
+    Peers that wait for this rank stop waiting when its process ends, which its error causes.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def bounded(question: Callable[[], T], seconds: float) -> T:
-    """The answer to something asked of the store, which never answers while the process that serves it is stopped.
+    """The result of `question()`, which asks the store. It never answers while the process that serves it is stopped.
 
-    Raises StoreGone after `seconds`, and what `question` raises.
+    Raises StoreGone after `seconds`, and any error of `question`.
     """
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -146,7 +193,7 @@ def bounded(question: Callable[[], T], seconds: float) -> T:
     def ask() -> None:
         try:
             answers.append(question())
-        except BaseException as error:  # raised again where it was asked
+        except BaseException as error:  # raised again in the thread that asks
             errors.append(error)
 
     thread = threading.Thread(target=ask, name="lightning_3d.ask", daemon=True)
@@ -164,7 +211,7 @@ class StoreGone(Exception):
 
 
 def _missing(what: str, patience: float, ranks: Sequence[int]) -> list[int]:
-    """Those of `ranks` that did not announce `what` in time."""
+    """The ranks among `ranks` that did not announce `what` in time."""
     store: Any = _get_default_store()
     mine = dist.get_rank()
 
@@ -186,7 +233,7 @@ def _missing(what: str, patience: float, ranks: Sequence[int]) -> list[int]:
 
 
 def _occasion(store: Any, what: str, rank: int) -> int:
-    """How often this rank has met for `what`, so that every occasion has keys of its own in the store."""
+    """The number of this meeting for `what`, so that each meeting has its own keys in the store."""
     return int(store.add(f"lightning_3d/{what}/count/{rank}", 1))
 
 
@@ -195,7 +242,7 @@ BUCKET_BYTES = 64 * 2**20
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite `tensors` with those of the first rank of `group`. Every rank passes tensors of the same shapes."""
+    """Overwrite `tensors` with the values of the first rank of `group`. Shapes must be equal on every rank."""
     for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             dist.broadcast(bucket[0], group=group, group_src=0)
@@ -222,14 +269,14 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 _TAG = 1
-"""The ring's messages have tag 0, so the two never mix, even on one group and from two threads."""
+"""The ring's messages have tag 0. The two never mix, even on one group and from two threads."""
 
 
 def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tensor:
-    """Every rank's `message` (a CPU tensor of one shape on all ranks), one row per rank.
+    """The `message` of every rank, one row per rank. It is a CPU tensor of one shape on all ranks.
 
-    Point to point, so it can run while the engine runs collectives on the same group. The group needs a CPU backend
-    (start the job's process group with "cpu:gloo,cuda:nccl").
+    Point to point, so it can run while the background queue runs collectives on the same group. The group needs a CPU
+    backend (start the job's process group with "cpu:gloo,cuda:nccl").
     """
     size, rank = group.size(), group.rank()
     table = message.new_empty((size, *message.shape))
@@ -244,6 +291,6 @@ def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tens
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long `group` waits for a peer; None where no gloo is behind it (a dry run, torch's debugging wrapper)."""
+    """The timeout of `group` while it waits for a peer. None without gloo (a dry run, torch's debugging wrapper)."""
     backend = group._get_backend(torch.device("cpu"))
     return backend.options._timeout if isinstance(backend, dist.ProcessGroupGloo) else None

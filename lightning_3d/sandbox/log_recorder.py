@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.metrics import named_metrics
-from lightning_3d.ranks.rank_zero import speaking
+from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
@@ -117,7 +117,7 @@ class LogRecorder:
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
         restored = metrics_restored(self.metrics.values()) if own_metrics else nullcontext()
-        with restored, instead(taps), recorded_trainer(self.module, tell("logger")), speaking(speaks):
+        with restored, instead(taps), recorded_trainer(self.module, tell("logger")), acting_as_rank_zero(speaks):
             yield
 
     @contextmanager

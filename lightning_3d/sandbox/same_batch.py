@@ -7,12 +7,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch import distributed as dist
 
 from lightning_3d.data.same_samples import SEED, leaf_bytes, named_leaves
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
-from lightning_3d.ranks import random_streams
+from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
 
 Marks = dict[str, tuple[str, int]]
@@ -28,11 +27,10 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
     if alone or trainer.state.fn != TrainerFn.FITTING:
         return
-    everyone: list[Marks | None] = [None] * layout.world_size
-    dist.all_gather_object(everyone, _marks_of_first_batch(trainer))
+    batches = talk.gather(_marks_of_first_batch(trainer))
     own = layout.coordinate(trainer.global_rank).data
     for data in (own, *(other for other in range(layout.data_parallel_size) if other != own)):
-        peers = {rank: marks for rank, marks in enumerate(everyone) if layout.coordinate(rank).data == data}
+        peers = {rank: marks for rank, marks in enumerate(batches) if layout.coordinate(rank).data == data}
         read = {rank: marks for rank, marks in peers.items() if marks is not None}
         if len(read) == len(peers) and (difference := _difference_between(read)) is not None:
             raise DivergenceError(

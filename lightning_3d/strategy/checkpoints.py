@@ -24,7 +24,7 @@ from lightning_3d.module import state_dict
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.strategy.processes import Processes
-from lightning_3d.strategy.steps import PlacedRunner
+from lightning_3d.strategy.steps import CheckedSteps
 
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
@@ -33,8 +33,9 @@ PATIENCE = 60.0
 class Saving(Processes):
     """Checkpoints of a module that may be in parts."""
 
-    _composed: ParallelModule | None
-    _steps: PlacedRunner | None
+    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left")
+    _parallel: ParallelModule | None = None
+    _steps: CheckedSteps | None = None
     _found = OwnState()
     """What was this rank's own in the checkpoint that a run goes on from."""
     _clones: AveragedWeights | None = None
@@ -49,8 +50,8 @@ class Saving(Processes):
         self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._composed is not None:
-            self._composed.data.rest()
+        if self._parallel is not None:
+            self._parallel.data.rest()
         with self._as_saved():
             return super().lightning_module_state_dict()
 
@@ -65,7 +66,7 @@ class Saving(Processes):
 
     @property
     def _splits(self) -> Splits:
-        return self._composed.splits if self._composed is not None else {}
+        return self._parallel.splits if self._parallel is not None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         flight.at(f"saving {filepath}")
@@ -115,26 +116,26 @@ class Saving(Processes):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
             self._left = self._own_state()
 
-    def _tell_callbacks(self) -> None:
+    def _load_callbacks(self) -> None:
         """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
-        assert self._composed is not None
-        self._clones, waiting, self._waiting = AveragedWeights(self._composed), self._waiting, None
+        assert self._parallel is not None
+        self._clones, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
         if waiting is not None:
-            waiting.give(self._module.trainer, self._composed)
+            waiting.give(self._module.trainer, self._parallel)
 
     # ---- what is each rank's own ---------------------------------------------------------------------------------
 
     def _own_state(self) -> Mapping[str, Any]:
         if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
             return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
-        if self._steps is None or self._communication is None:
+        if self._steps is None or self._data_axis is None:
             return {}
         loop = self._module.trainer.fit_loop
         return own_state(
             self.layout,
             self.coordinate,
             self._steps.random,
-            self._communication,
+            self._data_axis,
             self._loss_scale(),
             places(loop),
             loader_states(loop),
@@ -150,8 +151,8 @@ class Saving(Processes):
         """Go on with the samples, random streams and leftovers of the checkpoint."""
         super().on_train_start()
         assert self._steps is not None
-        assert self._communication is not None
-        random, communication, scale = self._steps.random, self._communication, self._loss_scale()
+        assert self._data_axis is not None
+        random, communication, scale = self._steps.random, self._data_axis, self._loss_scale()
         found, self._found = self._found, OwnState()
         go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, scale))
         no_new_epoch_yet(self._module.trainer)
@@ -162,8 +163,8 @@ class Saving(Processes):
         return plugin.loss_scale()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._composed is not None:
-            self._composed.data.rest()
+        if self._parallel is not None:
+            self._parallel.data.rest()
         load_weights(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

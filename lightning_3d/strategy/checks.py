@@ -1,7 +1,4 @@
-"""What is checked before anything is placed, on every rank, so that all raise together and none waits.
-
-Lightning's own callbacks that reach into parameters.
-"""
+"""Checks before anything is placed, on every rank, so that all raise together and none waits."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +22,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.ranks import talk
 
 
-def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
-    """The layout, if it is possible and every rank was given the same. Collective."""
+def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
+    """The layout of `make()`, if it is possible and equal on every rank. Collective."""
     running = dist.get_world_size()
     if running != world_size:
         raise LayoutError(
@@ -34,45 +31,42 @@ def check_same_layout(layout: Layout | LayoutError, world_size: int) -> Layout:
             f" running has {running}: it is left over from an earlier job in this process. Call"
             " torch.distributed.destroy_process_group() between the two, or start each job in its own process."
         )
-    mine = ("error", str(layout)) if isinstance(layout, LayoutError) else ("layout", repr(layout))
-    everyone = talk.gather(mine)
-    for rank, (kind, text) in enumerate(everyone):
-        if kind == "error":
-            raise LayoutError(text if mine[0] == "error" else f"rank {rank}: {text}")
-        if text != everyone[0][1]:
+    layout = talk.together(make, LayoutError)
+    layouts = talk.gather(repr(layout))
+    for rank, other in enumerate(layouts):
+        if other != layouts[0]:
             raise LayoutError(
-                f"rank {rank} was given another layout than rank 0.\nrank 0: {everyone[0][1]}\nrank {rank}: {text}\n"
+                f"rank {rank} was given another layout than rank 0.\nrank 0: {layouts[0]}\nrank {rank}: {other}\n"
                 "Every process must build the same Strategy3D."
             )
-    assert isinstance(layout, Layout)
     return layout
 
 
 def check_same_module(module: nn.Module) -> None:
     """Raise on every rank unless all have built the same parameters and buffers. Collective over the world.
 
-    Collectives on short tensors take whatever the peers send: ranks would train to the end, each with other weights.
+    Collectives on short tensors accept tensors of other shapes: ranks would train to the end with other weights.
     """
     mine = _tensors(module)
     digests = talk.gather(hashlib.sha256("\n".join(mine).encode()).hexdigest())
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not others:
         return
-    everyone = talk.gather(mine)
-    first, there = everyone[0], everyone[others[0]]
+    modules = talk.gather(mine)
+    first, there = modules[0], modules[others[0]]
     line = next(n for n, (here, other) in enumerate(zip_longest(first, there)) if here != other)
     odd = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")
     raise ConfigurationError(
         f"rank {odd} built another {type(module).__name__} than rank 0. The first difference:\n"
         f"rank 0: {_line(first, line)}\nrank {others[0]}: {_line(there, line)}\n"
-        "Ranks would average weights that do not belong together. Build the same module in every process: let neither"
-        " its sizes nor what is frozen depend on the rank, on random numbers without a seed, or on files that only some"
+        "Ranks would average weights that do not belong together. Build the same module in every process: its sizes and"
+        " frozen parameters must not depend on the rank, on random numbers without a seed, or on files that only some"
         " machines have."
     )
 
 
 def _tensors(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer: name, data type, shape, whether it is trained, what it is tied to."""
+    """A line for each parameter and buffer: name, data type, shape, trained or frozen, tied to which other."""
     names: dict[Tensor, str] = {}
     lines = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -113,47 +107,54 @@ def check_module(module: nn.Module, fitting: bool) -> None:
 
 
 def check_hooks(module: nn.Module, layout: Layout) -> None:
-    """Raise for hooks on parameters of which a rank has only a part."""
+    """Raise for hooks on parameters that are sharded."""
     if not layout.holds_parts:
         return
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(
-                f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). Here its"
-                f" gradient comes in parts ({layout}), so that the hook would be given something else than on one"
-                " device, or nothing. Change gradients in on_after_backward or on_before_optimizer_step instead."
+                f"{name} has a hook for its gradient (register_hook or register_post_accumulate_grad_hook). The"
+                f" gradient is sharded ({layout}), so the hook would get another tensor than on one device, or none."
+                " Change gradients in on_after_backward or on_before_optimizer_step instead."
             )
 
 
-def use_no_grad(trainer: Any) -> None:
-    """Evaluate under `no_grad`: a parameter first gathered under `inference_mode` cannot be trained afterwards."""
-    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+_FULL = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
+
+
+def check_callbacks(callbacks: Sequence[Callback], layout: Layout) -> None:
+    """Raise for a callback that computes with full parameters where ranks have shards."""
+    for callback in callbacks:
+        if isinstance(callback, _FULL) and layout.holds_parts:
+            raise UnsupportedError(
+                f"{type(callback).__name__} computes with the module's full parameters, and a rank has only shards"
+                f" of them ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints"
+                " after training."
+            )
+
+
+def evaluate_with_no_grad(trainer: Any) -> Callable[[], None]:
+    """Evaluate under `no_grad`; returns a function that undoes it.
+
+    A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
+    """
+    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop)
+    before = [loop.inference_mode for loop in loops]
+    for loop in loops:
         loop.inference_mode = False
 
+    def undo() -> None:
+        for loop, mode in zip(loops, before, strict=True):
+            loop.inference_mode = mode
 
-_WHOLE = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
-
-
-def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[], None]:
-    """Have those work that can; returns what undoes it.
-
-    Raises for a callback that computes with whole parameters where ranks hold parts of them.
-    """
-    for callback in callbacks:
-        if isinstance(callback, _WHOLE) and layout.holds_parts:
-            raise UnsupportedError(
-                f"{type(callback).__name__} computes with the module's whole parameters, of which a rank holds only a"
-                f" part ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints after"
-                " training."
-            )
-    return _finetune_by_identity()
+    return undo
 
 
-def _finetune_by_identity() -> Callable[[], None]:
-    """Have `BaseFinetuning` tell parameters apart by identity.
+def finetune_by_identity() -> Callable[[], None]:
+    """Let `BaseFinetuning` find parameters by identity; returns a function that undoes it.
 
-    It compares their values, which is impossible where another stage holds them and takes messages where they are
-    sharded. Its `filter_on_optimizer` was read in Lightning 2.6.
+    It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
+    `filter_on_optimizer` was read in Lightning 2.6.
     """
     original = BaseFinetuning.__dict__["filter_on_optimizer"]
 

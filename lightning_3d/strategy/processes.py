@@ -1,10 +1,10 @@
-"""The processes of one job as Lightning sees them: who is where, how they start, talk and fail."""
+"""The processes of one job as Lightning needs them: places, start, messages, failure."""
 
 import sys
-import traceback
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,7 +17,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.data.world_size_use import data_code_that_asks
-from lightning_3d.errors import LayoutError, Lightning3DError, RunError
 from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.verdict import is_communication
@@ -41,24 +40,27 @@ from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.zero.data_axis import DataAxis
 
-
-def keep_own_samplers(trainer: Trainer) -> Callable[[], None]:
-    """Have Lightning leave the samplers of dataloaders alone; returns what undoes it.
-
-    For one data rank. The sampler that Lightning would put there shuffles every dataloader of `fit`, also one whose
-    author did not ask for it, and draws from another seed than on one device.
-    """
-    connector = trainer._accelerator_connector
-    wanted, connector.use_distributed_sampler = connector.use_distributed_sampler, False
-    return lambda: setattr(connector, "use_distributed_sampler", wanted)
-
-
 T = TypeVar("T")
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 
 
+class UndoStack(ExitStack):
+    """Callbacks that undo what a run changes, closed at its teardown. A copy, also in another process, is empty."""
+
+    def __reduce__(self) -> Any:
+        return UndoStack, ()
+
+
 class Processes(ParallelStrategy):
-    """What `Strategy3D` needs of its processes, whatever they compute."""
+    """The part of `Strategy3D` about processes, whatever they compute."""
+
+    OF_PROCESS: tuple[str, ...] = ("_mesh", "_data_axis", "_watch")
+    """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
+    _mesh: DeviceMesh | None = None
+    _data_axis: DataAxis | None = None
+    _watch: Watch | None = None
+    _wants_sampler = True
+    """The user's `use_distributed_sampler`."""
 
     def __init__(
         self,
@@ -77,21 +79,21 @@ class Processes(ParallelStrategy):
         self._start_method: StartMethod = start_method
         self._process_group_backend = process_group_backend
         self.num_nodes = 1  # the Trainer says how many
-        self._mesh: DeviceMesh | None = None
-        self._communication: DataAxis | None = None
+        self._undo = UndoStack()
         self._failed = self._judged = False
-        self._watch: Watch | None = None
-        self._give_samplers_back: Callable[[], None] = _nothing
         self._shares_order = False
-        """Whether the run had several data ranks when it was saved: then it goes on in the order of Lightning's."""
+        """True where the saved run had several data ranks: the order of samples stays that of Lightning's sampler."""
         self._world_asked_by: str | None = None
-        """Method of the user's that makes data and read `trainer.world_size`."""
+        """The user's method that creates data and reads `trainer.world_size`."""
         self._world_warned = False
         self._chooses = False
-        """Whether the layout is chosen in `setup`, once module and data are there; there is no mesh until then."""
+        """True where `setup` chooses the layout, from the module and its data. There is no mesh until then."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in self.OF_PROCESS}
 
     def __repr__(self) -> str:
-        """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses every other class tree."""
+        """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses other class trees."""
         return f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`>"
 
     # ---- who and where -------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class Processes(ParallelStrategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:  # type: ignore[override]
-        """Who started the processes; what Lightning does not know of is recognised here."""
+        """The launcher of the processes, also one that Lightning does not know."""
         return self._cluster_environment
 
     @cluster_environment.setter
@@ -145,12 +147,12 @@ class Processes(ParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that work on different samples: by this a batch size is divided, not by `trainer.world_size`."""
+        """Ranks that work on different samples. Divide a batch size by this, not by `trainer.world_size`."""
         return self.layout.data_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of the parts of the samples this rank works on; equal on tensor and pipeline peers."""
+        """The share of the samples that this rank works on. Equal on tensor and pipeline peers."""
         return self.coordinate.data
 
     @property
@@ -162,7 +164,7 @@ class Processes(ParallelStrategy):
         return super().world_size
 
     def _warn_of_world_size(self) -> None:
-        """Warn once of data that is divided by all ranks, where some of them share their samples."""
+        """Warn once where user code divides its data over all ranks and some of them share their samples."""
         if self._world_asked_by is None or self._mesh is None or self._world_warned:
             return
         data, world = self.data_parallel_size, super().world_size
@@ -199,10 +201,14 @@ class Processes(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        trainer = self._module.trainer
         self._failed, self._judged, self._watch = False, False, None
         self._shares_order = False
-        if vars(self._module.trainer).get("save_checkpoint") is _not_saved:
-            del self._module.trainer.save_checkpoint  # an earlier run with this Trainer failed
+        if vars(trainer).get("save_checkpoint") is _not_saved:
+            del trainer.save_checkpoint  # an earlier run with this Trainer failed
+        connector = trainer._accelerator_connector
+        self._wants_sampler = connector.use_distributed_sampler
+        self._undo.callback(setattr, connector, "use_distributed_sampler", self._wants_sampler)
         super().setup_environment()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
@@ -217,73 +223,51 @@ class Processes(ParallelStrategy):
         share_seeded_state()
         self._before_layout()
         if self.local_rank == 0 and dist.get_backend() != "fake":
-            self._put_records_aside()
-        layout = check_same_layout(self._layout_or_error(), self.world_size)
+            self._move_old_records()
+        layout = check_same_layout(lambda: self.layout, self.world_size)
         self._watch = self._start_watch(layout)
         self._mesh = None
         if not self._chooses:
             self._open_axes()
 
     def _open_axes(self) -> None:
-        """Groups and mesh of the layout. Every rank must call it."""
+        """Open the mesh and the groups of the layout. Every rank must call it."""
         axes = open_groups(self.layout, self.global_rank, self.root_device.type, self._timeout)
-        self._mesh, self._communication = axes.mesh, DataAxis(axes, self._comm_config(), streams=self._streams)
+        self._mesh, self._data_axis = axes.mesh, DataAxis(axes, self._comm_config(), streams=self._streams)
         self._module._device_mesh = self._mesh
         self._settle_samplers()
         self._warn_of_world_size()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_give_samplers_back": _nothing}  # those of this process's trainer
-
     def _settle_samplers(self) -> None:
-        self._give_samplers_back()
-        self._give_samplers_back = _nothing
-        if self.layout.data_parallel_size == 1 and not self._shares_order:
-            self._give_samplers_back = keep_own_samplers(self._module.trainer)
+        """Keep the dataloaders' own samplers with one data rank.
+
+        Lightning's sampler shuffles every dataloader of `fit`, also one whose author did not ask for it, and draws from
+        another seed than on one device.
+        """
+        several = self.layout.data_parallel_size > 1 or self._shares_order
+        self._module.trainer._accelerator_connector.use_distributed_sampler = self._wants_sampler and several
 
     def _before_layout(self) -> None:
-        """What has to be settled once processes can talk and before the layout is."""
+        """Prepare what the layout depends on. Called once processes can send messages."""
 
     @property
     def _streams(self) -> bool:
-        """Whether the backend overlaps communication by itself (CUDA), so that it needs no thread of ours."""
+        """True where the backend overlaps communication by itself (CUDA). Else a thread of ours does."""
         return self.root_device.type != "cpu"
 
     @abstractmethod
     def _comm_config(self) -> CommConfig:
-        """How the data axis communicates."""
-
-    def _layout_or_error(self) -> Layout | LayoutError:
-        try:
-            return self.layout
-        except LayoutError as error:
-            return error
+        """Settings of the data axis's communication."""
 
     @property
-    def _sending(self) -> DataAxis:
-        assert self._communication is not None, "communication exists from setup_environment on"
-        return self._communication
-
-    def from_rank_zero(self, decide: Callable[[], T]) -> T:
-        """What `decide()` returns on rank 0, on every rank; what it raises there, too."""
-        box: list[Any] = [None, None]
-        if self.global_rank == 0:
-            try:
-                box[0] = decide()
-            except Lightning3DError as error:
-                box[1] = error
-            except Exception as error:
-                box[1] = RunError(f"rank 0: {type(error).__name__}: {error}")  # the original may not travel
-                traceback.print_exc()
-        box = talk.from_first(box)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]  # type: ignore[no-any-return]
+    def data_axis(self) -> DataAxis:
+        assert self._data_axis is not None, "the data axis is open once the layout is chosen"
+        return self._data_axis
 
     # ---- talk ----------------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers hold the same values."""
+        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers have the same values."""
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
         if group is None:
@@ -293,7 +277,7 @@ class Processes(ParallelStrategy):
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over every rank of the world, whatever axis it is on."""
+        """Decide over every rank of the world, on all axes."""
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -305,7 +289,7 @@ class Processes(ParallelStrategy):
         return rank_zero.is_zero(self.global_rank)
 
     def barrier(self, name: str | None = None) -> None:
-        if rank_zero.is_alone():
+        if rank_zero.is_rank_local():
             rank_zero.refuse("a barrier")
         if dist.is_initialized():
             ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
@@ -314,52 +298,55 @@ class Processes(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
             return obj
-        if rank_zero.is_alone():
-            return rank_zero.heard(obj)
-        heard = talk.from_first(obj, first=src)
+        if rank_zero.is_rank_local():
+            return rank_zero.answer_to(obj)
+        answer = talk.from_first(lambda: obj, first=src)
         if src == 0:
-            rank_zero.hear(obj, heard)
-        return heard
+            rank_zero.remember(obj, answer)
+        return answer
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
     def _start_watch(self, layout: Layout) -> Watch | None:
         flight.clear()
         if self.world_size == 1 or not has_peers():
-            return None  # no other process is there
+            return None  # there is no other process
         places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         folder = flight_folder(self._module.trainer.default_root_dir)
         return Watch(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 
-    def _put_records_aside(self) -> None:
+    def _move_old_records(self) -> None:
         try:
             put_aside(flight_folder(self._module.trainer.default_root_dir))
         except OSError as error:
-            warnings.warn(f"Flight records of an earlier run stay where those of this one go: {error}", stacklevel=2)
+            warnings.warn(
+                f"Flight records of an earlier run cannot be moved, and this run writes to the same folder: {error}",
+                stacklevel=2,
+            )
 
     def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call what the Trainer runs; an error that another rank caused says so, before any callback hears of it."""
+        """Call the Trainer's `function`. Explain an error that another rank caused, before any callback gets it."""
         try:
             return function(*args, **kwargs)
         except _NO_FAILURES:
             raise
         except BaseException as error:
-            told = self._told(error)
-            if told is error:
+            explained = self._explained(error)
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
 
-    def _told(self, error: BaseException) -> BaseException:
-        """What to raise for `error`, after all ranks know of it."""
+    def _explained(self, error: BaseException) -> BaseException:
+        """The error to raise for `error`, once all ranks know of it."""
         own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
-        told = self._watch.explained(error) if self._watch is not None else error
-        self._fail(in_step=own and (not interrupted or self.world_size == 1))  # Ctrl-C meets each rank elsewhere
+        explained = self._watch.explained(error) if self._watch is not None else error
+        self._fail(in_step=own and (not interrupted or self.world_size == 1))  # Ctrl-C stops each rank elsewhere
         if own and self._failed and self._watch is not None and not interrupted:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
-        return told
+        return explained
 
     def _fail(self, *, in_step: bool) -> None:
-        """Find out whether all ranks fail alike; if not, nothing that takes all of them may be tried any more."""
+        """Find out if all ranks fail alike. If not, no collective may be tried any more."""
         self._judged, self._failed = True, not talk.failed_everywhere(in_step)
         module = self.lightning_module
         if self._failed and module is not None and module._trainer is not None:
@@ -375,11 +362,9 @@ class Processes(ParallelStrategy):
             talk.leave()
 
     def teardown(self) -> None:
-        self._give_samplers_back()
-        self._give_samplers_back = _nothing
-        self._close_communication()
+        self._close_data_axis()
         if self._failed:
-            return  # what is in parts stays so, and cannot be moved to the CPU
+            return  # the module stays sharded, and cannot be moved to the CPU
         if self._watch is not None:
             self._watch.close(ended=True)
             self._watch = None
@@ -387,31 +372,27 @@ class Processes(ParallelStrategy):
 
     @abstractmethod
     def _moment(self) -> tuple[int, int] | None:
-        """Where in the run this rank is, None inside of a step whose messages may be under way."""
+        """This rank's place in the run. None inside a step, whose messages may be under way."""
 
-    def _close_communication(self) -> None:
-        if self._communication is not None:
-            self._communication.close()
-            axes, moment = self._communication.axes, self._moment() if self._communication.engine.idle else None
-            # after an error, of all ranks even, one may have sent more than another
+    def _close_data_axis(self) -> None:
+        if self._data_axis is not None:
+            self._data_axis.close()
+            axes, moment = self._data_axis.axes, self._moment() if self._data_axis.engine.idle else None
+            # after an error, even one of all ranks, one rank may have sent more messages than another
             if not self._judged or (not self._failed and in_step(axes, moment)):
                 return_groups(axes)
-            self._communication = None
+            self._data_axis = None
 
 
 _NO_FAILURES = (_TunerExitException, SIGTERMException, GeneratorExit)
-"""How Lightning itself ends a run, at the same place on all ranks."""
-
-
-def _nothing() -> None:
-    """In place of what undoes something where nothing was done."""
+"""Lightning's own ways to end a run, at the same place on all ranks."""
 
 
 def flight_folder(run: str) -> Path:
-    """Where the flight records of a run are; of one that lives in a bucket they stay here."""
+    """The folder for the flight records of a run, on this machine where the run writes to a bucket."""
     return (Path(run) if _is_local_file_protocol(run) else Path.cwd()) / "flight"
 
 
 def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
-    """In place of `trainer.save_checkpoint` once a rank is missing, for callbacks that save when training fails."""
-    rank_zero_warn(f"{filepath} is not saved: the other ranks, which hold parts of it, are not there any more.")
+    """Stands in for `trainer.save_checkpoint` once a rank is missing: some callbacks save when training fails."""
+    rank_zero_warn(f"{filepath} is not saved: it needs the shards of other ranks, which have ended.")

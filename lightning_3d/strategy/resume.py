@@ -16,6 +16,7 @@ from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.faults import Preemption
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.ranks import talk
 from lightning_3d.strategy.checkpoints import Saving
 from lightning_3d.strategy.run_note import Found, RunNote, find_run, folders_of, leave_note, preempted_path, refit
 
@@ -26,6 +27,8 @@ Resume = Literal["auto"]
 class Resuming(Saving):
     """A run that may have started before, perhaps on another number of ranks, and may be told to end."""
 
+    OF_PROCESS = (*Saving.OF_PROCESS, "_preemption")
+    _preemption: Preemption | None = None
     _wanted: Layout
     _auto: AutoLayout | None
     _data_parallel_size: int | Literal["auto"]
@@ -38,7 +41,6 @@ class Resuming(Saving):
         self._given_path: object = None
         self._earlier: Found | None = None
         self._refitted: Layout | None = None
-        self._preemption: Preemption | None = None
 
     def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
@@ -53,7 +55,7 @@ class Resuming(Saving):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resume != "auto" or not fitting or self._given_path is not None or trainer.global_step > 0:
             return
-        found: Found = self.from_rank_zero(lambda: find_run(trainer))
+        found = talk.from_first(lambda: find_run(trainer))
         if found.checkpoints:
             self._earlier = found
             self._load_from(trainer, found)

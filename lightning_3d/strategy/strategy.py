@@ -1,6 +1,5 @@
-"""`Strategy3D`: Lightning's hooks in order. What each does lives in the packages it calls."""
+"""`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -8,12 +7,11 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_3d import parallelize, precision
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
@@ -24,25 +22,34 @@ from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
-from lightning_3d.module import state_dict
 from lightning_3d.module.batchnorm import DataBatchNorm
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
+from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.optim.grad_norm import clip_like_one_device
 from lightning_3d.optim.probe import check_state
 from lightning_3d.optim.step import refuse_new_parameters, step_like_one_device
-from lightning_3d.parallelize import LossScope, ParallelModule, UserChoices, cut, divide
+from lightning_3d.parallelize import LossScope, ParallelModule, ParallelPlan, UserChoices
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom, share_random_state
 from lightning_3d.ranks.talk import broadcast_tensors
-from lightning_3d.strategy.checks import check_hooks, check_module, check_same_module, use_callbacks, use_no_grad
+from lightning_3d.strategy.checks import (
+    check_callbacks,
+    check_hooks,
+    check_module,
+    check_same_module,
+    evaluate_with_no_grad,
+    finetune_by_identity,
+)
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.steps import CheckedRunner, make_steps, prove_cut
+from lightning_3d.strategy.step_checks import FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
+from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.training import Training
+from lightning_3d.strategy.window import Window
 from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
@@ -149,6 +156,7 @@ class Strategy3D(Training):
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
+        self._verifies_first = verify == "first_step"
         data = None if data_parallel_size == "auto" else data_parallel_size
         given = Fixed(data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage)
         self._auto = auto_layout(layout, self._wanted, given)
@@ -160,11 +168,6 @@ class Strategy3D(Training):
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
         self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
-        self._composed: ParallelModule | None = None
-        self._patches: list[Callable[[], None]] = []
-        """What undoes what was changed in torch and torchmetrics, after a failed run too."""
-        self._hooks: list[RemovableHandle] = []
-        self._undo: list[Callable[[], None]] = []
 
     def _configure_launcher(self) -> None:
         world = current_world() or self._dry_world
@@ -175,7 +178,7 @@ class Strategy3D(Training):
 
     @property
     def layout(self) -> Layout:
-        """The layout for the number of processes there are."""
+        """The layout for the present number of processes."""
         layout = self._refitted or self._wanted
         if self._auto is not None:
             layout = self._auto.layout(self.world_size)
@@ -203,94 +206,101 @@ class Strategy3D(Training):
         # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
         self._precision_plugin = None if plugin is None else precision.convert(plugin)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, or the strategy sent to a spawned process, starts without what belongs to this process."""
-        fresh: dict[str, Any] = {
-            "_mesh": None,
-            "_communication": None,
-            "_watch": None,
-            "_preemption": None,
-            "_composed": None,
-            "_steps": None,
-            "_hooks": [],
-            "_undo": [],
-            "_patches": [],
-            "_clones": None,
-            "_left": {},
-        }
-        return {**super().__getstate__(), **fresh}
-
     # ---- describe -> place -> apply ------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
+        """Check and describe the module, place it, apply the parallelisms, prepare the steps."""
         assert self.accelerator is not None
         flight.at("placing the module")
         self.accelerator.setup(trainer)
-        module = self._module
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         self._begin_run(trainer)
         check_same_module(module)
         check_module(module, fitting)
-        if self._auto is not None:
-            self._auto.choose(trainer, module, self, self._to_device)
-            self._open_axes()
+        self._choose_layout(trainer)
         if fitting:
-            check_hooks(module, self.layout)
-            if self.layout.pipeline_parallel_size > 1:
-                check_automatic(module)  # before anything is looked for that only other modules have
-            self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
+            self._check_user_code(trainer)
+        self._adapt_user_code(trainer, fitting)
+        self._place_unsplit(module, fitting)
+        first = FirstStep(module, self.precision_plugin.forward_context) if fitting and self._verifies_first else None
+        plan = parallelize.make_plan(
+            trainer, module, self.layout, self._choices, self._to_device, self.precision_plugin
+        )
+        if fitting:
+            self._announce(plan)
+        self._apply(module, plan, fitting)
+        if fitting:
+            self._load_callbacks()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._undo.callback(clip_like_one_device(module, self._norm_of))
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._prepare_steps(trainer, plan, first)
+
+    def _choose_layout(self, trainer: Trainer) -> None:
+        if self._auto is not None:
+            self._auto.choose(trainer, self._module, self, self._to_device)
+            self._open_axes()
+
+    def _check_user_code(self, trainer: Trainer) -> None:
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        hooked = wrap_hooks(module, callbacks, lambda: self._composed, lambda: self._data)
-        self._patches.append(hooked)
-        use_no_grad(trainer)
-        if fitting and self._layer_sync is not None:
-            if isinstance(self._layer_sync, TorchSyncBatchNorm):
-                self._layer_sync = DataBatchNorm(self.data_group)
-            self._layer_sync.apply(module)
+        check_hooks(self._module, self.layout)
+        if self.layout.pipeline_parallel_size > 1:
+            check_automatic(self._module)  # first: later checks assume automatic optimization
+        check_callbacks(callbacks, self.layout)
+
+    def _adapt_user_code(self, trainer: Trainer, fitting: bool) -> None:
+        """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        if fitting:
+            self._undo.callback(finetune_by_identity())
+        self._undo.callback(wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data))
+        self._undo.callback(evaluate_with_no_grad(trainer))
+        self._undo.callback(gather_over(self.data_group, self.layout))
+
+    def _place_unsplit(self, module: LightningModule, fitting: bool) -> None:
+        """Convert the module, move it to the device, and give every rank equal weights and equal random streams."""
+        sync = self._layer_sync
+        if fitting and sync is not None:
+            sync = DataBatchNorm(self.data_group) if isinstance(sync, TorchSyncBatchNorm) else sync
+            sync.apply(module)
+            self._undo.callback(sync.revert, module)
         self.precision_plugin.compute_on(self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
         for axis in (TENSOR_AXIS, PIPELINE_AXIS):
             share_random_state(self.mesh.get_group(axis))
-        plugin, first_step = self.precision_plugin, fitting and self._verify == "first_step"
-        first = FirstStep(module, plugin.forward_context) if first_step else None
-        self._patches.append(gather_over(self.data_group, self.layout))
-        plans = parallelize.make_plans(
-            trainer, module, self.layout, self._choices, self._to_device, self.from_rank_zero, plugin
+
+    def _apply(self, module: LightningModule, plan: ParallelPlan, fitting: bool) -> None:
+        self._parallel = parallel = ParallelModule(module)
+        self._undo.callback(self._restore_module, parallel)
+        plugin, device = self.precision_plugin, self.root_device
+        parallelize.parallelize(
+            parallel, plan, self.layout, self.mesh, self.data_axis, plugin, device, training=fitting
         )
-        if fitting:
-            self._say_opening(plans)
-        make = parallelize.pipelines(
-            plans, self.layout, self._choices, mesh=self.mesh, device=self.root_device, ledger=self._sending.ledger
+        parallel.hooks += full_module_state(
+            module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet
         )
-        self._composed = composed = cut(module, plans, self.layout, self.mesh)
-        prove_cut(composed, plans, make, plugin)
-        divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
-        self._hooks = state_dict.full_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
-        if fitting:
-            self._tell_callbacks()
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fitting:
-            self._patches.append(clip_like_one_device(module, self._norm_of))
-            _optimizers_to_device(self.optimizers, self.root_device)
-        random = StepRandom(self.layout, self.coordinate, self.root_device)
-        steps = make_steps(trainer, composed, plans, make, random=random, plugin=plugin)
-        replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None
-        self._steps = CheckedRunner(
-            steps,
-            SampleCheck(self.layout, self.coordinate, self.mesh, self.root_device),
-            replicas,
-            first,
-            composed=composed,
-            group=self.data_group,
-            random=random,
-            loss_scale=plugin.loss_scale,
-            window=lambda: trainer.accumulate_grad_batches,
-            epoch=lambda: trainer.current_epoch,
-            evaluation=lambda: self._evaluations,
-        )
+
+    def _restore_module(self, parallel: ParallelModule) -> None:
+        if not self._failed:  # else other ranks do not answer: the module stays sharded
+            parallel.undo(self.optimizers)
+            self._share_buffers()
+
+    def _prepare_steps(self, trainer: Trainer, plan: ParallelPlan, first: FirstStep | None) -> None:
+        parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
+        random = StepRandom(self.layout, self.coordinate, device)
+        window = Window(trainer, self._module)
+        runner = make_runner(parallel, plan, random, window, plugin)
+        checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
+        if self._verify == "replicas":
+            checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
+        if first is not None:
+            checks.append(FirstStepAgrees(first, parallel, self.data_group, random, window, plugin))
+        self._steps = CheckedSteps(runner, checks, window, random)
+        self._undo.callback(self._steps.close)
 
     def _to_device(self, batch: Any) -> Any:
         batch = self._module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
@@ -299,25 +309,24 @@ class Strategy3D(Training):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        # an optimizer that was built before its parameters were placed still holds the originals
-        composed = self._applied
-        if composed.split is not None:
+        parallel = self._applied
+        if parallel.split is not None:
             check_supported(self._module, self.optimizers)
-        state_dict.swap_parameters(self.optimizers, composed.swaps)
+        swap_parameters(self.optimizers, parallel.swaps)  # an optimizer built earlier still has the originals
         for optimizer in self.optimizers:
             if self.layout.holds_parts:
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, composed.whole, composed.part, self.reduce,
-                watch=lambda name, remedy: HookRules(name, composed, set(), remedy=remedy),
-                pipelined=composed.split is not None,
+                optimizer, parallel.gather_full, parallel.take_shard, self.reduce,
+                watch=lambda name, remedy: HookRules(name, parallel, set(), remedy=remedy),
+                pipelined=parallel.split is not None,
             )  # fmt: skip
-            self._undo.append(stepping)
-            self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
-            self._hooks += state_dict.full_optimizer_state(
-                optimizer, composed.whole, composed.part, composed.stages, talk.meet
+            self._undo.callback(stepping)
+            self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
+            parallel.hooks += full_optimizer_state(
+                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet
             )
 
     def setup_precision_plugin(self) -> None:
@@ -332,31 +341,12 @@ class Strategy3D(Training):
     # ---- end -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Make the module plain and whole on every rank, so that it can be used as after training on one device."""
+        """Undo what the run changed. The module is then plain and unsplit on every rank, as after one device."""
         if not self._failed:
             self._end_of_run()
-            self._restore()
-        while self._patches:
-            self._patches.pop()()
-        self._composed, self._steps = None, None
+        self._undo.close()
+        self._parallel, self._steps = None, None
         super().teardown()
-
-    def _restore(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for undo in reversed(self._undo):
-            undo()
-        self._hooks, self._undo = [], []
-        if self._steps is not None:
-            self._steps.close()
-        composed = self._composed
-        if composed is not None:
-            composed.undo(self.optimizers)
-        if self._mesh is not None and self.lightning_module is not None:
-            if composed is not None:  # else the run failed before anything was placed, and ranks may hold other buffers
-                self._share_buffers()
-            if isinstance(self._layer_sync, DataBatchNorm):
-                self._layer_sync.revert(self._module)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -19,7 +19,7 @@ from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line
 from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
 from lightning_3d.strategy.resume import Resuming
-from lightning_3d.strategy.steps import PlacedRunner, StepRunner, UnplacedRunner
+from lightning_3d.strategy.steps import CheckedSteps
 from lightning_3d.zero import DataParallel, NoData
 
 
@@ -30,9 +30,7 @@ class Training(Resuming):
     """Seconds of a step and memory of the last `fit`."""
     _expected: Sequence[StateBytes] = ()
     """Of each pipeline rank, counted before the module is placed."""
-    _steps: PlacedRunner | None = None
     _in_step = False
-    _evaluations = 0
     _quiet = False
 
     def _moment(self) -> tuple[int, int] | None:
@@ -43,23 +41,24 @@ class Training(Resuming):
 
     @property
     def _applied(self) -> ParallelModule:
-        assert self._composed is not None, "the module is placed from setup on"
-        return self._composed
+        assert self._parallel is not None, "the module is placed from setup on"
+        return self._parallel
 
     @property
-    def _running(self) -> StepRunner:
-        return self._steps if self._steps is not None else UnplacedRunner()
+    def _placed_steps(self) -> CheckedSteps:
+        assert self._steps is not None, "steps are prepared at the end of setup"
+        return self._steps
 
     @property
     def _data(self) -> DataParallel:
-        return self._composed.data if self._composed is not None else NoData()
+        return self._parallel.data if self._parallel is not None else NoData()
 
     def training_step(self, *args: Any) -> Any:
         trainer = self._module.trainer
         flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
         with explain_shard_errors(self.layout):
-            output = self._running.train(super().training_step, args)
+            output = self._placed_steps.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
             self._data.end()
@@ -68,24 +67,26 @@ class Training(Resuming):
 
     def validation_step(self, *args: Any) -> Any:
         flight.at("validation_step")
-        return self._running.evaluate("validation_step", super().validation_step, args)
+        return self._placed_steps.evaluate("validation_step", super().validation_step, args)
 
     def test_step(self, *args: Any) -> Any:
         flight.at("test_step")
-        return self._running.evaluate("test_step", super().test_step, args)
+        return self._placed_steps.evaluate("test_step", super().test_step, args)
 
     def predict_step(self, *args: Any) -> Any:
         flight.at("predict_step")
-        return self._running.evaluate("predict_step", super().predict_step, args)
+        return self._placed_steps.evaluate("predict_step", super().predict_step, args)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        self._running.before_backward(closure_loss)
+        if self._steps is not None:  # else a trial run of `training_step` in setup
+            self._steps.before_backward(closure_loss)
 
     @contextmanager
     def _around_backward(self) -> Generator[None, None, None]:
         with explain_shard_errors(self.layout):
             yield
-        self._running.after_backward()
+        if self._steps is not None:
+            self._steps.after_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         flight.at("optimizer_step", self._module.trainer.global_step)
@@ -112,20 +113,17 @@ class Training(Resuming):
 
     def _counted(self, parameter: nn.Parameter) -> bool:
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size
-        return counted_here(parameter, self.coordinate, shard) and self._applied.counted(parameter)
+        return counted_here(parameter, self.coordinate, shard) and self._applied.counts(parameter)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._running.hold(True)
-        try:
+        with self._placed_steps.accumulating():
             yield
-        finally:
-            self._running.hold(False)
 
-    def _say_opening(self, plans: ParallelPlan) -> None:
-        self._expected = expected_states(self._module, self.layout, plans.split, plans.tensor)
+    def _announce(self, plan: ParallelPlan) -> None:
+        self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)
         if not self._quiet:
-            rank_zero_info(opening(self._module, self.layout, plans.split, plans.tensor))
+            rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor))
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -173,7 +171,7 @@ class Training(Resuming):
         self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:
-        self._evaluations += 1
+        self._placed_steps.evaluations += 1
         self._share_buffers()
 
     def _share_buffers(self) -> None:

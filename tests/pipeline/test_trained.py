@@ -73,7 +73,7 @@ def test_tied_copies_stay_equal_bit_for_bit(zero):
 def sent(microbatches, zero):
     """Calls and bytes over the data axis in one epoch."""
     module, rows = UntiedGPT(), []
-    module.on_train_end = lambda: rows.extend(module.trainer.strategy._sending.ledger.rows())
+    module.on_train_end = lambda: rows.extend(module.trainer.strategy.data_axis.ledger.rows())
     fit(module, 4, pipeline_parallel_size=2, zero_stage=zero, num_microbatches=microbatches)
     return [(row.collective, row.calls, row.bytes) for row in rows if row.axis == "data_parallel"]
 

@@ -13,7 +13,7 @@ REFUSED = {
     "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
     "SkippedBlocks": "UnsupportedError: training_step draws at random which blocks to run",
     "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must be telling it something beside",
-    "Balanced": "PipelineSplitError: Cut into stages, the step fails, which it did not whole .*has no attribute 'penalty'",
+    "Balanced": "PipelineSplitError: Cut into stages, the step fails, but uncut it does not .*has no attribute 'penalty'",
     "InnerHook": "PipelineSplitError: ",
     "SmallHook": "PipelineSplitError: .* another gradient .*: 'blocks.0.0', which is inside of a block, has a forward hook",
     "Replaced": "PipelineSplitError: Cut into stages, the step leaves another value in the buffer 'blocks.1.last'",

@@ -30,10 +30,10 @@ class Watch(Callback):
         self.sent, self.weights, self.optimizer = [], 0, 0
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        trainer.strategy._communication.ledger.reset()
+        trainer.strategy.data_axis.ledger.reset()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.sent.append(trainer.strategy._communication.ledger.bytes("data_parallel"))
+        self.sent.append(trainer.strategy.data_axis.ledger.bytes("data_parallel"))
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         self.weights = sum(_local_bytes(parameter) for parameter in module.parameters())
         self.optimizer = sum(_local_bytes(value) for value in states if value.ndim)

@@ -68,7 +68,7 @@ class Watch(Callback):
         self.peak: TensorPeak | None = None
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.strategy._communication.ledger.reset()
+        trainer.strategy.data_axis.ledger.reset()
         trainer.strategy.barrier()
         if batch_idx == STEPS - 1:
             self.peak = TensorPeak(batch)
@@ -81,7 +81,7 @@ class Watch(Callback):
         self.times.append(time.perf_counter() - self.began)
         if self.peak is not None:
             self.peak.__exit__(None, None, None)
-        rows = trainer.strategy._communication.ledger.rows()
+        rows = trainer.strategy.data_axis.ledger.rows()
         self.sent.append({f"{row.axis} {row.collective}": row.bytes for row in rows})
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         self.rest = {

@@ -368,7 +368,7 @@ class Counted(Follower):
     def _sent(self):
         if not isinstance(self.trainer.strategy, Strategy3D):
             return None
-        return self.trainer.strategy._sending.ledger.rows()
+        return self.trainer.strategy.data_axis.ledger.rows()
 
 
 def test_hooks_of_batches_gather_nothing_within_a_window():

@@ -249,7 +249,7 @@ def _nothing(module):
 def test_callbacks_that_need_whole_weights_are_refused_on_every_rank(kind, layout):
     world, strategy = LAYOUTS[layout]
     for said in run(_refused, strategy, world, kind, _nothing, world=world):
-        assert said.startswith(f"{kind} computes with the module's whole parameters")
+        assert said.startswith(f"{kind} computes with the module's full parameters")
 
 
 def _hook(module):

@@ -58,7 +58,7 @@ class Count(Callback):
         self.runs.append(RUNS["count"] - self.marks[-1])
 
     def on_train_end(self, trainer: Trainer, *_: object) -> None:
-        rows = trainer.strategy._sending.ledger.rows()
+        rows = trainer.strategy.data_axis.ledger.rows()
         self.sent = [[row.axis, row.collective, row.calls, row.bytes] for row in rows]
 
 

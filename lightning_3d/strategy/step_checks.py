@@ -1,0 +1,95 @@
+"""Checks around the steps of a placed module: equal samples on peers, and the checks of `verify`."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import distributed as dist
+
+from lightning_3d.data.same_samples import SampleCheck
+from lightning_3d.parallelize import ParallelModule
+from lightning_3d.precision import Precision3D
+from lightning_3d.ranks.random_streams import StepRandom
+from lightning_3d.strategy.window import Window
+from lightning_3d.verify.first_step import FirstStep
+from lightning_3d.verify.replicas import EVERY, ReplicaCheck
+
+Args = tuple[Any, ...]
+
+
+class StepCheck:
+    """A check of every step. A subclass overrides the moments that it needs."""
+
+    def before_train(self, args: Args) -> None: ...
+
+    def after_train(self) -> None: ...
+
+    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
+        """The arguments for the step. `evaluation` counts runs of validation, test and predict."""
+        return args
+
+    def after_backward(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SamplesAgree(StepCheck):
+    """Compare the batches of tensor and pipeline peers."""
+
+    def __init__(self, samples: SampleCheck, trainer: Trainer) -> None:
+        self.samples, self.trainer = samples, trainer
+
+    def before_train(self, args: Args) -> None:
+        self.samples.check("training_step", args, self.trainer.current_epoch)
+
+    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
+        loader = args[2:]  # after batch and batch_idx: its index, where there are several
+        return self.samples.settle(name, args, (evaluation, loader))  # type: ignore[no-any-return]
+
+
+class ReplicasAgree(StepCheck):
+    """Compare the copies of parameters every `EVERY` training batches."""
+
+    def __init__(self, replicas: ReplicaCheck) -> None:
+        self.replicas, self.batches = replicas, 0
+
+    def before_train(self, args: Args) -> None:
+        if self.batches % EVERY == 0:
+            self.replicas.check(self.batches)
+        self.batches += 1
+
+
+class FirstStepAgrees(StepCheck):
+    """Compare the gradients of the first optimizer step with those of the unsplit module."""
+
+    def __init__(
+        self,
+        first: FirstStep,
+        parallel: ParallelModule,
+        data_group: dist.ProcessGroup,
+        random: StepRandom,
+        window: Window,
+        plugin: Precision3D,
+    ) -> None:
+        self.first: FirstStep | None = first
+        self.parallel, self.data_group, self.random = parallel, data_group, random
+        self.window, self.plugin = window, plugin
+        self.after_train()
+
+    def before_train(self, args: Args) -> None:
+        if self.first is not None:
+            with self.random.step():
+                self.first.add(self.parallel.module, args, self.window.scale(self.plugin))
+
+    def after_train(self) -> None:
+        if self.first is not None:
+            self.first.twin.look(self.parallel.module)
+
+    def after_backward(self) -> None:
+        if self.first is not None and self.window.last:
+            first, self.first = self.first, None
+            if first.compare(self.parallel, self.data_group, self.plugin.loss_scale()):
+                self.first = first  # the scaler skips this step
+
+    def close(self) -> None:
+        if self.first is not None:
+            self.first.close()

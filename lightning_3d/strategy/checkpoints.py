@@ -1,8 +1,8 @@
 """What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, announce_last, load_optimizer, load_weights
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.keeper import gather
@@ -27,6 +27,7 @@ from lightning_3d.precision import Precision3D
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.steps import CheckedSteps
 
+T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
 
@@ -104,6 +105,13 @@ class Saving(Processes):
         if "combined_loader" in loop:
             loop["combined_loader"] = found.loaders
         return loaded
+
+    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        def note(newest_first: list[str]) -> None:
+            self._keeper.instead = newest_first
+
+        with watching_last(note):  # Lightning reads ckpt_path="last" before any hook of a strategy
+            return super()._guarded(function, *args, **kwargs)
 
     def setup_environment(self) -> None:
         self._waiting = None
@@ -192,11 +200,3 @@ class Saving(Processes):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self._keeper.remove(filepath, self.checkpoint_io)
-
-
-def _note(trainer: Any, newest_first: list[str]) -> None:
-    if isinstance(trainer.strategy, Saving):
-        trainer.strategy._keeper.instead = newest_first
-
-
-announce_last(_note)

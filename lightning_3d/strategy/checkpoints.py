@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
-from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.leftovers import Sending, sending
 from lightning_3d.checkpoint.own import Found, find_own_state, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
@@ -24,6 +23,7 @@ from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
+from lightning_3d.ranks import talk
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.steps import CheckedSteps
 
@@ -76,7 +76,7 @@ class Saving(Processes):
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             copies: Mapping[int, Any] = {}
             if self._clones is not None:
-                checkpoint, copies = self._clones.in_parts(checkpoint, gather)
+                checkpoint, copies = self._clones.in_parts(checkpoint, talk.gather)
             self._keeper.save(
                 checkpoint,
                 filepath,
@@ -88,8 +88,8 @@ class Saving(Processes):
             )
             return
         if self._clones is not None:
-            checkpoint = self._clones.whole(checkpoint, gather)
-        owns = gather(own)
+            checkpoint = self._clones.whole(checkpoint, talk.gather)
+        owns = talk.gather(own)
         whole = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 

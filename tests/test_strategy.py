@@ -273,28 +273,24 @@ def _inference():
 
         def validation_step(self, batch, batch_idx):
             self.modes = (*self.modes, torch.is_inference_mode_enabled())
+            self.within = [loop.inference_mode for loop in loops]
             super().validation_step(batch, batch_idx)
 
     module = Evaluated()
     trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=3), "num_sanity_val_steps": 1})
-    trainer.validate_loop.inference_mode = trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+    loops = trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop
+    for loop in loops:
+        loop.inference_mode = True
     trainer.validate(module, verbose=False)
-    return module.modes, [
-        loop.inference_mode
-        for loop in (
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-            trainer.fit_loop.epoch_loop.val_loop,
-        )
-    ]
+    return module.modes, module.within, [loop.inference_mode for loop in loops]
 
 
 def test_no_loop_evaluates_under_inference_mode():
-    for modes, loops in run(_inference, world=2):
+    for modes, within, after in run(_inference, world=2):
         assert modes
         assert not any(modes)
-        assert not any(loops)
+        assert not any(within)
+        assert all(after)
 
 
 SCRIPT = """

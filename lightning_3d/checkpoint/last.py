@@ -4,7 +4,8 @@ Touches one private method of Lightning, `ModelCheckpoint._find_last_checkpoints
 may mean; `tests/checkpoint/test_last.py` fails when it changes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,24 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.manifest import NAME, is_sharded
 
-Note = Callable[[Any, list[str]], None]
-"""Told the trainer and what could take the place of the last checkpoint, the newest first."""
 
-
-def announce_last(note: Note) -> None:
-    """Call `note` whenever some Trainer looks for the last checkpoint. Takes effect once."""
+@contextmanager
+def watching_last(note: Callable[[list[str]], None]) -> Iterator[None]:
+    """Inside, call `note` when Lightning looks for the last checkpoint, with all candidates, the newest first."""
     original = ModelCheckpoint._find_last_checkpoints
-    if getattr(original, "tells", False):
-        return
 
     def find(self: ModelCheckpoint, trainer: Any) -> set[str]:
         found = original(self, trainer)
         folder = self.dirpath
         if folder is not None and _is_local_file_protocol(folder):
-            note(trainer, newest_first([*found, *checkpoints_in(Path(folder))]))
+            note(newest_first([*found, *checkpoints_in(Path(folder))]))
         return found
 
-    find.tells = True  # type: ignore[attr-defined]
     ModelCheckpoint._find_last_checkpoints = find  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
 
 
 def checkpoints_in(folder: Path) -> list[str]:

@@ -54,6 +54,7 @@ class SweepJob:
 
     def start(self, job: object | None, children: Sequence[subprocess.Popen[bytes]]) -> None:
         self.job, self.children, self.failed = job, children, False
+        atexit.register(self.end)
 
     def clear_before(self, job: object | None) -> None:
         """End what an earlier job left, unless `job` is still the one that left it."""
@@ -80,6 +81,7 @@ class SweepJob:
                 f"{len(late)} processes of a finished job were still running after {PATIENCE:.0f} s and were killed."
             )
         self.job, self.children = None, ()
+        atexit.unregister(self.end)
 
 
 def _ended(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -184,9 +186,6 @@ def _program() -> Sequence[str]:
     if __main__.__spec__ is None:
         return [sys.executable, to_absolute_path(sys.argv[0])]
     return _basic_subprocess_cmd()[:3]
-
-
-atexit.register(launched.end)
 
 
 class SpawnLauncher(_MultiProcessingLauncher):

@@ -264,35 +264,34 @@ def observe_one_batch(
 
 
 def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
-    """What `look` finds, where it finds something on every rank. What one rank refuses, all refuse."""
-    found: UncutRun | None = None
-    said: Any = None
-    try:
-        with (
-            random_streams.restored_streams(),
-            state_restored(module),
-            optimizers_on_demand(module),
-            writes_undone(module),
-            no_writes(module.named_parameters, _IN_PIECES),
-        ):
-            found = look()
-        said = (found.calls, found.read) if found is not None else None
-    except UnsupportedError as error:
-        said = error
-    except Exception as error:
-        rank_zero_warn(
-            f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). The order of"
-            " its blocks is read from the code, and that they tell each other nothing beside their arguments is taken"
-            " on trust."
-        )
-    everyone = talk.gather(said)
-    for answer in everyone:
-        if isinstance(answer, UnsupportedError):
-            raise answer
-    if found is None or None in everyone:
+    """The result of `look`, if it has one on every rank. An UnsupportedError of one rank is raised on all."""
+
+    def leave_no_trace() -> UncutRun | None:
+        try:
+            with (
+                random_streams.restored_streams(),
+                state_restored(module),
+                optimizers_on_demand(module),
+                writes_undone(module),
+                no_writes(module.named_parameters, _IN_PIECES),
+            ):
+                return look()
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            rank_zero_warn(
+                f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). The"
+                " order of its blocks is read from the code, and that they tell each other nothing beside their"
+                " arguments is taken on trust."
+            )
+            return None
+
+    run = talk.together(leave_no_trace, UnsupportedError)
+    blocks = talk.gather((run.calls, run.read) if run is not None else None)
+    first = blocks[0]
+    if run is None or first is None or None in blocks:
         return None
-    calls, read = everyone[0]
-    return replace(found, calls=calls, read=read)  # all ranks must cut alike
+    return replace(run, calls=first[0], read=first[1])  # all ranks must cut alike
 
 
 @contextmanager

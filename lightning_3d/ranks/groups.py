@@ -76,13 +76,13 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)
     }
-    everyone = talk.gather((moment, counts))
+    answers = talk.gather((moment, counts))
     agreed: dict[tuple[int, ...], int] = {}
     return all(
         where is not None
         and where == moment
         and all(agreed.setdefault(group, count) == count for group, count in begun.items())
-        for where, begun in everyone
+        for where, begun in answers
     )
 
 

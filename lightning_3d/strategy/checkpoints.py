@@ -1,8 +1,8 @@
 """What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
@@ -10,10 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, announce_last, load_optimizer, load_weights
+from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
-from lightning_3d.checkpoint.keeper import gather
 from lightning_3d.checkpoint.own import OwnState, find_own_state, own_state, restore_own
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
@@ -23,9 +22,11 @@ from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
+from lightning_3d.ranks import talk
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.steps import CheckedSteps
 
+T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
 
@@ -74,7 +75,7 @@ class Saving(Processes):
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             copies: Mapping[int, Any] = {}
             if self._clones is not None:
-                checkpoint, copies = self._clones.in_parts(checkpoint, gather)
+                checkpoint, copies = self._clones.in_parts(checkpoint, talk.gather)
             self._keeper.save(
                 checkpoint,
                 filepath,
@@ -86,8 +87,8 @@ class Saving(Processes):
             )
             return
         if self._clones is not None:
-            checkpoint = self._clones.whole(checkpoint, gather)
-        owns = gather(own)
+            checkpoint = self._clones.whole(checkpoint, talk.gather)
+        owns = talk.gather(own)
         whole = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
         self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
 
@@ -103,6 +104,13 @@ class Saving(Processes):
         if "combined_loader" in loop:
             loop["combined_loader"] = found.loaders
         return loaded
+
+    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        def note(newest_first: list[str]) -> None:
+            self._keeper.instead = newest_first
+
+        with watching_last(note):  # Lightning reads ckpt_path="last" before any hook of a strategy
+            return super()._guarded(function, *args, **kwargs)
 
     def setup_environment(self) -> None:
         self._waiting = None
@@ -189,11 +197,3 @@ class Saving(Processes):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             self._keeper.remove(filepath, self.checkpoint_io)
-
-
-def _note(trainer: Any, newest_first: list[str]) -> None:
-    if isinstance(trainer.strategy, Saving):
-        trainer.strategy._keeper.instead = newest_first
-
-
-announce_last(_note)

@@ -6,6 +6,7 @@ know how to answer: of a shard's, all tensor ranks do together, so that all of t
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ def apply_tensor(
         mesh: the one-dimensional tensor mesh.
         ledger: told of every collective.
     """
+    _answer_anomaly_checks()
     axis = GroupAxis(mesh.get_group(), ledger)
     undo, originals = Undo(), dict[str, nn.Parameter]()
     shards: dict[int, nn.Parameter] = {}
@@ -156,6 +158,10 @@ def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tu
             yield name, owners[owner], own_name
 
 
-@register_sharding(torch.ops.aten._is_any_true.default)
-def _is_any_true(_: object) -> list[tuple[list[Replicate], list[Replicate]]]:
-    return [([Replicate()], [Replicate()])]
+@cache
+def _answer_anomaly_checks() -> None:
+    """Add DTensor's missing rule for the NaN check of anomaly detection. torch has no way to remove a rule."""
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def rule(_: object) -> list[tuple[list[Replicate], list[Replicate]]]:
+        return [([Replicate()], [Replicate()])]

@@ -31,13 +31,45 @@ class _Here(threading.local):
 _here = _Here()  # a proof runs the ranks as threads
 
 
+class _CheckpointsNoted:
+    """torch's two functions that begin a checkpoint, replaced while some thread runs a block, and only then.
+
+    Read in torch 2.13: `checkpoint` looks both up when it is called, also where a library has kept `checkpoint` itself.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.blocks = threading.Lock(), 0
+        self.generator: Any = None
+
+    def __enter__(self) -> None:
+        torchs: Any = checkpoint
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                self.generator = torchs._checkpoint_without_reentrant_generator
+                torchs._checkpoint_without_reentrant_generator = _noting(self.generator)
+                torchs.CheckpointFunction.apply = staticmethod(_noting(torchs.CheckpointFunction.apply))
+
+    def __exit__(self, *_: object) -> None:
+        torchs: Any = checkpoint
+        with self.lock:
+            self.blocks -= 1
+            if self.blocks == 0:
+                torchs._checkpoint_without_reentrant_generator = self.generator
+                del torchs.CheckpointFunction.apply  # the base class has it
+
+
+_checkpoints_noted = _CheckpointsNoted()
+
+
 @contextmanager
 def noted(note: Callable[[], Resume]) -> Iterator[None]:
     """A block runs inside, and `note` says how when a checkpoint begins."""
     call = _Call(note)
     _here.calls.append(call)
     try:
-        yield
+        with _checkpoints_noted:
+            yield
     finally:
         _here.calls.remove(call)
         call.over = True
@@ -63,9 +95,3 @@ def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
         return begin(repeated, *args, **kwargs)
 
     return noting
-
-
-# Read in torch 2.13: `checkpoint` looks both up when it is called, also where a library has kept `checkpoint` itself.
-_module: Any = checkpoint
-_module._checkpoint_without_reentrant_generator = _noting(_module._checkpoint_without_reentrant_generator)
-_module.CheckpointFunction.apply = staticmethod(_noting(_module.CheckpointFunction.apply))

@@ -29,8 +29,7 @@ from lightning_3d.module.batchnorm import DataBatchNorm
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.optim.grad_norm import clip_like_one_device
-from lightning_3d.optim.probe import check_state
-from lightning_3d.optim.step import refuse_new_parameters, step_like_one_device
+from lightning_3d.optim.step import check_state, refuse_new_parameters, step_like_one_device
 from lightning_3d.parallelize import LossScope, ParallelModule, UserChoices, cut, divide
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
@@ -43,7 +42,6 @@ from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
 from lightning_3d.strategy.steps import CheckedRunner, make_steps, prove_cut
 from lightning_3d.strategy.training import Training
-from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
@@ -310,10 +308,8 @@ class Strategy3D(Training):
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, composed.whole, composed.part, self.reduce,
-                watch=lambda name, remedy: HookRules(name, composed, set(), remedy=remedy),
-                pipelined=composed.split is not None,
-            )  # fmt: skip
+                optimizer, composed.whole, composed.part, self.reduce, pipelined=composed.split is not None
+            )
             self._undo.append(stepping)
             self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             self._hooks += state_dict.full_optimizer_state(

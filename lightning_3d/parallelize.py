@@ -109,20 +109,20 @@ class ParallelModule:
         """Whether the module is as its author made it."""
         return isinstance(self.data, NoData) and self.tensor is None and self.split is None
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """`tensor`, divided like `parameter`, in one piece. Collective over the data and tensor axes."""
-        tensor = self.data.whole(parameter, tensor)
+        tensor = self.data.gather_full(parameter, tensor)
         split = self.splits.get(parameter)
         return full_tensor(tensor, split) if split is not None else tensor
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This rank's part of `whole`, divided like `parameter`."""
         if parameter.is_meta:
             return torch.empty_like(whole, device="meta")
         split = self.splits.get(parameter)
         if split is not None and self.tensor is not None:
             whole = shard_of(whole.to(parameter.device), split, self.tensor.mesh)
-        return self.data.part(parameter, whole)
+        return self.data.take_shard(parameter, whole)
 
     def counted(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's stage is the one that counts a parameter which several stages hold."""
@@ -133,8 +133,8 @@ class ParallelModule:
         """Make the module plain and whole again, and `optimizers` hold its parameters and whole states. Collective."""
         if self.plain:
             return
-        self.data.rest()
-        entries = [full_optimizer_entries(optimizer, self.whole, self.stages) for optimizer in optimizers]
+        self.data.reshard()
+        entries = [full_optimizer_entries(optimizer, self.gather_full, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
         for hook in self.hooks:
             hook.remove()

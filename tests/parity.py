@@ -45,7 +45,7 @@ class Gradients(Callback):
             return
         if isinstance(trainer.strategy, Strategy3D):
             composed = trainer.strategy._composed
-            grads = {name: composed.whole(p, grads[name]) for name, p in here.items()}
+            grads = {name: composed.gather_full(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 

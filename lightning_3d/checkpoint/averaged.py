@@ -189,7 +189,7 @@ class PendingCopies:
         for path, name in self.cuts:
             whole = _at(state, path)
             if name in named and named[name].shape == whole.shape:
-                parts[path] = composed.part(named[name], whole)
+                parts[path] = composed.take_shard(named[name], whole)
         states = _replaced(state, parts)[CALLBACKS]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in states:

@@ -135,7 +135,7 @@ class ReplicatedGradients:
         """The parameters by what the compression remembers them by."""
         return {key: parameter for parameter, key in self.keys.items()}
 
-    def hold(self, held: bool) -> None:
+    def accumulate_only(self, held: bool) -> None:
         """While held, gradients only accumulate on this rank and `finish()` does nothing."""
         self._held = held
 

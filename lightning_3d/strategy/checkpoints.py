@@ -51,7 +51,7 @@ class Saving(Processes):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._composed is not None:
-            self._composed.data.rest()
+            self._composed.data.reshard()
         with self._as_saved():
             return super().lightning_module_state_dict()
 
@@ -159,14 +159,14 @@ class Saving(Processes):
 
     def _how_gradients_are_sent(self) -> Sending:
         assert self._composed is not None
-        self._composed.data.rest()  # parameters go by their names only where they are sharded
+        self._composed.data.reshard()  # parameters go by their names only where they are sharded
         plugin = self.precision_plugin
         assert isinstance(plugin, Precision3D)
         return sending(self._sending, self._module, self._splits, self.coordinate, plugin.loss_scale())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._composed is not None:
-            self._composed.data.rest()
+            self._composed.data.reshard()
         load_weights(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -83,16 +83,16 @@ class PlainRunner:
 
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
         if self.opens():
-            self.data.drop()
-        self.data.begin()
-        with self.random.step(), self.data.unwritten():
+            self.data.discard_pending()
+        self.data.gather()
+        with self.random.step(), self.data.forbid_writes():
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: tuple[Any, ...]) -> Any:
-        self.data.begin()
+        self.data.gather()
         with self.random.step():
             output = call(*args)
-        self.data.end()
+        self.data.finish_forward()
         return output
 
     def before_backward(self, loss: Tensor) -> None:
@@ -102,7 +102,7 @@ class PlainRunner:
         self.data.after_backward()
 
     def hold(self, held: bool) -> None:
-        self.data.hold(held)
+        self.data.accumulate_only(held)
 
     def close(self) -> None: ...
 
@@ -144,8 +144,8 @@ class PipelineRunner:
     def train(self, call: Call, args: tuple[Any, ...]) -> Any:
         first = self.opens()
         if first:
-            self.data.rest()  # what an evaluation gathered: the gradients to drop are those of the shards
-            self.data.drop()
+            self.data.reshard()  # what an evaluation gathered: the gradients to drop are those of the shards
+            self.data.discard_pending()
         with self.random.step():
             return self.pipeline.training_step(*args, first=first, last=not self.held, scale=self.scale())
 
@@ -155,12 +155,12 @@ class PipelineRunner:
 
     def prove(self, whole: UncutRun) -> None:
         """`prove` with gathered parameters. Collective; raises on every rank."""
-        self.data.hold(True)
-        self.data.begin()
+        self.data.accumulate_only(True)
+        self.data.gather()
         prove(self.pipeline, whole)
-        self.data.end()
-        self.data.rest()
-        self.data.hold(False)
+        self.data.finish_forward()
+        self.data.reshard()
+        self.data.accumulate_only(False)
 
     def before_backward(self, loss: Tensor) -> None:
         self.pipeline.backward(loss)
@@ -174,18 +174,18 @@ class PipelineRunner:
         self.pipeline.close()
 
     def _begin(self) -> None:
-        self.data.hold(True)
-        self.data.begin()
+        self.data.accumulate_only(True)
+        self.data.gather()
 
     def _locate(self, name: str) -> Tensor:
-        located = self.data.locate(name)
+        located = self.data.grad_holder(name)
         return located if located is not None else self.composed.module.get_parameter(name)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.data.begin()
+        self.data.gather()
         yield
-        self.data.end()
+        self.data.finish_forward()
 
 
 def _differentiates(error: Exception) -> bool:

@@ -265,7 +265,9 @@ class Strategy3D(Training):
         self._composed = composed = cut(module, plans, self.layout, self.mesh)
         prove_cut(composed, plans, make, plugin)
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
-        self._hooks = state_dict.full_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
+        self._hooks = state_dict.full_module_state(
+            module, composed.gather_full, composed.take_shard, composed.stages, talk.meet
+        )
         if fitting:
             self._tell_callbacks()
             self.setup_optimizers(trainer)
@@ -308,12 +310,12 @@ class Strategy3D(Training):
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, composed.whole, composed.part, self.reduce, pipelined=composed.split is not None
+                optimizer, composed.gather_full, composed.take_shard, self.reduce, pipelined=composed.split is not None
             )
             self._undo.append(stepping)
             self._undo.append(refuse_new_parameters(optimizer, self._module, self.layout))
             self._hooks += state_dict.full_optimizer_state(
-                optimizer, composed.whole, composed.part, composed.stages, talk.meet
+                optimizer, composed.gather_full, composed.take_shard, composed.stages, talk.meet
             )
 
     def setup_precision_plugin(self) -> None:

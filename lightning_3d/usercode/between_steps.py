@@ -138,7 +138,7 @@ class HookRules(RaiseAgain):
         if self.shards is None:
             return tensor.full_tensor()
         owner = self.shards.owner(tensor, "reads numbers from")
-        return tensor.full_tensor() if owner is None else self.shards.composed.whole(owner, tensor)
+        return tensor.full_tensor() if owner is None else self.shards.composed.gather_full(owner, tensor)
 
     def _run(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:

@@ -84,7 +84,7 @@ class ShardRules(TorchDispatchMode):
             owner = self.owner(drawn_for, "draws random numbers for")
             if owner is None:
                 raise self._unknown(drawn_for, "draws random numbers for")
-            drawn = like(drawn_for, local(self.composed.part(owner, drawn)))
+            drawn = like(drawn_for, local(self.composed.take_shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
     def _concerns(self, tensor: Tensor) -> bool:

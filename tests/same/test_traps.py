@@ -149,7 +149,7 @@ class Bits(Callback):
     def on_train_end(self, trainer, module):
         held = {"embed": module.embed.weight, "head": module.head.weight}
         composed = trainer.strategy._composed
-        self.held = {name: composed.whole(p, p.detach()).clone() for name, p in held.items() if not p.is_meta}
+        self.held = {name: composed.gather_full(p, p.detach()).clone() for name, p in held.items() if not p.is_meta}
 
 
 def _tied(strategy):
@@ -201,7 +201,7 @@ class Apart(Callback):
     def on_train_start(self, trainer, module):
         blocks = [b for b in module.blocks if not b.c_proj.weight.is_meta]
         composed = trainer.strategy._composed
-        self.firsts = [composed.whole(p, p.detach()).clone() for p in (b.c_proj.weight for b in blocks)]
+        self.firsts = [composed.gather_full(p, p.detach()).clone() for p in (b.c_proj.weight for b in blocks)]
 
 
 def _apart(strategy):

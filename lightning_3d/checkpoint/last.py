@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.manifest import NAME, is_sharded
+from lightning_3d.launch.lightning_private import is_local_file_protocol
 
 Note = Callable[[Any, list[str]], None]
 """Told the trainer and what could take the place of the last checkpoint, the newest first."""
@@ -26,7 +26,7 @@ def announce_last(note: Note) -> None:
     def find(self: ModelCheckpoint, trainer: Any) -> set[str]:
         found = original(self, trainer)
         folder = self.dirpath
-        if folder is not None and _is_local_file_protocol(folder):
+        if folder is not None and is_local_file_protocol(folder):
             note(trainer, newest_first([*found, *checkpoints_in(Path(folder))]))
         return found
 

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
@@ -23,6 +22,7 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
+from lightning_3d.launch.lightning_private import optimizers_to_device
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module import state_dict
 from lightning_3d.module.batchnorm import DataBatchNorm
@@ -274,7 +274,7 @@ class Strategy3D(Training):
         self.setup_precision_plugin()
         if fitting:
             self._patches.append(clip_like_one_device(module, self._norm_of))
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
         random = StepRandom(self.layout, self.coordinate, self.root_device)
         steps = make_steps(trainer, composed, plans, make, random=random, plugin=plugin)
         replicas = ReplicaCheck(composed, self.layout, self.root_device) if self._verify == "replicas" else None

@@ -173,7 +173,7 @@ class ParallelModule:
 
     def gather_full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """The full tensor of `shard`, which is sharded like `parameter`. Collective over the data and tensor axes."""
-        shard = self.data.whole(parameter, shard)
+        shard = self.data.gather_full(parameter, shard)
         split = self.splits.get(parameter)
         return full_tensor(shard, split) if split is not None else shard
 
@@ -184,7 +184,7 @@ class ParallelModule:
         split = self.splits.get(parameter)
         if split is not None and self.tensor is not None:
             full = shard_of(full.to(parameter.device), split, self.tensor.mesh)
-        return self.data.part(parameter, full)
+        return self.data.take_shard(parameter, full)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank's stage is the one that counts a parameter which several stages have."""
@@ -197,7 +197,7 @@ class ParallelModule:
             hook.remove()
         if self.plain:
             return
-        self.data.rest()
+        self.data.reshard()
         entries = [full_optimizer_entries(optimizer, self.gather_full, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
         self.data.undo()

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import distributed as dist
 from torch import nn
@@ -26,6 +25,7 @@ from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_every_r
 from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_3d.launch.lightning_private import is_local_file_protocol
 from lightning_3d.ranks import talk
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
@@ -88,7 +88,7 @@ class Keeper:
         Args:
             copies: how those are divided over the tensor ranks that are copies of parameters, by id.
         """
-        if not _is_local_file_protocol(path):
+        if not is_local_file_protocol(path):
             raise UnsupportedError(
                 f'checkpoint_format="sharded" needs a directory that all ranks see, not {path}. Use "full" there.'
             )
@@ -119,7 +119,7 @@ class Keeper:
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
         """Save a single file. `checkpoint` counts on rank 0. Collective."""
         self._begin(path)
-        ours = type(io) is TorchCheckpointIO and _is_local_file_protocol(path) and storage_options is None
+        ours = type(io) is TorchCheckpointIO and is_local_file_protocol(path) and storage_options is None
         if not ours:
             self._save_elsewhere(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options), path)
             return
@@ -239,7 +239,7 @@ class Keeper:
         return loaded
 
     def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        local = _is_local_file_protocol(path)
+        local = is_local_file_protocol(path)
         if local and is_sharded(Path(path)):
             opened = Opened.open(Path(path))
             opened.verify(_rank(), _world())
@@ -256,7 +256,7 @@ class Keeper:
 
     def _remove_old(self) -> None:
         for path in list(self._old):
-            target = Path(os.path.abspath(path)) if _is_local_file_protocol(path) else None
+            target = Path(os.path.abspath(path)) if is_local_file_protocol(path) else None
             if target is not None and self._is_of_others(target):
                 rank_zero_warn(f"{path} is not removed. {shared(path)}")
             elif target is not None and is_sharded(target):

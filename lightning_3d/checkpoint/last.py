@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d.checkpoint.manifest import NAME, is_sharded
+from lightning_3d.launch.lightning_private import is_local_file_protocol
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def watching_last(note: Callable[[list[str]], None]) -> Iterator[None]:
     def find(self: ModelCheckpoint, trainer: Any) -> set[str]:
         found = original(self, trainer)
         folder = self.dirpath
-        if folder is not None and _is_local_file_protocol(folder):
+        if folder is not None and is_local_file_protocol(folder):
             note(newest_first([*found, *checkpoints_in(Path(folder))]))
         return found
 

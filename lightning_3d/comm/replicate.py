@@ -130,7 +130,7 @@ class ReplicatedGradients:
         self._handles: list[Handle] = []
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
-    def hold(self, held: bool) -> None:
+    def accumulate_only(self, held: bool) -> None:
         """While held, gradients only accumulate on this rank and `finish()` does nothing."""
         self._held = held
 

@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.data.position import Counted, Place, counter_of
+from lightning_3d.launch.lightning_private import Stateful, set_sampler_epoch
 
 NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -115,7 +114,7 @@ def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
     counters = [counter_of(loader) for loader in combined.flattened]
     known = saved if saved is not None and len(saved) == len(counters) else [None] * len(counters)
     for loader in combined.flattened:
-        _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+        set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
     skips = {
         len(counter): counter.go_on_from(place, _in_cycle(combined, counter, batches), was.same_data_ranks)
         for counter, place in zip(counters, known, strict=True)
@@ -127,7 +126,7 @@ def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
                 "The number of data ranks changed in the middle of an epoch, and samples are not dealt out by a"
                 " DistributedSampler: every rank goes on after the same share of its own dataloader."
             )
-        if all(counter_of(loader) is not None or isinstance(loader, _Stateful) for loader in combined.flattened):
+        if all(counter_of(loader) is not None or isinstance(loader, Stateful) for loader in combined.flattened):
             warnings.filterwarnings("ignore", NOT_RESUMABLE)
     longest = min(skips) if combined._mode == "min_size" and skips else max(skips, default=None)
     return batches if longest is None or len(skips) < len(counters) else skips[longest]
@@ -154,7 +153,7 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
         return
     combined.reset()  # ends the workers that were started for the older iteration
     for loader in combined.flattened:
-        _set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
+        set_sampler_epoch(loader, fit_loop.epoch_progress.current.processed)
         if (counter := counter_of(loader)) is not None:
             counter.restart()
     fit_loop._combined_loader_states_to_load = []

@@ -12,10 +12,10 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_3d.data.order import Order, can_draw, full_order, is_shared, order_of
+from lightning_3d.launch.lightning_private import Stateful
 from lightning_3d.ranks.random_streams import Streams, main_streams, set_main_streams
 
 Place = dict[str, Any]
@@ -24,7 +24,7 @@ Place = dict[str, Any]
 
 def counted(loader: object) -> object:
     """`loader`, or where it has a sampler a copy of it whose position can be told and taken up."""
-    if not isinstance(loader, DataLoader) or isinstance(loader, _Stateful):
+    if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return loader

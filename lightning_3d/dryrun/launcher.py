@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.dryrun.cluster import World
@@ -16,10 +15,11 @@ from lightning_3d.dryrun.lone_rank import chosen_layout
 from lightning_3d.dryrun.report import DryRunReport, RankReport
 from lightning_3d.dryrun.simulated_rank import SimulatedRank
 from lightning_3d.errors import LayoutError
+from lightning_3d.launch.lightning_private import Launcher
 from lightning_3d.layout import Coordinate, Layout
 
 
-class DryLauncher(_Launcher):
+class DryLauncher(Launcher):
     """Runs what was to be launched once for each chosen rank, in processes forked from this one."""
 
     def __init__(self, world: World) -> None:

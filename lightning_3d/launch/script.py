@@ -18,16 +18,18 @@ from typing import Any
 from hydra.utils import to_absolute_path
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-
-# private to Lightning, read in 2.6.6
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _ChildProcessObserver
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
 from lightning_3d.launch.hydra_job import check_launcher, child_command, is_sweep, running_job
+from lightning_3d.launch.lightning_private import (
+    ChildProcessObserver,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    basic_subprocess_cmd,
+    set_num_threads_if_needed,
+)
 
 NAMES = (
     "LOCAL_RANK",
@@ -100,7 +102,7 @@ LAST_WORDS = 15.0
 """Seconds that the other processes get to say what happened, once one has failed."""
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessScriptLauncher):
     """Lightning's launcher, except in a Hydra job.
 
     There a child is a single run with the overrides of this very job in this job's directory (a child that repeated the
@@ -128,7 +130,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if self._sweep:
                 launched.start(running_job(), self.procs)
             (_SweepObserver if self._sweep else _Observer)(self.procs).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return self._guard(function, *args, **kwargs)
         except BaseException:
@@ -150,7 +152,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self.procs.append(child)
 
 
-class _Observer(_ChildProcessObserver):
+class _Observer(ChildProcessObserver):
     """Kills the other processes once one has failed, but not before they could say why."""
 
     def __init__(self, children: "list[subprocess.Popen[bytes]]") -> None:
@@ -185,10 +187,10 @@ def _program() -> Sequence[str]:
 
     if __main__.__spec__ is None:
         return [sys.executable, to_absolute_path(sys.argv[0])]
-    return _basic_subprocess_cmd()[:3]
+    return basic_subprocess_cmd()[:3]
 
 
-class SpawnLauncher(_MultiProcessingLauncher):
+class SpawnLauncher(MultiProcessingLauncher):
     """As Lightning's; `guard` calls the function in every process."""
 
     def __init__(self, strategy: Any, start_method: Any, guard: Guard) -> None:

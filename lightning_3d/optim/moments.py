@@ -1,38 +1,32 @@
-"""Optimizer states per parameter, counted by stepping a copy of the optimizer on a small one."""
+"""Optimizer states per parameter, counted by stepping a copy of the optimizer on small parameters."""
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_3d.optim.probe import twin_of
+from lightning_3d.optim.probe import step_small
 
 
 def moments(optimizers: Sequence[Optimizer]) -> float | None:
-    """Bytes of states for each byte of a trained parameter, on average; None where a copy cannot step a small one.
+    """Return the average bytes of states for each byte of a trained parameter; None where a copy cannot step.
 
     States that are smaller than their parameter (step counts, a row of means) are left out.
     """
     states, trained = 0.0, 0
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            size = sum(parameter.numel() for parameter in group["params"] if parameter.requires_grad)
-            try:
-                states += size * _of_group(optimizer, group) if size else 0
-            except Exception:  # an optimizer of the user's own may count on its own parameters
-                return None
-            trained += size
+        sizes = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in optimizer.param_groups]
+        try:
+            twin = step_small(optimizer, steps=1).twin if any(sizes) else optimizer
+        except Exception:  # an optimizer of the user's own may count on its own parameters
+            return None
+        for group, size in zip(twin.param_groups, sizes, strict=True):
+            states += size * _per_byte(twin, group["params"]) if size else 0
+        trained += sum(sizes)
     return states / trained if trained else 0.0
 
 
-def _of_group(optimizer: Optimizer, group: dict[str, object]) -> float:
-    with torch.random.fork_rng(devices=[]):
-        small = nn.Parameter(torch.ones(8, 8))
-        small.grad = torch.ones(8, 8)
-        twin = twin_of(optimizer, {**group, "params": [small]})
-        twin.step()
-    kept = [
-        value for value in twin.state[small].values() if isinstance(value, Tensor) and value.numel() >= small.numel()
-    ]
-    return sum(value.nbytes for value in kept) / small.nbytes
+def _per_byte(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
+    kept = [(p, value) for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    states = sum(value.nbytes for p, value in kept if value.numel() >= p.numel())
+    return states / sum(p.nbytes for p in parameters)

@@ -1,161 +1,209 @@
-"""Optimizers that are not torch's own: what they compute from whole tensors, and what of it cannot be done here.
+"""The numbers that a step of an optimizer depends on, found by stepping a copy of it on small parameters.
 
-Whether an optimizer steps each parameter by itself: a pipeline rank has the gradients of its own stages only.
+Known answers are in a table. Any other optimizer is tried: on full parameters, on their halves, and on one at a time.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from types import MethodType
-from typing import Any
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
-
-Watch = Callable[[str, str], AbstractContextManager[Any]]
-
-
-def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
-    """Have `optimizer.step(...)` call `step(optimizer, ...)`; returns what undoes it."""
-    original = optimizer.step
-    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        optimizer.step = original  # type: ignore[method-assign]
-
-    return undo
+from lightning_3d.optim.stand_ins import StandIns
+from lightning_3d.optim.ways import step_one_at_a_time
 
 
-def check_state(optimizer: Optimizer) -> None:
-    """Raise for one whose `__init__` skipped torch's: there are no hooks by which its state is made whole."""
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.__init__ does not call that of torch.optim.Optimizer, so that its state, of"
-            " which a rank holds a part, cannot be put together for checkpoints. Call super().__init__, or use data"
-            " parallelism with zero_stage=0."
-        )
+class Reach(Enum):
+    """The tensors that the step of an element depends on, beyond its own gradient and states."""
+
+    ELEMENT = "none: shards can be stepped"
+    TENSOR = "its parameter: full tensors are stepped one at a time"
+    ALL = "all parameters: they are gathered together"
 
 
-def step_on_full_numbers(optimizer: Optimizer, watch: Watch, pipelined: bool) -> Callable[[], None]:
-    """Have `optimizer.step` see whole numbers, and say what it cannot do here; returns what undoes it.
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+KNOWN: dict[type[Optimizer], Reach] = {
+    **dict.fromkeys(ELEMENTWISE, Reach.ELEMENT),
+    **{getattr(optim, name): Reach.TENSOR for name in ("Adafactor", "Muon") if hasattr(optim, name)},
+    optim.LBFGS: Reach.ALL,
+}
+"""Of exactly these types: a subclass may compute norms. Muon came with torch 2.9."""
 
-    Args:
-        optimizer: one of which it is not known how it steps parts.
-        watch: what to enter around what it does itself, given its name and what to do instead.
-        pipelined: whether the rank holds some stages only.
+
+def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
+    """Return the reach of `optimizer`; ALL, with a warning, where it cannot be tried.
+
+    Raises `UnsupportedError` where a pipeline rank, which has the gradients of its stages only, cannot step it.
     """
-    original, kind = optimizer.step, type(optimizer).__name__
-    watched = watch(f"{kind}.step", "An optimizer that needs whole tensors works with data parallelism, zero_stage=0.")
-    tried = not pipelined or type(optimizer).__module__.startswith("torch.")
-
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        nonlocal tried
-        calls = 0
-        if not tried:
-            _refuse_mixing(self)
-            tried = True
-
-        def counted() -> Any:
-            nonlocal calls
-            assert closure is not None
-            calls += 1
-            if calls > 1 and pipelined:
-                raise UnsupportedError(
-                    f"{kind} evaluates the loss several times per step, between which it looks at gradients of which a"
-                    " pipeline rank holds only its stage's. Use another optimizer, or pipeline_parallel_size=1."
-                )
-            watched.__exit__(None, None, None)  # a training step is no part of what is watched
-            try:
-                return closure()
-            finally:
-                watched.__enter__()
-
-        with watched:
-            return original(**kwargs) if closure is None else original(closure=counted, **kwargs)
-
-    return replace_step(optimizer, step)
-
-
-def _refuse_mixing(optimizer: Optimizer) -> None:
-    kind = type(optimizer).__name__
+    kind = type(optimizer)
+    if kind in KNOWN:
+        return KNOWN[kind]
     try:
-        mixed = mixes(optimizer)
+        reach, mixed = tried(optimizer), pipelined and needs_all_parameters(optimizer)
+        calls = step_small(optimizer, steps=1).calls
     except Exception as error:  # of any kind: it is the user's code, on parameters that it was not built with
         rank_zero_warn(
-            f"{kind} could not be tried on small parameters of its kind ({type(error).__name__}: {error}). If it"
-            " computes something from several parameters at once (a norm of all gradients), that is now of a stage's"
-            " parameters only; with pipeline_parallel_size=1 it is of all."
+            f"{kind.__name__} could not be tried on small parameters ({type(error).__name__}: {error}), so that its"
+            " steps gather all parameters that are sharded. This takes time and memory. Under a pipeline it is wrong"
+            " where a step computes a number from all parameters (a norm of all gradients): a rank has only those of"
+            " its stages. Keep references to parameters and other optimizers out of it, or use zero_stage=0."
         )
-        return
+        return Reach.ALL
     if mixed:
         raise UnsupportedError(
-            f"{kind} steps a parameter otherwise where there are others beside it: by a number that it computes from"
+            f"{kind.__name__} steps a parameter differently when it steps others too: by a number that it computes from"
             " all of them (a norm of all gradients), or with random numbers that it draws for one after another. A"
-            " pipeline rank holds only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
+            " pipeline rank has only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
             " of all with gradient_clip_val), or pipeline_parallel_size=1."
         )
+    if pipelined and calls > 1:
+        raise UnsupportedError(
+            f"{kind.__name__} evaluates the loss several times per step. Between the evaluations it reads gradients, of"
+            " which a pipeline rank has only its stages'. Use another optimizer, or pipeline_parallel_size=1."
+        )
+    return reach
 
 
-_STEPS = 4
-"""What a step finds of all parameters may count from the next one."""
+def tried(optimizer: Optimizer) -> Reach:
+    """Return the reach of `optimizer` as its copies show it; raises where a copy cannot step other parameters."""
+    full = step_small(optimizer).values
+    if _same(full, step_small(optimizer, steps=0).values):
+        raise ValueError("its steps change nothing")
+    dims = max(parameter.dim() for group in optimizer.param_groups for parameter in group["params"])
+    halves = [partial(_half, dim=dim, index=index) for dim in range(dims) for index in (0, 1)]
+    if all(_same(map(cut, full), step_small(optimizer, cut).values) for cut in halves):
+        return Reach.ELEMENT
+    single = step_small(optimizer, prepare=_step_one_at_a_time).values
+    return Reach.TENSOR if _same(full, single) else Reach.ALL
 
 
-def mixes(optimizer: Optimizer) -> bool:
-    """Whether a copy of `optimizer` steps a small parameter otherwise with another beside it.
+def _step_one_at_a_time(twin: Optimizer) -> None:
+    step_one_at_a_time(twin, StandIns(twin, lambda _, tensor: tensor, lambda _, tensor: tensor))
 
-    Also where it draws random numbers: which parameters get which then depends on all of them. Raises what the copy
-    raises where it cannot step parameters that it was not built with.
+
+def needs_all_parameters(optimizer: Optimizer) -> bool:
+    """Return True if a copy of `optimizer` steps a small parameter differently when it steps others too.
+
+    Also where it draws random numbers: which parameters get which then depends on all of them.
     """
-    return not torch.equal(_stepped(optimizer, 1), _stepped(optimizer, 2))
+    groups = step_small(optimizer).twin.param_groups
+    firsts = [group["params"][0].detach() for group in groups if group["params"]]
+    return not _same(firsts, step_small(optimizer, most=1).values)
 
 
-def _stepped(optimizer: Optimizer, count: int) -> Tensor:
-    """The first of `count` parameters after some steps."""
-    group = next(group for group in optimizer.param_groups if group["params"])
-    kind = group["params"][0]
-    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
+def _half(tensor: Tensor, dim: int, index: int) -> Tensor:
+    return tensor.chunk(2, dim)[index].clone() if tensor.dim() > dim else tensor.clone()
+
+
+def _same(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+_STEPS = 12
+"""A number that a step computes from all parameters may be used from a later step on, some in every tenth only."""
+
+
+class Trial(NamedTuple):
+    """A copy of an optimizer that has stepped small parameters."""
+
+    twin: Optimizer
+    calls: int
+    """Evaluations of the loss."""
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [parameter.detach() for group in self.twin.param_groups for parameter in group["params"]]
+
+
+def step_small(
+    optimizer: Optimizer,
+    cut: Callable[[Tensor], Tensor] = Tensor.clone,
+    *,
+    most: int | None = None,
+    steps: int = _STEPS,
+    prepare: Callable[[Optimizer], object] = lambda twin: None,
+) -> Trial:
+    """Step a copy of `optimizer` on small parameters, with the same numbers in each call.
+
+    Args:
+        optimizer: each of its groups has small parameters with as many dimensions as its own, two at least.
+        cut: of each small parameter and gradient.
+        most: small parameters of a group, all if not given.
+        steps: how many; each computes gradients once or more.
+        prepare: called with the copy before the first step.
+    """
+    devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+    device = devices[0] if devices else torch.device("cpu")
+    generator, calls = torch.Generator().manual_seed(0), 0
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(0)
 
-        def small() -> Tensor:
-            return torch.randn(8, 8, generator=generator).to(device, kind.dtype)
+        def draw() -> Iterator[list[Tensor]]:
+            for group in optimizer.param_groups:
+                drawn = [torch.randn(shape, generator=generator) for shape in _shapes(group["params"])]
+                yield [cut(tensor.to(device, group["params"][0].dtype)) for tensor in drawn][:most]
 
-        parameters = [nn.Parameter(small()) for _ in range(2)][:count]
-        twin = twin_of(optimizer, {**group, "params": parameters})
-        for _ in range(_STEPS):
-            gradients = [small() for _ in range(2)]
+        parameters = [[nn.Parameter(tensor) for tensor in tensors] for tensors in draw()]
+        twin = _twin(optimizer, parameters)
+        prepare(twin)
 
-            def closure(gradients: list[Tensor] = gradients) -> Tensor:
-                for parameter, gradient in zip(parameters, gradients, strict=False):
-                    parameter.grad = gradient.clone()
-                return torch.zeros(())
+        def closure() -> Tensor:
+            nonlocal calls
+            calls += 1
+            for group, gradients in zip(parameters, draw(), strict=True):
+                for parameter, gradient in zip(group, gradients, strict=True):
+                    parameter.grad = gradient
+            return torch.ones((), device=device)
 
+        for _ in range(steps):
             twin.step(closure)  # type: ignore[arg-type]  # it may return a tensor
-    return parameters[0].detach()
+    return Trial(twin, calls)
 
 
-def twin_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """A copy with one `group` and no state."""
+def _shapes(parameters: list[nn.Parameter]) -> list[tuple[int, ...]]:
+    dims = sorted({parameter.dim() for parameter in parameters}, reverse=True)
+    shapes = [(8 if dim < 3 else 4,) * dim for dim in dims]
+    return shapes * 2 if len(shapes) == 1 else shapes
+
+
+def _twin(optimizer: Optimizer, parameters: list[list[nn.Parameter]]) -> Optimizer:
+    """Return a copy without state, whose groups have `parameters`. Rates are those after a warm-up."""
     twin = object.__new__(type(optimizer))
-    instead = {"state": defaultdict[Any, Any](dict), "param_groups": [group]}
+    groups = []
+    for group, small in zip(optimizer.param_groups, parameters, strict=True):
+        options = {name: _isolated(name, value) for name, value in group.items() if name != "params"}
+        if "initial_lr" in options:
+            options["lr"] = options["initial_lr"]
+        groups.append({**options, "params": small})
+    instead = {"state": defaultdict[Any, Any](dict), "param_groups": groups}
     own = {name: value for name, value in optimizer.__dict__.items() if name not in ("step", *instead)}
     hooks = {name: OrderedDict[int, Any]() for name in own if name.endswith("_hooks")}
-    twin.__dict__.update({name: _apart(name, value) for name, value in own.items() if name not in hooks})
+    twin.__dict__.update({name: _isolated(name, value) for name, value in own.items() if name not in hooks})
     twin.__dict__.update({**hooks, **instead})
     return twin
 
 
-def _apart(name: str, value: Any) -> Any:
-    """A copy of what an optimizer keeps, so that the real one is not stepped by what is done to it."""
-    for leaf in tree_leaves(value):
+def _isolated(name: str, value: Any) -> Any:
+    """Return a copy of what an optimizer keeps, so that a step of the copy does not change the optimizer."""
+    for leaf in _leaves(value):
         if isinstance(leaf, nn.Parameter | nn.Module | Optimizer) or (isinstance(leaf, Tensor) and leaf.numel() > 1000):
-            raise ValueError(f"{name} holds a {type(leaf).__name__}, which is not that of the small ones")
+            raise ValueError(f"its attribute {name} has a {type(leaf).__name__}, which belongs to the real parameters")
     return deepcopy(value) if isinstance(value, dict | list | Tensor) else value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if not isinstance(value, dict | list | tuple):
+        yield value
+        return
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(item)

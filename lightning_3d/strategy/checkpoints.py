@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
@@ -19,6 +18,7 @@ from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_sta
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
+from lightning_3d.launch.lightning_private import optimizers_to_device
 from lightning_3d.module import state_dict
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
@@ -52,7 +52,7 @@ class Saving(Processes):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._parallel is not None:
-            self._parallel.data.rest()
+            self._parallel.data.reshard()
         with self._as_saved():
             return super().lightning_module_state_dict()
 
@@ -172,13 +172,13 @@ class Saving(Processes):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._parallel is not None:
-            self._parallel.data.rest()
+            self._parallel.data.reshard()
         load_weights(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
-            _optimizers_to_device([optimizer], self.root_device)
+            optimizers_to_device([optimizer], self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Let a save that is under way come to its end while there is a process group."""

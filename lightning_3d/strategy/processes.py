@@ -11,17 +11,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
@@ -33,6 +27,13 @@ from lightning_3d.faults import Watch, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
+from lightning_3d.launch.lightning_private import (
+    TunerExitException,
+    default_process_group_backend,
+    init_dist_connection,
+    is_local_file_protocol,
+    sync_ddp_if_available,
+)
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.groups import has_peers, in_step, open_groups, return_groups
@@ -211,15 +212,13 @@ class Processes(ParallelStrategy):
         self._undo.callback(setattr, connector, "use_distributed_sampler", self._wants_sampler)
         super().setup_environment()
         self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            self.root_device
-        )
+        self._process_group_backend = self._process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
         if not dist.is_initialized() and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         share_seeded_state()
         self._before_layout()
         if self.local_rank == 0 and dist.get_backend() != "fake":
@@ -274,7 +273,7 @@ class Processes(ParallelStrategy):
             if self.layout.data_parallel_size == 1:
                 return tensor
             group = self.data_group
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
@@ -384,13 +383,13 @@ class Processes(ParallelStrategy):
             self._data_axis = None
 
 
-_NO_FAILURES = (_TunerExitException, SIGTERMException, GeneratorExit)
+_NO_FAILURES = (TunerExitException, SIGTERMException, GeneratorExit)
 """Lightning's own ways to end a run, at the same place on all ranks."""
 
 
 def flight_folder(run: str) -> Path:
     """The folder for the flight records of a run, on this machine where the run writes to a bucket."""
-    return (Path(run) if _is_local_file_protocol(run) else Path.cwd()) / "flight"
+    return (Path(run) if is_local_file_protocol(run) else Path.cwd()) / "flight"
 
 
 def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -25,6 +24,7 @@ from lightning_3d.checkpoint.last import checkpoints_in, newest_first
 from lightning_3d.checkpoint.locks import beside, create, sweep_beside
 from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError, LayoutError
+from lightning_3d.launch.lightning_private import is_local_file_protocol
 from lightning_3d.layout import Layout
 
 NOTE = "lightning_3d-run.json"
@@ -133,7 +133,7 @@ def leave_note(trainer: Trainer, note: RunNote) -> None:
 def folders_of(trainer: Trainer) -> tuple[str, ...]:
     """Where this start saves, once its callbacks are set up; where nothing is saved, the run's own directory."""
     found = [str(each.dirpath) for each in _savers(trainer) if each.dirpath is not None]
-    local = [folder for folder in found if _is_local_file_protocol(folder)]
+    local = [folder for folder in found if is_local_file_protocol(folder)]
     return tuple(dict.fromkeys(local)) or (str(trainer.default_root_dir),)
 
 
@@ -153,7 +153,7 @@ def _given(trainer: Trainer) -> tuple[str, ...]:
     if not savers:
         return (str(trainer.default_root_dir),)
     given = [str(each.dirpath) for each in savers if each.dirpath is not None]
-    return tuple(folder for folder in given if _is_local_file_protocol(folder))
+    return tuple(folder for folder in given if is_local_file_protocol(folder))
 
 
 def _notes(trainer: Trainer) -> Iterator[Path]:
@@ -165,7 +165,7 @@ def _notes(trainer: Trainer) -> Iterator[Path]:
 def _job_notes(trainer: Trainer) -> list[Path]:
     """The note that goes by the job, where something restarts jobs."""
     job = _job()
-    local = _is_local_file_protocol(trainer.default_root_dir)
+    local = is_local_file_protocol(trainer.default_root_dir)
     return [Path(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None and local else []
 
 

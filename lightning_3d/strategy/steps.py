@@ -45,16 +45,16 @@ class PlainRunner:
 
     def train(self, call: Call, args: Args) -> Any:
         if self.window.first:
-            self.data.drop()
-        self.data.begin()
-        with self.random.step(), self.data.unwritten():
+            self.data.discard_pending()
+        self.data.gather()
+        with self.random.step(), self.data.forbid_writes():
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
-        self.data.begin()
+        self.data.gather()
         with self.random.step():
             output = call(*args)
-        self.data.end()
+        self.data.finish_forward()
         return output
 
     def before_backward(self, loss: Tensor) -> None:
@@ -64,7 +64,7 @@ class PlainRunner:
         self.data.after_backward()
 
     def accumulate_only(self, only: bool) -> None:
-        self.data.hold(only)
+        self.data.accumulate_only(only)
 
     def close(self) -> None: ...
 
@@ -93,8 +93,8 @@ class PipelineRunner:
     def train(self, call: Call, args: Args) -> Any:
         first = self.window.first
         if first:
-            self.data.rest()  # after an evaluation weights are gathered, and the gradients to drop are on the shards
-            self.data.drop()
+            self.data.reshard()  # after an evaluation weights are gathered, and the gradients to drop are on the shards
+            self.data.discard_pending()
         with self.random.step():
             scale = self.window.scale(self.plugin)
             return self.pipeline.training_step(*args, first=first, last=self.window.last, scale=scale)
@@ -107,9 +107,9 @@ class PipelineRunner:
         """Compare the stages with the uncut module, with gathered parameters. Collective; raises on every rank."""
         self._begin()
         prove(self.pipeline, uncut_run)
-        self.data.end()
-        self.data.rest()
-        self.data.hold(False)
+        self.data.finish_forward()
+        self.data.reshard()
+        self.data.accumulate_only(False)
 
     def before_backward(self, loss: Tensor) -> None:
         self.pipeline.backward(loss)
@@ -122,18 +122,18 @@ class PipelineRunner:
         self.pipeline.close()
 
     def _begin(self) -> None:
-        self.data.hold(True)
-        self.data.begin()
+        self.data.accumulate_only(True)
+        self.data.gather()
 
     def _locate(self, name: str) -> Tensor:
-        located = self.data.locate(name)
+        located = self.data.grad_holder(name)
         return located if located is not None else self.parallel.module.get_parameter(name)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.data.begin()
+        self.data.gather()
         yield
-        self.data.end()
+        self.data.finish_forward()
 
 
 class CheckedSteps:

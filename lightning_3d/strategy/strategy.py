@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchSyncBatchNorm
@@ -21,14 +20,14 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
+from lightning_3d.launch.lightning_private import optimizers_to_device
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.batchnorm import DataBatchNorm
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.optim.grad_norm import clip_like_one_device
-from lightning_3d.optim.probe import check_state
-from lightning_3d.optim.step import refuse_new_parameters, step_like_one_device
+from lightning_3d.optim.step import check_state, refuse_new_parameters, step_like_one_device
 from lightning_3d.parallelize import LossScope, ParallelModule, ParallelPlan, UserChoices
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
@@ -50,7 +49,6 @@ from lightning_3d.strategy.step_checks import FirstStepAgrees, ReplicasAgree, Sa
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.training import Training
 from lightning_3d.strategy.window import Window
-from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
@@ -235,7 +233,7 @@ class Strategy3D(Training):
         self.setup_precision_plugin()
         if fitting:
             self._undo.callback(clip_like_one_device(module, self._norm_of))
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
         self._prepare_steps(trainer, plan, first)
 
     def _choose_layout(self, trainer: Trainer) -> None:
@@ -319,10 +317,8 @@ class Strategy3D(Training):
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, parallel.gather_full, parallel.take_shard, self.reduce,
-                watch=lambda name, remedy: HookRules(name, parallel, set(), remedy=remedy),
-                pipelined=parallel.split is not None,
-            )  # fmt: skip
+                optimizer, parallel.gather_full, parallel.take_shard, self.reduce, pipelined=parallel.split is not None
+            )
             self._undo.callback(stepping)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
             parallel.hooks += full_optimizer_state(

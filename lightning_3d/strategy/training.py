@@ -61,8 +61,8 @@ class Training(Resuming):
             output = self._placed_steps.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
-            self._data.end()
-            self._data.rest()
+            self._data.finish_forward()
+            self._data.reshard()
         return output
 
     def validation_step(self, *args: Any) -> Any:
@@ -91,11 +91,11 @@ class Training(Resuming):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         flight.at("optimizer_step", self._module.trainer.global_step)
         if self._in_step:  # manual optimization: what has the gradients is in place again
-            self._data.rest()
+            self._data.reshard()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._data.rest()
+        self._data.reshard()
         if self._in_step:  # the user's step goes on with the new parameters
-            self._data.begin()
+            self._data.gather()
         return output
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -151,15 +151,15 @@ class Training(Resuming):
         super().on_exception(exception)
 
     def on_validation_end(self) -> None:
-        self._data.rest()
+        self._data.reshard()
         if self._preemption is not None:
             self._preemption.after_validation()
 
     def on_test_end(self) -> None:
-        self._data.rest()
+        self._data.reshard()
 
     def on_predict_end(self) -> None:
-        self._data.rest()
+        self._data.reshard()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation()

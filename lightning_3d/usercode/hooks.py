@@ -92,7 +92,7 @@ def _watched(
     def run(*args: Any, **kwargs: Any) -> Any:
         placed, gathered = composed(), data().gathered()
         if gathered and kind not in (*_WITHIN, *_IN_WINDOWS):
-            data().rest()
+            data().reshard()
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None:
@@ -103,7 +103,7 @@ def _watched(
         with HookRules(name, placed, read, gathered, numbers):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
-            data().rest()  # what is gathered is out of date
+            data().reshard()  # what is gathered is out of date
         if placed is not None and placed.stages is not None:
             _refuse_absent_logs(name, module)
         return result

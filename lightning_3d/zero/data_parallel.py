@@ -10,13 +10,13 @@ from torch import Tensor, nn
 class DataParallel(Protocol):
     """Gradient synchronisation over the data axis, in the order in which a step calls it."""
 
-    def begin(self) -> None:
+    def gather(self) -> None:
         """Before a forward: parameters are whole, or on their way, from here on."""
 
-    def unwritten(self) -> AbstractContextManager[Any]:
+    def forbid_writes(self) -> AbstractContextManager[Any]:
         """Entered around a training step: it raises where the step changes weights in a way that would be lost."""
 
-    def end(self) -> None:
+    def finish_forward(self) -> None:
         """After a forward without backward (evaluation)."""
 
     def before_backward(self, loss: Tensor) -> None:
@@ -28,16 +28,16 @@ class DataParallel(Protocol):
     def reduce(self) -> None:
         """Average what backwards have accumulated locally until now, outside of a backward (pipelines do this)."""
 
-    def locate(self, name: str) -> Tensor | None:
+    def grad_holder(self, name: str) -> Tensor | None:
         """The tensor on which the gradient of a parameter accumulates before it is reduced; None: the parameter."""
 
-    def hold(self, held: bool) -> None:
+    def accumulate_only(self, held: bool) -> None:
         """Whether backwards only accumulate locally (all but the last batch of an accumulation window)."""
 
-    def drop(self) -> None:
+    def discard_pending(self) -> None:
         """Forget gradients of batches that no optimizer step followed, where `zero_grad` does not reach them."""
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
@@ -46,22 +46,22 @@ class DataParallel(Protocol):
     def undo(self) -> None:
         """Take the axis off the module again. Collective."""
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """`tensor`, sharded like `parameter` over the data axis, in one piece. Collective."""
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This rank's part of `whole`, sharded like `parameter` over the data axis."""
 
 
 class NoData:
     """One data rank: nothing to synchronise."""
 
-    def begin(self) -> None: ...
+    def gather(self) -> None: ...
 
-    def unwritten(self) -> AbstractContextManager[Any]:
+    def forbid_writes(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def end(self) -> None: ...
+    def finish_forward(self) -> None: ...
 
     def before_backward(self, loss: Tensor) -> None: ...
 
@@ -69,22 +69,22 @@ class NoData:
 
     def reduce(self) -> None: ...
 
-    def locate(self, name: str) -> Tensor | None:
+    def grad_holder(self, name: str) -> Tensor | None:
         return None
 
-    def hold(self, held: bool) -> None: ...
+    def accumulate_only(self, held: bool) -> None: ...
 
-    def drop(self) -> None: ...
+    def discard_pending(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def reshard(self) -> None: ...
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return ()
 
     def undo(self) -> None: ...
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         return whole

@@ -1,12 +1,12 @@
-"""What ZeRO needs of FSDP2's private state (the seam for collectives has its own part in zero/fsdp_private.py).
+"""The only file that uses FSDP2's private state: its parameter groups, hooks, streams and collectives.
 
-Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when what is
-used here changes.
+FSDP2 offers none of this in public: gather now, end a backward, accumulate without it, leave classes as they are.
 
-What we ask FSDP2 that it does not offer in public. Read in torch 2.13, guarded for 2.11; nothing else touches it.
+Read in torch 2.11 and 2.13 (`torch/distributed/fsdp/_fully_shard/`). `tests/zero/test_fsdp_state.py` fails when
+something used here changes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
+
+from lightning_3d.zero.rows import all_rows, my_rows
 
 
 @contextmanager
@@ -76,16 +80,16 @@ def make_root(module: nn.Module) -> None:
         each.__deepcopy__ = lambda memo, each=each: each
 
 
-def hold(root: nn.Module, groups: Iterable[Any], held: bool) -> None:
-    """While held, backwards accumulate whole gradients and keep the whole parameters (ZeRO 1)."""
+def accumulate_only(root: nn.Module, groups: Iterable[Any], on: bool) -> None:
+    """Have backwards accumulate full gradients and keep the gathered parameters (ZeRO 1), or not."""
     for group in groups:
-        group.reduce_grads = not held
-        group.reshard_after_backward = not held
-    state_of(root)._state_ctx.is_last_backward = not held
+        group.reduce_grads = not on
+        group.reshard_after_backward = not on
+    state_of(root)._state_ctx.is_last_backward = not on
 
 
-def drop(groups: Iterable[Any]) -> None:
-    """Forget the whole gradients that held backwards have left."""
+def discard_pending(groups: Iterable[Any]) -> None:
+    """Discard the full gradients that backwards without a reduction have left."""
     for param in (param for group in groups for param in group.fsdp_params):
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):  # which comes with the first gather
@@ -93,32 +97,32 @@ def drop(groups: Iterable[Any]) -> None:
 
 
 def follow_shards(groups: Iterable[Any]) -> None:
-    """What is whole gets gradients where its shard does; FSDP2 sees to it when it gathers."""
+    """Have gathered parameters get gradients where their shards do; FSDP2 does so when it gathers."""
     for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
         param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
 
 def lead_shards(groups: Iterable[Any]) -> None:
-    """The other way: shards get gradients where what is whole does, which the user's step may have frozen or thawed."""
+    """Have shards get gradients where gathered parameters do, which the user's step may have frozen or thawed."""
     for param in (param for group in groups if group.is_unsharded for param in group.fsdp_params):
         param.sharded_param.requires_grad_(param._unsharded_param.requires_grad)
 
 
-def rest(groups: Sequence[Any]) -> None:
-    """Shard everything that is whole."""
+def reshard(groups: Sequence[Any]) -> None:
+    """Free everything that is gathered."""
     lead_shards(groups)
     for group in groups:
         group.reshard()
 
 
 def gathered(groups: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Each parameter that is whole, and its shard."""
+    """Return each gathered parameter with its shard."""
     params = [param for group in groups if group.is_unsharded for param in group.fsdp_params]
     return [(param._unsharded_param, param.sharded_param) for param in params]
 
 
 def open_step(root: nn.Module) -> None:
-    """What the root's pre-forward hook would do once per forward: order the streams, claim the iteration."""
+    """Order the streams and claim the iteration, as the root's pre-forward hook would once per forward."""
     state = state_of(root)
     state._state_ctx.iter_forward_root = None
     state._root_pre_forward(root, (), {})
@@ -134,7 +138,7 @@ def close_step(root: nn.Module, groups: Iterable[Any]) -> None:
 
 
 def start_backward(root: nn.Module, grad: Any = None) -> Any:
-    """What the hook on the root's outputs would do: gather the root's parameters, queue the end of backward."""
+    """Gather the root's parameters and queue the end of backward, as the hook on the root's outputs would."""
     return state_of(root)._pre_backward(grad)
 
 
@@ -150,26 +154,32 @@ def reduce_now(root: nn.Module, groups: Iterable[Any]) -> None:
     state_of(root)._root_post_backward_final_callback()
 
 
-def accumulates_beside(param: Any) -> bool:
-    """Whether gradients are reduced in another dtype than they are computed in, and accumulate apart for that."""
+def full_parameter(param: Any) -> nn.Parameter:
+    """Return the gathered parameter; its memory is freed while it is sharded."""
+    result: nn.Parameter = param._unsharded_param
+    return result
+
+
+def accumulates_separately(param: Any) -> bool:
+    """Return True if gradients are reduced in another dtype than they are computed in, and accumulate in that."""
     return param.reduce_dtype is not None and param.reduce_dtype != param._unsharded_param.dtype
 
 
 @torch.no_grad()
 def stand_in(param: Any) -> torch.Tensor:
-    """A tensor like the whole parameter, in the dtype of reduction, with the gradient accumulated so far as `.grad`."""
+    """Return a tensor like the full parameter, in the dtype of reduction, with the accumulated gradient as `.grad`."""
     if param.unsharded_accumulated_grad is None:
         param.to_accumulated_grad_if_needed()
     else:
         param.accumulate_unsharded_grad_if_needed()
-    whole = param._unsharded_param
-    result = torch.empty_like(whole, dtype=param.reduce_dtype).requires_grad_(whole.requires_grad)
+    full = param._unsharded_param
+    result = torch.empty_like(full, dtype=param.reduce_dtype).requires_grad_(full.requires_grad)
     result.grad = param.unsharded_accumulated_grad
     return result
 
 
 def gather(group: Any, wait: bool = True) -> None:
-    """Make the parameters of one group whole; without `wait` only start to."""
+    """Gather the parameters of one group; without `wait` only start to."""
     if group.is_unsharded:
         return
     group.unshard(async_op=not wait)
@@ -177,16 +187,16 @@ def gather(group: Any, wait: bool = True) -> None:
         group.wait_for_unshard()
 
 
-def forget(root: nn.Module) -> None:
+def remove(root: nn.Module) -> None:
     """Remove every trace of `fully_shard` but the sharded parameters themselves, which the caller replaces."""
     for module in list(root.modules()):
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             module.__dict__.pop(name, None)
         if state_of(module) is not None:
-            _forget_one(module)
+            _remove_at(module)
 
 
-def _forget_one(module: Any) -> None:
+def _remove_at(module: Any) -> None:
     state = state_of(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -214,20 +224,71 @@ def groups_at(module: nn.Module) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
-def install(group: Any, all_gather: AllGather, reduce_scatter: ReduceScatter, in_background: bool) -> None:
-    """Set the collectives of one group. The public setters are methods of a class that modules need not have."""
+def install(
+    group: Any,
+    all_gather: AllGather,
+    reduce_scatter: ReduceScatter,
+    all_reduce: Callable[[Tensor], None] | None,
+    in_background: bool,
+) -> None:
+    """Set the collectives of one group. The public setters are methods of a class that modules need not have.
+
+    Args:
+        group: of FSDP2.
+        all_gather: of parameters.
+        reduce_scatter: of gradients.
+        all_reduce: of the output of a reduce-scatter, over the copies of this shard.
+        in_background: gathers return before they are done.
+    """
     assert hasattr(group, "_all_gather_comm")
     assert hasattr(group, "_reduce_scatter_comm")
     group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
+    group._all_reduce_hook = all_reduce
     group.unshard_async_op = in_background
 
 
+def uninstall(group: Any) -> None:
+    """Give one group FSDP2's own collectives back."""
+    install(group, DefaultAllGather(), DefaultReduceScatter(), None, False)
+
+
+def full_rows(param: Any, shard: Tensor) -> Tensor:
+    """Gather the full tensor of which `shard` is this rank's, sharded like `param`. Collective."""
+    return all_rows(shard.to(param.device), param._orig_size, param.mesh_info.shard_process_group)
+
+
+def shard_rows(param: Any, full: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, sharded like `param`, as a DTensor."""
+    info = param.mesh_info
+    rows = my_rows(full, info.shard_mesh_rank, info.shard_mesh_size)
+    result: Tensor = param.to_sharded_dtensor(rows.contiguous().to(param.sharded_param.device))
+    return result
+
+
+def _places(param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that have `param`, and its name in each."""
+    info = param._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def owners(group: Any) -> set[nn.Module]:
+    """Return the modules that have parameters of `group`."""
+    return {module for param in group.fsdp_params for module, _ in _places(param)}
+
+
+def replace(param: Any, parameter: nn.Parameter) -> None:
+    """Register `parameter` wherever `param` is."""
+    for module, name in _places(param):
+        module._parameters[name] = parameter
+
+
 def sharded_parameters(group: Any) -> list[nn.Parameter]:
+    """Return the parameters of `group`, sharded."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def gathers_whole(group: Any, dtype: torch.dtype) -> bool:
-    """Whether each gathered parameter is one tensor that starts as its shards in rank order, all of one dtype."""
+    """Return True if each gathered parameter is one tensor that starts as its shards in rank order, of one dtype."""
     return (
         dtype != torch.uint8  # mixed dtypes travel as bytes
         and not group.is_sharded_post_forward  # a part of the ranks
@@ -249,7 +310,7 @@ def destinations(group: Any, shards: Sequence[Tensor], size: int) -> list[Tensor
 
 
 def scatters_as_is(group: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
+    """Return True if FSDP2 does nothing to the gradients on the way into the buffer, such as dividing (half types)."""
     return dtype in (torch.float32, torch.bfloat16) and group._reduce_scatter_process_group.size() > 1
 
 
@@ -261,12 +322,12 @@ def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def trainable(group: Any) -> list[int]:
-    """Which of the group's parameters are trained now."""
+    """Return the places of the group's parameters that are trained now."""
     return [place for place, parameter in enumerate(sharded_parameters(group)) if parameter.requires_grad]
 
 
 def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:
-    """Whether FSDP2 computes nothing from the output of a reduce-scatter (see the note at the top)."""
+    """Return True if FSDP2 computes nothing from the output of a reduce-scatter (see the note in fsdp_seam.py)."""
     if group._orig_dtype != output.dtype or isinstance(group.mesh_info, DDPMeshInfo):
         return False
     if group._all_reduce_hook not in (None, our_hook):
@@ -275,11 +336,12 @@ def only_views_follow(group: Any, output: Tensor, our_hook: Any) -> bool:
 
 
 def frees_parameters(module: nn.Module) -> bool:
+    """Return True if a group at this very module is freed after its forward."""
     return any(group._reshard_after_forward for group in groups_at(module))
 
 
 def added(gradients: list[Tensor | None]) -> Tensor:
-    """All of `gradients` added to the first one."""
+    """Add all of `gradients` to the first one."""
     total, *others = [gradient for gradient in gradients if gradient is not None]
     for other in others:
         assert isinstance(total, DTensor)

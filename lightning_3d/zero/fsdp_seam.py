@@ -16,7 +16,7 @@ before the all-gather and out of one after it: on a CPU that costs as much as se
 a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
 themselves.
 
-What is private in FSDP2 is touched in zero/fsdp_private.py, comm/unallocated.py and the imports below.
+All that is private in FSDP2 is used in zero/fsdp_private.py.
 """
 
 import math
@@ -28,9 +28,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
 from lightning_3d.comm.collectives import Collectives, Native
@@ -38,8 +35,10 @@ from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.ring import Pieces
 from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.autograd_private import in_backward
+from lightning_3d.module.autograd_private import at_end_of_backward, in_backward
 from lightning_3d.zero.fsdp_private import (
+    AllGather,
+    ReduceScatter,
     added,
     destinations,
     frees_parameters,
@@ -51,6 +50,7 @@ from lightning_3d.zero.fsdp_private import (
     scatters_as_is,
     sharded_parameters,
     trainable,
+    uninstall,
 )
 
 
@@ -92,9 +92,8 @@ class FullySharded:
         self._hooks = []
         for module in self.modules:
             for group in groups_at(module):
-                install(group, _AllGather(self, module, group), _ReduceScatter(self, module, group), engine.threaded)
-                if replicate is not None:
-                    group._all_reduce_hook = self._all_reduce
+                gather, scatter = _AllGather(self, module, group), _ReduceScatter(self, module, group)
+                install(group, gather, scatter, None if replicate is None else self._all_reduce, engine.threaded)
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
 
@@ -112,8 +111,7 @@ class FullySharded:
             hook.remove()
         for module in self.modules:
             for group in groups_at(module):
-                install(group, DefaultAllGather(), DefaultReduceScatter(), False)
-                group._all_reduce_hook = None
+                uninstall(group)
 
     def finish(self) -> None:
         """Wait for every outstanding reduction and put the gradients in place."""
@@ -182,7 +180,7 @@ class FullySharded:
         self._pending.append(handle)
         if not self._queued and not self.deferred:
             self._queued = True
-            Variable._execution_engine.queue_callback(self.finish)
+            at_end_of_backward(self.finish)
 
     def _can_wait(self) -> bool:
         return self.engine.threaded and (self.deferred or in_backward())

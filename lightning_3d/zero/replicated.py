@@ -15,12 +15,12 @@ class ReplicatedData:
     def __init__(self, replicas: ReplicatedGradients) -> None:
         self.replicas = replicas
 
-    def begin(self) -> None: ...
+    def gather(self) -> None: ...
 
-    def unwritten(self) -> AbstractContextManager[Any]:
+    def forbid_writes(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def end(self) -> None: ...
+    def finish_forward(self) -> None: ...
 
     def before_backward(self, loss: Tensor) -> None: ...
 
@@ -30,15 +30,15 @@ class ReplicatedData:
     def reduce(self) -> None:
         self.replicas.reduce()
 
-    def locate(self, name: str) -> Tensor | None:
+    def grad_holder(self, name: str) -> Tensor | None:
         return None
 
-    def hold(self, held: bool) -> None:
-        self.replicas.hold(held)
+    def accumulate_only(self, held: bool) -> None:
+        self.replicas.accumulate_only(held)
 
-    def drop(self) -> None: ...
+    def discard_pending(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def reshard(self) -> None: ...
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return ()
@@ -46,8 +46,8 @@ class ReplicatedData:
     def undo(self) -> None:
         self.replicas.detach()
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         return whole

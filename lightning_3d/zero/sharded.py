@@ -17,7 +17,6 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.fsdp_seam import FullySharded
-from lightning_3d.zero.rows import all_rows, my_rows
 from lightning_3d.zero.shard_units import shard_units, unshardable
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
@@ -82,7 +81,7 @@ class ShardedData:
         self.guards = [
             owner.register_forward_pre_hook(_guard(group), prepend=True)
             for group in self.groups
-            for owner in _owners(group)
+            for owner in fsdp_private.owners(group)
         ]
         self.untoggle = follow_toggles(module, self._follow_shards)
         self.trained = 0
@@ -96,7 +95,7 @@ class ShardedData:
         """Whether a block's parameters are freed after its forward and gathered again for its backward."""
         return self.stage == 3 and not self.pipelined
 
-    def locate(self, name: str) -> Tensor:
+    def grad_holder(self, name: str) -> Tensor:
         """What holds the gradient of the whole parameter until it is reduced.
 
         Under mixed precision FSDP2 keeps an accumulated gradient beside the parameter, since its dtype is another; then
@@ -106,13 +105,13 @@ class ShardedData:
         if parameter not in self.placed:
             return parameter
         param = self.placed[parameter]
-        if not fsdp_private.accumulates_beside(param):
-            return param._unsharded_param
+        if not fsdp_private.accumulates_separately(param):
+            return fsdp_private.full_parameter(param)
         if param not in self.stand_ins:
             self.stand_ins[param] = fsdp_private.stand_in(param)
         return self.stand_ins[param]
 
-    def begin(self) -> None:
+    def gather(self) -> None:
         fsdp_private.open_step(self.module)
         if not self.streams and not self._frees:
             # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
@@ -124,7 +123,7 @@ class ShardedData:
                 self._end_with_reduction(group)
 
     @contextmanager
-    def unwritten(self) -> Iterator[None]:
+    def forbid_writes(self) -> Iterator[None]:
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained += 1
         shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
@@ -134,9 +133,9 @@ class ShardedData:
     def _end_with_reduction(self, group: Any) -> None:
         """Have every backward that reaches the root's parameters end with the reduction, whoever calls it."""
         for param in group.fsdp_params:
-            whole = param._unsharded_param
-            if whole.requires_grad and whole not in self.ended:
-                self.ended[whole] = whole.register_post_accumulate_grad_hook(
+            full = fsdp_private.full_parameter(param)
+            if full.requires_grad and full not in self.ended:
+                self.ended[full] = full.register_post_accumulate_grad_hook(
                     lambda _: fsdp_private.queue_end_of_backward(self.module)
                 )
 
@@ -147,7 +146,7 @@ class ShardedData:
             if group.is_unsharded and any(module is self.module for module in group.modules):
                 self._end_with_reduction(group)
 
-    def end(self) -> None:
+    def finish_forward(self) -> None:
         fsdp_private.close_step(self.module, self.groups)
 
     def before_backward(self, loss: Tensor) -> None:
@@ -164,44 +163,39 @@ class ShardedData:
         for param, stand_in in self.stand_ins.items():
             param.unsharded_accumulated_grad = stand_in.grad
         self.stand_ins = {}
-        self.hold(False)
+        self.accumulate_only(False)
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         if self.replicas is not None:
             self.replicas.reduce()
 
-    def hold(self, held: bool) -> None:
+    def accumulate_only(self, held: bool) -> None:
         if self.replicas is not None:
-            self.replicas.hold(held)
+            self.replicas.accumulate_only(held)
         if self.stage == 1 or self.pipelined:
-            fsdp_private.hold(self.module, self.groups, held)
+            fsdp_private.accumulate_only(self.module, self.groups, held)
 
-    def drop(self) -> None:
-        fsdp_private.drop(self.groups)
+    def discard_pending(self) -> None:
+        fsdp_private.discard_pending(self.groups)
 
-    def rest(self) -> None:
-        fsdp_private.rest(self.groups)
+    def reshard(self) -> None:
+        fsdp_private.reshard(self.groups)
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups)
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         if parameter not in self.placed or not isinstance(tensor, DTensor):
             return tensor
-        param = self.placed[parameter]
-        whole = all_rows(tensor.to_local().to(param.device), param._orig_size, param.mesh_info.shard_process_group)
-        return self.originals[parameter].tensor(whole)
+        return self.originals[parameter].tensor(fsdp_private.full_rows(self.placed[parameter], tensor.to_local()))
 
-    def part(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         if parameter not in self.placed:
-            return whole
-        param = self.placed[parameter]
-        info = param.mesh_info
-        rows = my_rows(local(whole), info.shard_mesh_rank, info.shard_mesh_size)
-        return param.to_sharded_dtensor(rows.contiguous().to(parameter.device))
+            return full
+        return fsdp_private.shard_rows(self.placed[parameter], local(full))
 
     def undo(self) -> None:
-        self.rest()
+        self.reshard()
         self.seam.detach()
         for hook in (*self.guards, *self.ended.values()):
             hook.remove()  # what autograd holds, the collector cannot see: one left would keep the whole module alive
@@ -210,15 +204,11 @@ class ShardedData:
         if self.replicas is not None:
             self.replicas.detach()
         for now, param in self.placed.items():
-            whole = self.whole(now, now.detach())
-            original = self.originals[now].parameter(whole).requires_grad_(now.requires_grad)
-            info = param._module_info
-            for owner, name in [
-                (info.module, info.param_name),
-                *zip(info.shared_modules, info.shared_param_names, strict=True),
-            ]:
-                owner._parameters[name] = original
-        fsdp_private.forget(self.module)
+            full = self.gather_full(now, now.detach())
+            original = self.originals[now].parameter(full)
+            original.requires_grad_(now.requires_grad)
+            fsdp_private.replace(param, original)
+        fsdp_private.remove(self.module)
 
 
 @dataclass(frozen=True)
@@ -253,11 +243,6 @@ class _Spec:
             return nn.Parameter(whole)
         self.plain.data = whole
         return self.plain
-
-
-def _owners(group: Any) -> set[nn.Module]:
-    infos = [param._module_info for param in group.fsdp_params]
-    return {module for info in infos for module in (info.module, *info.shared_modules)}
 
 
 def _guard(group: Any) -> Callable[..., None]:

@@ -74,7 +74,7 @@ def _same_everywhere(accumulate):
     case = Case()
     for _ in range(4):
         for micro in range(accumulate):
-            case.replicas.hold(micro < accumulate - 1)
+            case.replicas.accumulate_only(micro < accumulate - 1)
             case.backward(lambda rank: 0)
         case.step()
     case.close()
@@ -95,7 +95,7 @@ def _different(accumulate):
     case = Case()
     for step in range(5):
         for micro in range(accumulate):
-            case.replicas.hold(micro < accumulate - 1)
+            case.replicas.accumulate_only(micro < accumulate - 1)
             case.backward(lambda rank, turn=step + micro: (rank + turn) % 4)
         case.step()
     case.close()

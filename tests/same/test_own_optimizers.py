@@ -9,7 +9,7 @@ from torch import optim
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.optim.probe import mixes
+from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, tried
 from tests.modules import UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
@@ -228,9 +228,9 @@ def _fit(kind, strategy):
 
 
 SAID = {
-    ("Langevin", "pipeline"): "Langevin steps a parameter otherwise where there are others beside it",
-    ("Clipped", "pipeline"): "Clipped steps a parameter otherwise where there are others beside it",
-    ("Adapts", "pipeline"): "Adapts steps a parameter otherwise where there are others beside it",
+    ("Langevin", "pipeline"): "Langevin steps a parameter differently when it steps others too",
+    ("Clipped", "pipeline"): "Clipped steps a parameter differently when it steps others too",
+    ("Adapts", "pipeline"): "Adapts steps a parameter differently when it steps others too",
     ("Twice", "pipeline"): "Twice evaluates the loss several times per step",
     ("Wraps", "pipeline"): "Wraps.__init__ does not call that of torch.optim.Optimizer",
 }
@@ -244,8 +244,8 @@ def test_what_cannot_be_done_is_said_before_the_first_step(kind, layout):
 
 
 def test_one_that_steps_what_it_was_not_given_is_not_tried():
-    with pytest.raises(ValueError, match="inner holds a SGD"):
-        mixes(Ahead(torch.nn.Linear(2, 2).parameters()))
+    with pytest.raises(ValueError, match="inner has a SGD"):
+        tried(Ahead(torch.nn.Linear(2, 2).parameters()))
 
 
 def _warned(strategy):
@@ -259,16 +259,43 @@ def _warned(strategy):
 
 def test_one_that_cannot_be_tried_is_warned_of_once():
     first, other = run(_warned, LAYOUTS["pipeline"][1], world=2)
-    assert [text.partition(" (")[0] for text in first] == ["Ahead could not be tried on small parameters of its kind"]
+    assert [text.partition(" (")[0] for text in first] == ["Ahead could not be tried on small parameters"]
     assert not other
 
 
-@pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
-def test_mixing_is_found_without_a_trace(kind):
+REACH = {
+    **dict.fromkeys(ALONE, Reach.TENSOR),
+    **dict.fromkeys(TOGETHER, Reach.ALL),
+    "Lion": Reach.ELEMENT,
+    "Twice": Reach.ELEMENT,
+    "Langevin": Reach.TENSOR,  # what it draws for one tensor after the other is the same
+}
+
+
+@pytest.mark.parametrize("kind", REACH)
+def test_a_trial_finds_the_reach_and_leaves_no_trace(kind):
     optimizer = globals()[kind](torch.nn.Linear(2, 2).parameters(), lr=0.01)
     random = torch.get_rng_state()
     kept = vars(optimizer).copy()
-    assert mixes(optimizer) is (kind in TOGETHER)
+    assert tried(optimizer) is REACH[kind]
+    assert needs_all_parameters(optimizer) is (kind in TOGETHER)
     assert vars(optimizer) == kept
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.RAdam, optim.Adadelta, optim.Adafactor])
+def test_a_trial_finds_the_known_answers(kind):
+    assert tried(kind(torch.nn.Conv2d(2, 2, 3).parameters(), lr=0.01)) is KNOWN[kind]
+
+
+def test_a_rate_that_a_schedule_starts_at_0_is_tried_at_its_full_value():
+    optimizer = Lamb(torch.nn.Linear(2, 2).parameters())
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert tried(optimizer) is Reach.TENSOR
+
+
+def test_an_optimizer_that_changes_nothing_is_not_known():
+    with pytest.raises(ValueError, match="change nothing"):
+        tried(Lamb(torch.nn.Linear(2, 2).parameters(), lr=0.0))

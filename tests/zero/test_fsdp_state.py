@@ -1,4 +1,4 @@
-"""What we use of FSDP2's private state is still there and does what we think; fails loudly when torch changes it."""
+"""The private state of FSDP2 that we use is still there and does what we rely on; fails when torch changes it."""
 
 import copy
 
@@ -47,21 +47,21 @@ def _step_by_hand():
     loss.backward()
     grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
     assert all(isinstance(p, DTensor) for p in net.parameters())
-    fsdp_private.hold(net, groups, True)
+    fsdp_private.accumulate_only(net, groups, True)
     for _ in range(2):
         for group in groups:
             fsdp_private.gather(group)
         net(torch.ones(3, 4)).sum().backward()
-    fsdp_private.hold(net, groups, False)
+    fsdp_private.accumulate_only(net, groups, False)
     for p in net.parameters():
         assert not isinstance(p, DTensor)
     fsdp_private.reduce_now(net, groups)
     for name, p in net.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), 3 * grads[name])
-    fsdp_private.rest(groups)
+    fsdp_private.reshard(groups)
     for p in net.parameters():
         p.grad = None
-    fsdp_private.forget(net)
+    fsdp_private.remove(net)
     assert all(fsdp_private.state_of(module) is None for module in net.modules())
     assert not net.first._forward_pre_hooks
     return True

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_3d import Strategy3D
-from lightning_3d.optim.step import step_on_shards
+from lightning_3d.optim.ways import step_on_shards
 from tests.modules import MLP
 from tests.parity import QUIET
 from tests.workers import run

@@ -22,10 +22,10 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
-from lightning_3d.planner.catalogue import cluster_here
 from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
+from lightning_3d.planner.local_cluster import cluster_here
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.profile_module import Trace, count_module, measured_profile, traced
+from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile, traced
 from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Precision
 from lightning_3d.ranks import random_streams, talk
@@ -241,7 +241,7 @@ def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[
     rows = batch_size(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))
-    trace = Trace(samples=rows)
+    trace = CostTrace(samples=rows)
     try:
         run_ahead(module, batch, trace)
     except Exception as error:  # what user code cannot do without real numbers: `.item()`, numpy ...
@@ -250,7 +250,7 @@ def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[
     return Seen(measured_profile(counted, trace), Loading(samples=rows, accumulate=trainer.accumulate_grad_batches))
 
 
-def run_ahead(module: LightningModule, batch: Any, trace: Trace) -> tuple[Any, Record]:
+def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[Any, Record]:
     """Note in `trace` what `training_step` does with `batch`; what it returned and logged. Nothing is changed."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = module.training_step

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from lightning_3d import register
 from lightning_3d.commands.fit import VERBS, train
+from lightning_3d.commands.printable import printable
 from lightning_3d.errors import ConfigurationError, Lightning3DError
-from lightning_3d.planner.printable import printable
 
 COMMANDS = {
     "plan": ("lightning_3d.commands.plan", "how many devices, which layout, how long, how much money"),

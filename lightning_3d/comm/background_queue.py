@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 
 from lightning_3d.errors import PeerError
+from lightning_3d.ranks.groups import has_peers
 
 Job = Callable[[], object]
 
@@ -80,7 +81,7 @@ class BackgroundQueue:
         if self._closed:
             raise PeerError("a collective was submitted after the communication engine was closed (teardown).")
         handle = Handle(job)
-        if self.threaded:
+        if self.threaded and has_peers():  # fake tensors know one thread
             self._queue.put(handle)
         else:
             self._run(handle)

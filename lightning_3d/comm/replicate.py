@@ -17,6 +17,7 @@ from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import exchange
 
@@ -233,7 +234,8 @@ class ReplicatedGradients:
         place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
         arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
         message = torch.tensor([zlib.crc32(self._key), len(self._handles), *arrivals])
-        table = exchange(message, self.collectives.group)
+        group = self.collectives.group
+        table = exchange(message, group) if has_peers() else message.expand(group.size(), *message.shape)
         if (table[:, 0] != table[0, 0]).any():
             raise DivergenceError(
                 f"rank {self.collectives.rank} of the data axis trains {sum(self._key)} of {len(self._key)} replicated"

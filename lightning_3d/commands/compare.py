@@ -8,11 +8,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from lightning_3d.commands.printable import printable
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.planner.catalogue import Catalogue, catalogue_name
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.local_cluster import catalogue_name
 from lightning_3d.planner.plain_yaml import read_plain
 from lightning_3d.planner.plan_report import table
-from lightning_3d.planner.printable import printable
 from lightning_3d.planner.show import real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.strategy.meter import FAILED, FILE
 
@@ -96,7 +97,7 @@ def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: flo
     common = set.intersection(*(set(job.overrides) for job in jobs))
     header = (*HEADER[:3], metric or "loss", *HEADER[4:], "overrides")
     rows = [(*_cells(job, metric, price), _differing(job, common)) for job in jobs]
-    return table(header, rows)
+    return table(header, [[printable(cell) for cell in row] for row in rows])
 
 
 def _failures(jobs: Sequence[JobReport]) -> Iterator[str]:

@@ -66,6 +66,8 @@ def train(arguments: Sequence[str]) -> int:
         sys.path.insert(0, os.getcwd())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # `main(argv)` is called from Python
+        # LightningCLI 2.6 uses what jsonargparse deprecates since 4.49: nothing that a user could change
+        warnings.filterwarnings("ignore", r"\s*By default only one Jsonargparse|(?s:.)*\bdeprecated in v4\.49\.0")
         given = [_CLASS.sub(r'\1{"class_path": "\2"}', argument) for argument in arguments]
         OurCLI(
             args=None if given == sys.argv[1:] else given, parser_class=Parser, parser_kwargs={"prog": "lightning-3d"}

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_3d.planner.printable import printable
+from lightning_3d.commands.printable import printable
 
 _NOISE = re.compile(
     r"\s*-?\s*(Does not validate against any of the Union subtypes.*|Subtypes: .*|Errors:|Given value type: .*"

@@ -6,11 +6,11 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from contextlib import redirect_stdout
 from typing import get_args
 
+from lightning_3d.commands.printable import printable
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Offload, Recompute, Schedule
 from lightning_3d.planner.answers import Answer, answer
 from lightning_3d.planner.plan_report import job_data, plan_data
-from lightning_3d.planner.printable import printable
 from lightning_3d.planner.question import refuse_ignored
 from lightning_3d.planner.show import parse_dollars, real
 from lightning_3d.planner.states import Optimizer, Precision

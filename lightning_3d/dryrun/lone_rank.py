@@ -24,28 +24,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_3d import auto_layout, parallelize
 from lightning_3d.auto_layout import Decided, Situation, decide
-from lightning_3d.comm import replicate, ring
-from lightning_3d.comm.background_queue import BackgroundQueue, Handle, Job
-from lightning_3d.data import same_samples
 from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
 from lightning_3d.dryrun.fake_device import Memory
 from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallelize import ParallelPlan, make_plan
-from lightning_3d.pipeline import exchange, loss_mean, observe, prove, stage, traced_tensor, wire
+from lightning_3d.pipeline import loss_mean, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
-from lightning_3d.pipeline import rehearsal as pipeline_rehearsal
-from lightning_3d.pipeline.microbatch import split_batch
+from lightning_3d.pipeline.microbatch import Rows, split_batch
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox import fingerprint
-from lightning_3d.sandbox.trees import leaves
 from lightning_3d.tensor import block_calls, plan_module, sample
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.sample import plain_tensor, working_dtype
-from lightning_3d.zero import data_axis
 
 
 def become_lone_rank(world: World, strategy: Any) -> None:
@@ -71,14 +63,8 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
         (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
         (type(strategy), "_streams", property(lambda _: world.streams)),
-        (talk, "failed_everywhere", lambda: False),
+        (talk, "failed_everywhere", _no),
         (talk, "meet", _nothing),
-        (exchange.Stages, "with_gradient", lambda *_: set()),
-        (data_axis, "BackgroundQueue", InlineEngine),
-        (same_samples.SampleCheck, "check", _nothing),
-        (replicate, "exchange", _everyone_says_mine),
-        (ring, "_turn", _count_only),
-        (ring, "_small", _none_small),
         (strategy, "_resume", None),  # nothing is loaded, and no run is left for a later start to find
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
@@ -87,7 +73,6 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "plan_tensor", plan_with_values),
         (parallelize, "make_plan", decision.make_plan),
         (parallelize, "plan_tensor", plan_with_values),
-        (parallelize, "compare_first_batch", _nothing),
         (loss_mean, "loss_is_no_mean", _as_large_as_two),
         (loss_mean, "joins_differ", _nothing),
         (loss_mean, "buffers_differ", _nothing),
@@ -95,11 +80,6 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, prove.rehearse)),
         (prove, "_run_whole", lone_proof.run_whole(world)),
-        (prove, "differ", _same),
-        (prove, "unlike", _nothing),
-        (stage, "differ", _same),
-        *((where, "fingerprint", _no_prints) for where in (prove, pipeline_rehearsal, stage, observe)),
-        *((where, "grad_print", _no_prints) for where in (prove, observe)),
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
         (traced_tensor, "as_kind", _as_kind),
@@ -110,59 +90,18 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         setattr(owner, name, replacement)
 
 
-class InlineEngine(BackgroundQueue):
-    """Runs jobs at once: what would be sent in the background is only counted, and fake tensors know one thread."""
-
-    def __init__(self, *, threaded: bool = True) -> None:
-        super().__init__(threaded=False)
-        self._says_threaded = threaded
-
-    @property
-    def threaded(self) -> bool:
-        return self._says_threaded
-
-    def submit(self, job: Job) -> Handle:
-        handle = Handle(job)
-        self._run(handle)
-        return handle
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _everyone_says_mine(message: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return message.expand(group.size(), *message.shape)
-
-
-def _none_small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
-    """Packed copies are made and dropped in the background, beside what is counted."""
-    return (), range(len(pieces))
-
-
-def _count_only(
-    flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, group: Any, average: bool, segment_bytes: int
-) -> int:
-    """The bytes that the ring would send: a large one has more messages than a dry run has time for."""
-    return len(hops) * sum(own.numel() * own.element_size() for own in owns)
-
-
-def _same(*_: Any) -> bool:
+def _no(in_step: bool) -> bool:
     return False
 
 
-def _no_prints(value: Any) -> list[list[float]]:
-    """Only for the memory that they take."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            fingerprint.sums(local(leaf))
-    return []
-
-
-def _as_large_as_two(look: Callable[[Any, int], Any], batch: Any, sizes: list[int], _: float) -> None:
+def _as_large_as_two(look: Callable[[Any, int], Any], batch: Any, sizes: list[int], _: float, rows: Rows) -> None:
     """Two microbatches at once, for the memory that they take: losses without values are all alike."""
     if len(sizes) > 1:
-        look(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]])[0], 0)
+        look(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]], rows)[0], 0)
 
 
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:

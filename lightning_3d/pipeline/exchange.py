@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
 
 
 class Stages:
@@ -57,7 +58,7 @@ class Stages:
         Args:
             gathered: what has the gradient in the place of a parameter.
         """
-        if not self.apart:
+        if not self.apart or not has_peers():
             return set()
         here = [gathered.get(parameter, parameter).grad is not None for parameter in self.apart]
         mask = torch.tensor(here, dtype=torch.uint8)

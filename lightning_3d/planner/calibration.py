@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner import machine_speed
-from lightning_3d.planner.catalogue import machine_memory
+from lightning_3d.planner.local_cluster import machine_memory
 from lightning_3d.planner.machine_speed import best_seconds
 
 TIMEOUT = 120

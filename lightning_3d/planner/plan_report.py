@@ -12,7 +12,6 @@ from lightning_3d.layout import Layout
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory
 from lightning_3d.planner.priced_layout import Plan
-from lightning_3d.planner.printable import printable
 from lightning_3d.planner.show import show_bytes, show_count, show_dollars, show_seconds
 
 HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
@@ -21,7 +20,6 @@ RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; numbers to the right. On a terminal drawn by rich where it is there."""
-    rows = [[printable(text) for text in row] for row in rows]
     if sys.stdout.isatty() and find_spec("rich") is not None:
         return _drawn(header, rows)
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]

@@ -54,10 +54,6 @@ class Profile:
     """Tokens in a sample."""
     example_samples: int = 0
     """Samples in the batch that the module was run on; 0 where there was none."""
-    block_sums: float = 4
-    """Sums over tensor ranks in one block, forward and backward, each of as much as crosses to the next block."""
-    outside_sums: float = 0
-    """The same before and after the blocks."""
     tensor_divides: tuple[int, ...] = ()
     """The tensor size must divide each of these: heads, key-value heads, feed-forward width."""
     tensor_splits: bool = True

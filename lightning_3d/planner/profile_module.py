@@ -29,8 +29,8 @@ _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num
 
 
 @dataclass
-class Trace:
-    """What one forward of a module did, in its chain of blocks and outside it. Elements are floating-point ones."""
+class CostTrace:
+    """FLOPs, kernels and saved elements of one forward, in the chain of blocks and outside it."""
 
     samples: int = 1
     tokens: int = 1
@@ -58,7 +58,7 @@ def profile_module(
         if not any(True for _ in module.parameters()):
             raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
         counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
-        trace = Trace()
+        trace = CostTrace()
         _run(module, trace, dotted, tokens=tokens, inputs=inputs)
     return measured_profile(counted, trace)
 
@@ -93,7 +93,7 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
     )
 
 
-def measured_profile(counted: Profile, trace: Trace) -> Profile:
+def measured_profile(counted: Profile, trace: CostTrace) -> Profile:
     """`counted` with what `trace` measured, per sample."""
     size, blocks = counted.element_bytes, counted.layers * trace.samples
     return Profile(
@@ -121,7 +121,7 @@ def main_chain(anatomy: Anatomy) -> Chain | None:
 
 
 @contextmanager
-def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
+def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     """Record what forwards of `module` do into `trace`."""
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
@@ -164,7 +164,7 @@ def traced(module: nn.Module, trace: Trace) -> Iterator[None]:
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _attention_flops(trace: Trace) -> Any:
+def _attention_flops(trace: CostTrace) -> Any:
     """torch's counter has no rule for attention on CPU: two products of (queries x keys x head size) each."""
 
     def rule(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -176,7 +176,7 @@ def _attention_flops(trace: Trace) -> Any:
     return rule
 
 
-def _count_kept(tensor: Tensor, trace: Trace, inside: bool) -> None:
+def _count_kept(tensor: Tensor, trace: CostTrace, inside: bool) -> None:
     """A tensor as wide as what passes between blocks is whole on each tensor rank; others are split."""
     elements = tensor.untyped_storage().nbytes() / tensor.element_size()
     weight = 1.0 if tensor.is_floating_point() else tensor.element_size() / 4
@@ -188,7 +188,7 @@ def _count_kept(tensor: Tensor, trace: Trace, inside: bool) -> None:
         trace.split_elements += elements * weight
 
 
-def _run(module: nn.Module, trace: Trace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
+def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
     step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
     first = next((tensor for tensor in _tensors(batch) if tensor.ndim), None)
     if first is None or first.numel() == 0:

@@ -23,6 +23,8 @@ WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
+BLOCK_SUMS = 4
+"""Sums over tensor ranks in one block: after attention and feed-forward, forward and backward."""
 USUAL_KERNELS = 8.5
 """Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
 and three that go element by element. How long those take to start is what is known of a device."""
@@ -191,7 +193,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
     again = 1.5 if layout.recompute == "full" else 1
-    return again * layers_on_rank(job.profile.layers, layout) * job.profile.block_sums + job.profile.outside_sums
+    return again * layers_on_rank(job.profile.layers, layout) * BLOCK_SUMS
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:

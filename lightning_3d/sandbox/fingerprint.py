@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.trees import leaves
 
@@ -16,12 +17,17 @@ _PIECE = 3 * 7 * 2**15
 
 
 def fingerprint(value: Any) -> list[Print]:
-    """Of each tensor in `value`: its size and three sums."""
+    """Of each tensor in `value`: its size and three sums.
+
+    In a dry run the sums take their memory, but have no values: there is nothing to compare.
+    """
     prints = []
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
-            size, total, third, _ = sums(leaf).tolist()
-            prints.append([float(leaf.numel()), total, size, third])
+            found = sums(leaf)
+            if has_peers():
+                size, total, third, _ = found.tolist()
+                prints.append([float(leaf.numel()), total, size, third])
     return prints
 
 
@@ -52,12 +58,17 @@ def grad_print(grad: Tensor) -> Print:
     Of what this rank holds: where tensor ranks share a gradient, theirs is not compared with the whole one's.
     """
     held = local(grad)
-    size, *others = sums(held).tolist()
+    found = sums(held)
+    if not has_peers():
+        return []
+    size, *others = found.tolist()
     return [size, float(held.numel()), *others]
 
 
 def unlike(whole: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float) -> str | None:
     """The name of a parameter whose gradient the stages together do not give as the whole module does."""
+    if not has_peers():
+        return None
     typical = max((size / max(count, 1.0) for size, count, *_ in whole.values()), default=0.0)
     names = dict.fromkeys([*whole, *(name for stage in stages for name in stage)])
     return next((name for name in names if _unlike(name, whole, stages, rounding, typical)), None)

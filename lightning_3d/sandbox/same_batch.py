@@ -12,6 +12,7 @@ from lightning_3d.data.same_samples import SEED, leaf_bytes, named_leaves
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
 from lightning_3d.ranks import random_streams, talk
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
 
 Marks = dict[str, tuple[str, int]]
@@ -25,7 +26,7 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
     alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
-    if alone or trainer.state.fn != TrainerFn.FITTING:
+    if alone or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
         return
     batches = talk.gather(_marks_of_first_batch(trainer))
     own = layout.coordinate(trainer.global_rank).data

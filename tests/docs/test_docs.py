@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from lightning.pytorch import Trainer
 
 from lightning_3d import Strategy3D
-from lightning_3d.launch.conf_folder import conf_folder
+from lightning_3d.planner.conf_folder import conf_folder
 from tests.docs.pages import NAMES, PAGES, ROOT, blocks
 from tests.modules import MLP
 

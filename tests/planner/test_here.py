@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.catalogue import _GPU_NAMES, Catalogue, cluster_here, machine_memory
+from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.choose import choose_layout
 from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.local_cluster import _GPU_NAMES, cluster_here, machine_memory
 from lightning_3d.planner.profile_module import count_module
 from tests.planner.modules import TinyGPT
 

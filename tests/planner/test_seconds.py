@@ -5,7 +5,7 @@ import pytest
 from lightning_3d.planner.calibration import calibrate, write_entry
 from lightning_3d.planner.catalogue import CALIBRATED
 from tests.planner.sized import LAYOUTS, SIZED
-from tests.planner.watching import in_order, predicted, seconds, watch
+from tests.planner.watching import in_order, predicted_seconds, quickest, step_times
 from tests.workers import run
 
 ROUNDS = 2
@@ -18,15 +18,15 @@ def calibrated(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         write_entry(calibrate(CALIBRATED), folder / "lightning-3d" / "hardware" / "this-machine.yaml")
-        predicted.cache_clear()
+        predicted_seconds.cache_clear()
         yield
-        predicted.cache_clear()
+        predicted_seconds.cache_clear()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIZED)
 def test_seconds_of_a_step_after_calibration(calibrated, name):
-    said = [predicted(name, layout).plan.time.total for layout in LAYOUTS]
+    said = [predicted_seconds(name, layout) for layout in LAYOUTS]
     rounds = [[measured(name, layout) for layout in LAYOUTS] for _ in range(ROUNDS)]
     seen = list(map(min, zip(*rounds, strict=True)))
     ratios = {layout: round(a / b, 2) for layout, a, b in zip(LAYOUTS, said, seen, strict=True)}
@@ -37,4 +37,4 @@ def test_seconds_of_a_step_after_calibration(calibrated, name):
 
 
 def measured(name, layout):
-    return seconds(run(watch, name, layout, world=int(layout.split()[0]), timeout=120))
+    return quickest(run(step_times, name, layout, world=int(layout.split()[0]), timeout=120))

@@ -1,0 +1,95 @@
+"""The devices of this machine as a `Cluster`: a job that has started plans for them.
+
+It imports torch, which the catalogue does not: `lightning-3d plan` starts without.
+"""
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.planner.catalogue import CALIBRATED, Catalogue
+from lightning_3d.planner.hardware import Accelerator, Cluster
+
+SERVER_CORES = 16
+"""Of the machine that is called `cpu` in the catalogue."""
+_GPU_NAMES = {
+    "B200": "b200",
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100-80g",
+    "V100": "v100-32g",
+    "P100": "p100",
+    "K80": "k80",
+    "L40S": "l40s",
+    "A10G": "a10g",
+    "L4": "l4",
+    "T4": "t4",
+    "5090": "rtx-5090",
+    "4090": "rtx-4090",
+    "3090": "rtx-3090",
+    "2080 Ti": "rtx-2080ti",
+    "MI300X": "mi300x",
+    "MI250X": "mi250x",
+}
+"""Part of the name that torch gives a GPU -> catalogue entry. The first that occurs counts."""
+
+
+def cluster_here(device_type: str, *, devices_per_node: int, nodes: int = 1) -> Cluster:
+    """`nodes` machines like this one with `devices_per_node` devices (processes, on a CPU) each.
+
+    Memory is this machine's own; rates come from a calibration of it, else from the catalogue.
+    """
+    if devices_per_node < 1 or nodes < 1:
+        raise PlannerError(f"{nodes} nodes of {devices_per_node} devices are no cluster: give at least 1 of each.")
+    accelerator = _gpu() if device_type == "cuda" else _cpu(devices_per_node)
+    return Cluster(accelerator=accelerator, nodes=nodes, devices_per_node=devices_per_node)
+
+
+def _gpu() -> Accelerator:
+    catalogue, properties = Catalogue.load(), torch.cuda.get_device_properties(0)
+    name = CALIBRATED if CALIBRATED in catalogue.names else _entry_of(properties.name)
+    return replace(catalogue.find(name), title=properties.name, memory_gb=properties.total_memory / 1e9)
+
+
+def catalogue_name(gpu: str) -> str | None:
+    """The catalogue's name for what torch calls a GPU, None where it has none."""
+    return next((entry for part, entry in _GPU_NAMES.items() if part in gpu), None)
+
+
+def _entry_of(gpu: str) -> str:
+    entry = catalogue_name(gpu)
+    if entry is not None:
+        return entry
+    warnings.warn(
+        f"{gpu} is not in the catalogue, so a layout is chosen with the rates of an A10G. `lightning-3d calibrate`"
+        " measures yours.",
+        stacklevel=2,
+    )
+    return "a10g"
+
+
+def _cpu(processes: int) -> Accelerator:
+    catalogue = Catalogue.load()
+    device = catalogue.find(CALIBRATED) if CALIBRATED in catalogue.names else _part_of_a_server(processes)
+    memory = machine_memory() / processes / 1e9
+    return replace(device, memory_gb=memory, host_memory_gb=memory, reserved_gb=0.0)
+
+
+def _part_of_a_server(processes: int) -> Accelerator:
+    """The catalogue's `cpu` is a whole server: a process here has its share of this machine's cores."""
+    server = Catalogue.load().find("cpu")
+    share = (os.cpu_count() or 1) / SERVER_CORES / processes
+    peaks = MappingProxyType({dtype: peak * share for dtype, peak in server.peak_tflops.items()})
+    return replace(server, peak_tflops=peaks, memory_gb_per_s=server.memory_gb_per_s * share)
+
+
+def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Bytes of memory that this machine's processes may use: a container may be given less than there is."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(allowed)) if allowed.isdigit() else physical

@@ -37,6 +37,7 @@ from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom, share_random_state
 from lightning_3d.ranks.talk import broadcast_tensors
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.strategy.checks import check_hooks, check_module, check_same_module, use_callbacks, use_no_grad
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
@@ -311,7 +312,7 @@ class Strategy3D(Training):
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
                 optimizer, composed.whole, composed.part, self.reduce,
-                watch=lambda name, remedy: HookRules(name, composed, set(), remedy=remedy),
+                watch=lambda name, remedy: Interceptor(HookRules(name, composed, set(), remedy=remedy)),
                 pipelined=composed.split is not None,
             )  # fmt: skip
             self._undo.append(stepping)

@@ -8,7 +8,7 @@ One batch through the whole module before it is placed: what each block is calle
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
@@ -35,12 +34,14 @@ from lightning_3d.sandbox.first_batch import (
     promised_samples,
     step_arguments,
 )
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, marks
-from lightning_3d.sandbox.trees import leaves, loss_of, unshared
+from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
-from lightning_3d.sandbox.writes import no_writes, writes_undone
+from lightning_3d.sandbox.writes import RefuseWrites, writes_undone
 
 Prints = list[Print]
 _ROUNDING = 1e-3
@@ -106,24 +107,6 @@ class Observer:
         return bytes(torch.get_rng_state().numpy()), random.getstate()
 
 
-class _Reads(TorchFunctionMode):
-    """Notes parameters of units that are used while no unit runs. Asking for their shape or dtype is no use."""
-
-    def __init__(self, module: nn.Module, units: Sequence[str], gates: Gates) -> None:
-        super().__init__()
-        self.gates, self.found = gates, dict[str, None]()
-        inside = {id(item) for unit in units for item in module.get_submodule(unit).parameters()}
-        self.names = {id(item): name for name, item in module.named_parameters() if id(item) in inside}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.gates.depth == 0 and any(isinstance(leaf, Tensor | float) for leaf in leaves(result)):
-            for leaf in leaves((args, kwargs or {})):
-                if isinstance(leaf, nn.Parameter) and id(leaf) in self.names:
-                    self.found[self.names[id(leaf)]] = None
-        return result
-
-
 def observe(
     module: Any,
     units: Sequence[str],
@@ -146,10 +129,12 @@ def observe(
     """
     seed = random_streams.draw()
     gates = Gates(module, units, ())
-    reads = _Reads(module, units, gates)
+    inside = {item for unit in units for item in module.get_submodule(unit).parameters()}
+    names = {item: (name,) for name, item in module.named_parameters() if item in inside}
+    reads = NoteReads(names, lambda *_: gates.depth == 0)
     try:
         before = marks(module, [name for name, _ in module.named_buffers()])
-        observer, output = _run(module, gates, step, args, context, seed, reads)
+        observer, output = _run(module, gates, step, args, context, seed, Interceptor(reads))
         buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
         if observer.drawn:
             _refuse_random_order(module, gates, step, args, context, observer)
@@ -165,7 +150,7 @@ def observe(
 
 
 def _run(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, mode: Any
+    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, notes: Any
 ) -> tuple[Observer, Any]:
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
@@ -173,7 +158,7 @@ def _run(
     with (
         gates.directed(observer),
         LogRecorder(module, gates.inside_block).recording(Record(), own_metrics=True),
-        mode,
+        notes,
         context(),
     ):
         output = getattr(module, step)(*unshared(args))
@@ -184,18 +169,13 @@ def _refuse_random_order(
     module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, observer: Observer
 ) -> None:
     for trial in range(1, _TRIALS):
-        other, _ = _run(module, gates, step, args, context, observer.seed + trial, _NoMode())
+        other, _ = _run(module, gates, step, args, context, observer.seed + trial, nullcontext())
         if other.calls != observer.calls:
             raise UnsupportedError(
                 f"{step} draws at random which blocks to run: {len(observer.calls)} calls of blocks with one seed,"
                 f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
                 " next. Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
             )
-
-
-class _NoMode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
@@ -273,7 +253,7 @@ def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule,
                 state_restored(module),
                 optimizers_on_demand(module),
                 writes_undone(module),
-                no_writes(module.named_parameters, _IN_PIECES),
+                Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES)),
             ):
                 return look()
         except UnsupportedError:

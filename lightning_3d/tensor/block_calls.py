@@ -10,21 +10,23 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import WritesError
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
-from lightning_3d.sandbox.writes import assigns_data, writes_undone
+from lightning_3d.sandbox.writes import RefuseDataAssignment, writes_undone
 from lightning_3d.tensor.blocks import find_units
 from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.guards import ShardsCalled
-from lightning_3d.tensor.heads import Ends
+from lightning_3d.tensor.heads import NoteHeads
 from lightning_3d.tensor.sample import Sample, recorded
 
+_IN_SHARDS = "which has no effect on parameters in shards"
 FORMS = 4
 """Forms of calls of one block that are looked at."""
 
@@ -53,20 +55,23 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
     held = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     units = find_units(module)
-    watch, parts, ends = _Elsewhere(module), ShardsCalled(module, units), Ends(module)
+    users, parts, heads = _Users(module), ShardsCalled(module, units), NoteHeads(module)
+    reads = NoteReads(users.names, users.elsewhere)
+    interceptor = Interceptor(RefuseDataAssignment(module.named_parameters, _IN_SHARDS), reads, heads)
     handles = [
-        *watch.handles,
+        *users.handles,
         *parts.handles,
-        *ends.handles,
+        *heads.handles,
         *(
             module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
             for name in units
         ),
     ]
     try:
-        with torch.no_grad(), torch.random.fork_rng(), watch, ends:
-            run()
-            with suppress(Exception):  # only to see more forms of calls: what was not seen computes whole
+        with torch.no_grad(), torch.random.fork_rng():
+            with interceptor:
+                run()
+            with suppress(Exception), interceptor:  # only for more forms of calls: others compute unsplit
                 if module.training:
                     module.eval()
                     run()
@@ -82,61 +87,37 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
             if id(buffer) in values:
                 buffer.copy_(values[id(buffer)])
     samples = {name: tuple(forms.values()) for name, forms in calls.items()}
-    return Recording(samples, frozenset(watch.found), frozenset(parts.found), ends.found)
+    return Recording(samples, frozenset(reads.found), frozenset(parts.found), heads.found)
 
 
-class _Elsewhere(TorchFunctionMode):
-    """Notes which weights are used by code other than their own module's."""
+class _Users:
+    """The embeddings and linears of a module, by the parameters that they use, and which of them runs."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.inside: list[nn.Module] = []
+        self.names: dict[nn.Parameter, list[str]] = {}
+        self.owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self.running: list[nn.Module] = []
         self.handles: list[Any] = []
-        self.users: dict[int, list[tuple[str, nn.Module]]] = {}
-        self.own = set(module.parameters())
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.Embedding | nn.Linear):
                 continue
             for own, parameter in owner._parameters.items():
                 if parameter is not None:
-                    self.users.setdefault(id(parameter), []).append((f"{name}.{own}" if name else own, owner))
-            self.handles.append(owner.register_forward_pre_hook(lambda m, *_: self.inside.append(m)))
+                    self.names.setdefault(parameter, []).append(f"{name}.{own}" if name else own)
+                    self.owners.setdefault(parameter, []).append(owner)
+            self.handles.append(owner.register_forward_pre_hook(lambda m, *_: self.running.append(m)))
             self.handles.append(owner.register_forward_hook(self._leave, always_call=True))
 
     def _leave(self, *_: Any) -> None:
-        self.inside.pop()
+        self.running.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `module.to(dtype)` assigns each parameter to its own `.data` where there is nothing to convert.
-        if assigns_data(func) and args[0] is not args[1] and isinstance(args[0], nn.Parameter) and args[0] in self.own:
-            raise WritesError(
-                "The step assigns to the .data of a parameter (a target network that follows?), which has no effect on"
-                " parameters in shards. Do so in on_train_batch_start or on_train_batch_end."
-            )
-        for value in (*args, *(kwargs or {}).values()):
-            users = self.users.get(id(value), []) if isinstance(value, nn.Parameter) and not _is_question(func) else []
-            if users and not any(owner in self.inside[-1:] and _is_its_use(owner, func) for _, owner in users):
-                self.found.update(name for name, _ in users)
-        return func(*args, **(kwargs or {}))
+    def elsewhere(self, parameter: nn.Parameter, func: Any) -> bool:
+        """Return True if `func` reads `parameter` outside the forward of its owner.
 
-
-def _is_its_use(owner: nn.Module, func: Any) -> bool:
-    """Whether a module's own forward may do this to its weight: an embedding's of another class may only look up."""
-    return func is F.embedding or not isinstance(owner, nn.Embedding)
-
-
-def _is_question(func: Any) -> bool:
-    """Whether a call only asks for a dtype, a device or a shape."""
-    return getattr(func, "__name__", "") in (
-        "__get__",
-        "size",
-        "dim",
-        "numel",
-        "is_floating_point",
-        "__hash__",
-        "__len__",
-    )
+        The forward of an embedding of a class of its own may only look up.
+        """
+        owner = next((item for item in self.owners[parameter] if item in self.running[-1:]), None)
+        return owner is None or (isinstance(owner, nn.Embedding) and func is not F.embedding)
 
 
 def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., None]:

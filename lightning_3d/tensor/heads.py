@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_3d.sandbox.interceptor import Call, Rule
 
-class Ends(TorchFunctionMode):
-    """While entered, follows what is computed from the results of such linears of `module`."""
+
+class NoteHeads(Rule):
+    """Follow the results of such linears of `module`, to find those that no other product takes."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
         rows = {child.num_embeddings for child in module.modules() if isinstance(child, nn.Embedding)}
         self.names: dict[nn.Module, list[str]] = {}
         for name, child in module.named_modules(remove_duplicate=False):
@@ -25,7 +25,7 @@ class Ends(TorchFunctionMode):
         self.handles = [child.register_forward_hook(self._ran) for child in self.names]
         self.called, self.taken = set[nn.Module](), set[nn.Module]()
         self.origins: Any = WeakTensorKeyDictionary()
-        """From which of the linears a tensor was computed."""
+        """The linears from which a tensor was computed."""
 
     @property
     def found(self) -> frozenset[str]:
@@ -36,18 +36,16 @@ class Ends(TorchFunctionMode):
         self.called.add(head)
         self.origins.update({tensor: frozenset((head,)) for tensor in _floating(result)})
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def after(self, call: Call, result: Any) -> None:
         if not self.called:
-            return result
-        operands = list(_floating((args, kwargs)))
+            return
+        operands = list(_floating((call.args, call.kwargs)))
         origins = frozenset[nn.Module]().union(*(self.origins.get(tensor, ()) for tensor in operands))
         if any(isinstance(tensor, nn.Parameter) and tensor.dim() > 1 for tensor in operands):
             self.taken |= origins
         elif origins:
-            changed = operands[:1] if getattr(func, "__name__", "") == "__setitem__" else []
+            changed = operands[:1] if call.name == "__setitem__" else []
             self.origins.update(dict.fromkeys((*_floating(result), *changed), origins))
-        return result
 
 
 def _floating(value: Any) -> Iterator[Tensor]:

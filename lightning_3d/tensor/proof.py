@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.geometry import TensorSplit, assemble
@@ -51,9 +52,10 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
     """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
     call = sample.fresh()
     inputs = call.tensors()
-    with torch.enable_grad(), SilenceRandom() as quiet:
+    silence = SilenceRandom()
+    with torch.enable_grad(), Interceptor(silence):
         results = whole_tensors(tensors_in(module(*call.args, **call.kwargs)))
-    with torch.enable_grad():  # outside of Quiet, where random numbers are constants
+    with torch.enable_grad():  # outside of the interceptor, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
         losses = [
             (result * torch.randn(result.shape, generator=generator)).sum()
@@ -66,7 +68,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
         outputs=[result.detach() for result in results],
         input_grads={index: tensor.grad for index, tensor in enumerate(inputs) if tensor.grad is not None},
         parameter_grads={name: p.grad for name, p in module.named_parameters() if p.grad is not None},
-        dropped=quiet.dropped,
+        dropped=silence.dropped,
     )
 
 
@@ -200,7 +202,7 @@ def _forward(
     shard = shard_copy(scratch, lambda name, value: held(plan, name, value, axis.rank))
     patch_unit(shard, plan, axis)
     call = sample.fresh()
-    with torch.no_grad(), SilenceRandom():
+    with torch.no_grad(), Interceptor(SilenceRandom()):
         return tensors_in(shard(*call.args, **call.kwargs))
 
 

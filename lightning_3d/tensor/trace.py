@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_3d.sandbox.interceptor import Call as TensorCall
+from lightning_3d.sandbox.interceptor import Interceptor, Rule
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import names_of
@@ -57,19 +59,19 @@ class Trace:
     """Modules whose forward ran."""
 
 
-class _Cutter(SilenceRandom):
+class _Cutter(Rule):
     def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
         self.names, self.trace, self.stack = names, Trace(), [""]
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, call: TensorCall) -> TensorCall:
+        func, args, kwargs = call.func, call.args, call.kwargs
         if func not in PRODUCTS:
-            return func(*args, **kwargs)
-        operands = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.is_floating_point()]
+            return call
+        operands = [x for x in call.tensors() if x.is_floating_point()]
         weights = [x for x in operands if self._parameters_of(x)]
         others = [x for x in operands if not self._parameters_of(x) and x.dim() > 1]
         if len(others) != 1 or not any(weight.dim() > 1 for weight in weights):
-            return func(*args, **kwargs)
+            return call
         before = others[0]
         leaf = before.detach().clone().requires_grad_()
 
@@ -80,7 +82,7 @@ class _Cutter(SilenceRandom):
         matrices = [name for w in weights if w.dim() > 1 for name in self._parameters_of(w)]
         vectors = [name for w in weights if w.dim() == 1 for name in self._parameters_of(w)]
         self.trace.calls.append(Call((*matrices, *vectors), self.stack[-1], before, leaf, again))
-        return again(leaf)
+        return call._replace(func=again, args=(leaf,), kwargs={})
 
     def _parameters_of(self, tensor: Tensor) -> list[str]:
         """The parameters that `tensor` is made of; none where anything else takes part."""
@@ -96,7 +98,7 @@ def trace(module: nn.Module, sample: Sample) -> Trace:
         handles.append(child.register_forward_pre_hook(lambda *_, n=name: _enter(cutter, n)))
         handles.append(child.register_forward_hook(lambda _, __, out, n=name: _leave(cutter, n, out), always_call=True))
     try:
-        with torch.enable_grad(), cutter:
+        with torch.enable_grad(), Interceptor(SilenceRandom(), cutter):
             cutter.trace.inputs = sample.tensors()
             cutter.trace.outputs = tensors_in(module(*sample.args, **sample.kwargs))
     finally:

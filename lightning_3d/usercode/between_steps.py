@@ -6,7 +6,6 @@ adding such a one to a real one changes nothing. See `shards.py` for single oper
 """
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d.errors import UnsupportedError, is_meta_error
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks import talk
-from lightning_3d.sandbox.writes import RaiseAgain, assigns_data
+from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
 from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
 from lightning_3d.usercode.shard_rules import ShardRules, is_copy
 
@@ -42,8 +41,8 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
     )
 
 
-class HookRules(RaiseAgain):
-    """Entered around code called `name` beside a module that is `composed`.
+class HookRules(Rule):
+    """The rules for the code called `name` between steps of a module that is `composed`.
 
     Args:
         name: of a hook or an optimizer's step, for errors.
@@ -63,32 +62,28 @@ class HookRules(RaiseAgain):
         numbers: RemoteNumbers | None = None,
         remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
     ) -> None:
-        super().__init__()
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read, self.remedy = name, read, remedy
         self.shards = None if composed is None else ShardRules(name, composed, remedy)
         self.numbers = numbers
         self.one_stage = composed is not None and composed.stages is None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.shard_of and func != _GRAD:  # gradients of a window are where it is gathered
-            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (args, kwargs))
-        if self.one_stage and (func == _GRAD or not any(map(_may_be_parts, (*args, *(kwargs or {}).values())))):
-            return func(*args, **(kwargs or {}))  # nearly all that hooks do
-        caller = sys._getframe(1)
-        if self.numbers is not None and caller.f_code.co_filename.startswith(_OURS):
-            return func(*args, **(kwargs or {}))  # knows what it has
-        try:
-            if self.numbers is not None and func == _GRAD:
-                return self.numbers.gradient(args[0], _place(self.name, caller))
-            if self.numbers is not None and func == _DEVICE:
-                return self.numbers.device(args[0])
-            return self._call(func, args, kwargs or {}, caller)
-        except UnsupportedError as error:
-            self.refused = error
-            raise
+    def before(self, call: Call) -> Call:
+        if self.shard_of and call.func != _GRAD:  # gradients of a window are where it is gathered
+            args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (call.args, call.kwargs))
+            call = call._replace(args=args, kwargs=kwargs)
+        if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
+            return call  # nearly all that hooks do
+        if self.numbers is not None and call.caller.f_code.co_filename.startswith(_OURS):
+            return call  # the package's own code
+        return Call(self._run, (call,), {}, call.caller, ())
 
-    def _call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
+    def _run(self, call: Call) -> Any:
+        func, args, kwargs, caller, _ = call
+        if self.numbers is not None and func == _GRAD:
+            return self.numbers.gradient(args[0], _place(self.name, caller))
+        if self.numbers is not None and func == _DEVICE:
+            return self.numbers.device(args[0])
         for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
             if _of_two_stages(operands):
                 raise UnsupportedError(
@@ -98,7 +93,7 @@ class HookRules(RaiseAgain):
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
-                return self._run(Tensor.copy_, args, {}, nullcontext())
+                return self._compute(Tensor.copy_, args, {}, nullcontext())
         if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
             args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
@@ -108,7 +103,7 @@ class HookRules(RaiseAgain):
                 " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
             )
         harmless = _is_plain(func) and not any(map(is_copy, args))
-        result = self._run(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
+        result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())
         if isinstance(result, DTensor | list | tuple) and not is_view(func):
             result = tree_map(lambda leaf: self._plain(leaf, caller), result)
         if self.numbers is None:
@@ -140,7 +135,7 @@ class HookRules(RaiseAgain):
         owner = self.shards.owner(tensor, "reads numbers from")
         return tensor.full_tensor() if owner is None else self.shards.composed.gather_full(owner, tensor)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:
             with within:
                 return _by_kind(func, args, kwargs) if _is_foreach(func) else func(*args, **kwargs)

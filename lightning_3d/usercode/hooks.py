@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_3d.parallelize import ParallelModule
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.data_parallel import DataParallel
@@ -100,7 +101,7 @@ def _watched(
         if kind in _WITHIN:
             gathered = ()
         before = [shard._version for _, shard in gathered]
-        with HookRules(name, placed, read, gathered, numbers):
+        with Interceptor(HookRules(name, placed, read, gathered, numbers)):
             result = hook(*args, **kwargs)
         if before != [shard._version for _, shard in gathered]:
             data().reshard()  # what is gathered is out of date

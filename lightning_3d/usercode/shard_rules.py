@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks.shards import like, local
+from lightning_3d.sandbox.interceptor import storage
 
 _COPY = "_lightning_3d_copy"
 """Set on a tensor that would be a view on one device, and is a copy here."""
@@ -96,7 +97,7 @@ class ShardRules(TorchDispatchMode):
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         gradients = (p.grad for p in self.composed.module.parameters() if not p.is_meta)
-        return any(grad is not None and _memory(grad) == _memory(tensor) for grad in gradients)
+        return any(grad is not None and storage(grad) == storage(tensor) for grad in gradients)
 
     def owner(self, tensor: DTensor, does: str) -> nn.Parameter | None:
         """A parameter that is divided as `tensor` is, None where there is none.
@@ -108,7 +109,7 @@ class ShardRules(TorchDispatchMode):
             for p in self.composed.module.parameters()
             if isinstance(p, DTensor) and (p.shape, p.placements) == (tensor.shape, tensor.placements)
         ]
-        itself = [p for p in alike if _memory(tensor) in {_memory(each) for each in (p, p.grad) if each is not None}]
+        itself = [p for p in alike if storage(tensor) in {storage(each) for each in (p, p.grad) if each is not None}]
         found = itself or alike
         if len({self.composed.splits.get(p) for p in found}) > 1:
             raise self._unknown(tensor, does)
@@ -122,7 +123,7 @@ class ShardRules(TorchDispatchMode):
 
     def _note_copies(self, source: Any, result: Any) -> None:
         for view in tree_leaves(result):
-            if isinstance(view, DTensor) and (is_copy(source) or _memory(view) != _memory(source)):
+            if isinstance(view, DTensor) and (is_copy(source) or storage(view) != storage(source)):
                 owner = self.owner(source, "takes a slice of") if isinstance(source, DTensor) else None
                 split = None if owner is None else self.composed.splits.get(owner)
                 if split is not None and max(map(len, split.pieces)) > 1:
@@ -132,7 +133,3 @@ class ShardRules(TorchDispatchMode):
                         f" it from state_dict(), called on every rank. {self.remedy}"
                     )
                 setattr(view, _COPY, True)
-
-
-def _memory(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage()._cdata

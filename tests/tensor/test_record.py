@@ -60,5 +60,7 @@ def test_moving_a_module_that_is_not_part_of_it_is_no_write():
 
 def test_assigning_to_a_weight_of_its_own_is_one():
     module = Taught(True)
-    with pytest.raises(WritesError, match=r"assigns to the \.data of a parameter"):
+    with pytest.raises(
+        WritesError, match=r"The step changes 'held.weight' in place.* no effect on parameters in shards"
+    ):
         record_calls(module, lambda: module(torch.randn(2, 4)))

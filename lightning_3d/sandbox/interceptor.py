@@ -1,0 +1,115 @@
+"""The interceptor of the user's tensor operations, and the rules that it asks.
+
+It intercepts a call once, as the user's code makes it: what torch computes within that call is not intercepted.
+"""
+
+import sys
+from functools import cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.ranks.shards import local
+
+
+class Call(NamedTuple):
+    """A tensor operation, before it runs."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    caller: FrameType
+    """The frame that makes the call."""
+    targets: tuple[tuple[Tensor, int], ...]
+    """Tensors that the call may change in place, each with its version."""
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", "")
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, in containers too."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def written(self) -> list[Tensor]:
+        """The targets that the call has changed. Asked for after it."""
+        uncounted = assigns_data(self.func) or self.name.startswith("_foreach")  # torch: no versions of listed DTensors
+        return [tensor for tensor, version in self.targets if uncounted or tensor._version != version]
+
+
+class Rule:
+    """A rule about tensor operations. This one changes and notes nothing."""
+
+    def before(self, call: Call) -> Call:
+        """Return the call to run in place of `call`, or raise `UnsupportedError`."""
+        return call
+
+    def after(self, call: Call, result: Any) -> None:
+        """Note the `result` of `call`, as the user made it, or raise `UnsupportedError`."""
+
+
+class Interceptor(TorchFunctionMode):
+    """Ask `rules` about each tensor operation while entered.
+
+    An `UnsupportedError` leaves the context also where code inside makes something else of it, as `load_state_dict`
+    does.
+    """
+
+    def __init__(self, *rules: Rule) -> None:
+        super().__init__()
+        self.rules = rules
+        self.refused: UnsupportedError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = run = Call(func, args, kwargs, sys._getframe(1), _targets(func, args, kwargs))
+        try:
+            for rule in self.rules:
+                run = rule.before(run)
+            result = run.func(*run.args, **run.kwargs)
+            for rule in self.rules:
+                rule.after(call, result)
+        except UnsupportedError as error:
+            self.refused = error
+            raise
+        return result
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.refused is not None and error is not self.refused:
+            raise self.refused from error
+
+
+def assigns_data(func: Any) -> bool:
+    """Return True if a call is `tensor.data = `."""
+    return bool(func == Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+def storage(tensor: Tensor) -> int:
+    """The identity of the memory that a tensor and its views share."""
+    with torch._C.DisableTorchFunction():
+        return local(tensor).untyped_storage()._cdata
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:
+    first = args[:1] if _in_place(func) else ()
+    if not first and "out" not in kwargs:
+        return ()
+    leaves = tree_leaves((first, kwargs.get("out")))
+    # a sparse tensor has no storage, and no parameter is one
+    return tuple((x, x._version) for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+
+
+@cache
+def _in_place(func: Any) -> bool:
+    """Return True if a call may change its first argument, by its name: `mul_`, `__imul__`, `__setitem__`."""
+    name = getattr(func, "__name__", "")
+    if name in ("requires_grad_", "detach_"):
+        return False
+    special = name.startswith("__i") or name == "__setitem__" or assigns_data(func)
+    return special or (name.endswith("_") and not name.endswith("__"))

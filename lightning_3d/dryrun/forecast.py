@@ -27,12 +27,10 @@ from lightning_3d.planner.priced_layout import Plan, price_layout
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.profile_module import Trace, count_module, measured_profile
 from lightning_3d.planner.states import StateBytes
-from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import step_arguments
-from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.trees import leaves
-from lightning_3d.sandbox.trial import state_restored
+from lightning_3d.sandbox.trial import trial
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.tensor_plan import UnitPlan
@@ -123,8 +121,8 @@ class Step:
         split = plan_pipeline(self.module, anatomy, self.layout, None)
         if self.layout.tensor_parallel_size == 1:
             return ParallelPlan(anatomy, split)
-        step, tap = self.module.training_step, LogRecorder(self.module)
-        with random_streams.restored_streams(), state_restored(self.module), tap.recording(Record()):
+        step = self.module.training_step
+        with trial(self.module, gradients=False):
             calls = record_calls(self.module, lambda: step(*step_arguments(step, self.batch)))
         tensor = plan_tensor(
             self.module,

@@ -20,8 +20,9 @@ from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
-from lightning_3d.sandbox.snapshot import Attributes, join_changes
+from lightning_3d.sandbox.snapshot import isolated
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 from lightning_3d.tensor import plan_module, proof, scratch
 from lightning_3d.tensor.blocks import structure
@@ -70,13 +71,12 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
     def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
         whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
         whole.pipeline, whole.world = pipeline, world
-        attributes = Attributes(pipeline.module)
         recording = pipeline.taps.recording(record, whole.use_at_end)
-        with attributes.apart() as changes, whole, pipeline.gates.directed(whole), recording:
+        with isolated(pipeline.module) as changes, whole, pipeline.gates.directed(whole), recording:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
             whole.use_at_end(result)
-        kept = join_changes([changes], [1], attributes.before)
+        kept = join_changes([changes], [1], {})
         pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)
         return whole, whole.trace_of_step(), []
 

@@ -1,7 +1,6 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_3d.pipeline.traced_tensor import not_a_view
+from lightning_3d.sandbox.trial import saved_gradients
 
 
 def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -18,19 +18,6 @@ def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-
-
-@contextmanager
-def gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Backwards inside begin with no `.grad`; what was there is put back."""
-    before = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, grad in zip(tensors, before, strict=True):
-            tensor.grad = grad
 
 
 def gradients(
@@ -43,7 +30,7 @@ def gradients(
     """
     if not _recomputes_reentrantly(outputs):
         return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
-    with gradients_aside(leaves):
+    with saved_gradients(leaves):
         torch.autograd.backward(outputs, grads, retain_graph=again)  # such a checkpoint allows no other
         return [leaf.grad for leaf in leaves]
 
@@ -107,7 +94,7 @@ def halves_agree(
     if not _joins_once(outputs, {id(tensor) for tensor in inputs if tensor.requires_grad}):
         return False
     leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
-    with gradients_aside(leaves):
+    with saved_gradients(leaves):
         try:
             input_half(outputs, grads, inputs, parameters).run(parameters)
         except RuntimeError:  # a recomputation that allows one backward only, say

@@ -19,28 +19,28 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.backward import gradients_aside
 from lightning_3d.pipeline.gates import Gates, hooked_inside
-from lightning_3d.pipeline.loss_mean import warn_unless_mean
+from lightning_3d.pipeline.loss_mean import (
+    ROUNDING,
+    StepResult,
+    loss_is_no_mean,
+    parameters_of_last_block,
+    step_result,
+    training_only,
+)
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, step_arguments
-from lightning_3d.sandbox.log_recorder import LogRecorder
-from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import leaves, loss_of, unshared
-from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
-from lightning_3d.sandbox.writes import no_writes, writes_undone
+from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.writes import no_writes
 
 Prints = list[Print]
-_ROUNDING = 1e-3
-"""Of fp32, and wherever hooks inside of blocks may take something: what is made of it is small (a router's loss), and
-low precision rounds alike in the cut module and in the whole one, but for sums."""
-_TRIALS = 8
-"""Runs with other random numbers, where the code around the blocks draws any, to see if it chooses blocks by them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class UncutRun:
     buffers: Mapping[str, Prints]
     """Those that the step changes, as it leaves them."""
     compared: bool
-    """Whether the numbers are to be compared with those of the cut module."""
+    """True where the numbers are to be compared with those of the cut module."""
+    drawn: bool = False
+    """True where code between units drew random numbers."""
 
 
 class Observer:
@@ -127,78 +129,105 @@ def observe(
     loss_of: Callable[[Any], Tensor | None],
     compared: bool,
 ) -> UncutRun:
-    """Run `step` on the whole module and watch. Buffers and random streams must be put back by the caller.
+    """Run `step` on the uncut module in a trial, and observe it.
 
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around the step (autocast).
-        loss_of: the loss in what the step returns.
-        compared: also run the backward. It takes the memory of the whole module's gradients once.
-
-    Raises `UnsupportedError` where the step chooses by random numbers which blocks to run.
+        loss_of: takes the loss from what the step returns.
+        compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
     seed = random_streams.draw()
     gates = Gates(module, units, ())
     reads = _Reads(module, units, gates)
     try:
-        before = marks(module, [name for name, _ in module.named_buffers()])
-        observer, output = _run(module, gates, step, args, context, seed, reads)
-        buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
-        if observer.drawn:
-            _refuse_random_order(module, gates, step, args, context, observer)
-        result = fingerprint(output)
-        loss = loss_of(output) if compared else None
-        grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
+        with trial(module, gradients=compared, optimizers=False, inside_block=gates.inside_block):
+            before = marks(module, [name for name, _ in module.named_buffers()])
+            with reads:
+                observer, output = _run(module, gates, step, args, context, seed)
+            buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
+            result = fingerprint(output)
+            loss = loss_of(output) if compared else None
+            grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     finally:
         gates.remove()
     with context():
-        rounding = _ROUNDING if hooked_inside(module, units) else _rounding(module)
+        rounding = ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
-    return UncutRun(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
+    return UncutRun(
+        step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared,
+        observer.drawn,
+    )  # fmt: skip
 
 
-def _run(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, mode: Any
-) -> tuple[Observer, Any]:
+def _run(module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int) -> tuple[Observer, Any]:
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
     observer = Observer(seed)
-    with gates.directed(observer), LogRecorder(module, gates.inside_block).recording(Record()), mode, context():
+    with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
     return observer, output
 
 
-def _refuse_random_order(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, observer: Observer
-) -> None:
-    for trial in range(1, _TRIALS):
-        other, _ = _run(module, gates, step, args, context, observer.seed + trial, _NoMode())
-        if other.calls != observer.calls:
+@dataclass
+class _OtherRuns:
+    """Runs of the step on halves of the batch and on all of it, without dropout and noise.
+
+    Each has another seed than the first: the stages of a pipeline must know which block comes next, whatever is drawn.
+    """
+
+    module: Any
+    uncut: UncutRun
+    units: Sequence[str]
+    context: Callable[[], AbstractContextManager[Any]]
+    failed: bool = False
+
+    def __call__(self, rows: Any, seed: int) -> StepResult | None:
+        args = (rows, *self.uncut.args[1:])
+        parameters = parameters_of_last_block(self.module, self.uncut.calls)
+        gates = Gates(self.module, self.units, ())
+        try:
+            with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
+                with SilenceRandom():
+                    other, output = _run(
+                        self.module, gates, self.uncut.step, args, self.context, self.uncut.seed + seed
+                    )
+                result = step_result(loss_of(output), parameters)
+        except Lightning3DError:
+            raise
+        except Exception:  # code that needs real noise, or differentiates by other weights itself
+            self.failed = True
+            return None
+        finally:
+            gates.remove()
+        self._refuse_random_order(tuple(other.calls))
+        return result
+
+    def _refuse_random_order(self, calls: tuple[str, ...]) -> None:
+        expected = self.uncut.calls
+        if self.uncut.drawn and calls != expected:
             raise UnsupportedError(
-                f"{step} draws at random which blocks to run: {len(observer.calls)} calls of blocks with one seed,"
-                f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
-                " next. Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
+                f"{self.uncut.step} draws at random which blocks to run: {len(expected)} calls of blocks with one seed,"
+                f" {len(calls)} with another, in another order. The stages of a pipeline must know what comes next."
+                " Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
             )
 
 
-class _NoMode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
-    named = dict(module.named_parameters())
-    with gradients_aside(list(named.values())):
-        torch.autograd.backward(loss)
-        return {name: grad_print(item.grad) for name, item in named.items() if item.grad is not None}
+    torch.autograd.backward(loss)
+    return {name: grad_print(item.grad) for name, item in module.named_parameters() if item.grad is not None}
 
 
 def _rounding(module: nn.Module) -> float:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else _ROUNDING
+    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING
 
 
+_NO_MEAN = (
+    ", so microbatches do not train exactly as one device does. num_microbatches=1 runs the full batch at once;"
+    " loss_scope='batch' computes the loss on the full batch, which helps unless it is batch norm inside the blocks."
+)
 _IN_PIECES = "which under a pipeline each microbatch would do, on a stage that may not have it"
 
 
@@ -229,23 +258,25 @@ def observe_one_batch(
         if not map_style(loaders):
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
-        cut = fitting and bool(args)  # evaluation runs whole batches
+        cut = fitting and bool(args)  # evaluation runs full batches
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size) if cut else [1]
         pieces = split_batch(args[0], sizes) if args else []
 
         def run(rows: Any) -> None:
-            with state_restored(module), LogRecorder(module).recording(Record()), context():
+            with trial(module, gradients=fitting, optimizers=False), context():
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
-        with torch.set_grad_enabled(fitting), _cut_as_rows(run, args, sizes, name):
-            with state_restored(module):
-                first = (*pieces[:1], *args[1:])
-                whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
-            for second in pieces[1:2]:  # what counts from the batch's start is right in the first
-                run(second)
-        if mean and fitting and args:
-            warn_unless_mean(module, name, args, sizes, context, whole.calls, whole.rounding)
-        return whole
+        with _cut_as_rows(run, args, sizes, name):
+            first = (*pieces[:1], *args[1:])
+            uncut = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
+            others = _OtherRuns(module, uncut, units, context)
+            text = loss_is_no_mean(others, args[0], sizes, uncut.rounding) if mean and cut else None
+            if not mean or others.failed:
+                for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
+                    run(second)
+        if text is not None:
+            rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}{_NO_MEAN}")
+        return uncut
 
     return _on_every_rank(look, module, name)
 
@@ -255,13 +286,7 @@ def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule,
     found: UncutRun | None = None
     said: Any = None
     try:
-        with (
-            random_streams.restored_streams(),
-            state_restored(module),
-            optimizers_on_demand(module),
-            writes_undone(module),
-            no_writes(module.named_parameters, _IN_PIECES),
-        ):
+        with trial(module, gradients=True, logs=False), no_writes(module.named_parameters, _IN_PIECES):
             found = look()
         said = (found.calls, found.read) if found is not None else None
     except UnsupportedError as error:

@@ -27,7 +27,6 @@ from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.counts import Counts
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of, unshared
@@ -87,7 +86,6 @@ class Pipeline:
         """Stages whose backward is not to be run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
         """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
-        self.counts = Counts()
         self.stash: dict[nn.Parameter, Tensor] = {}
         self.older: dict[nn.Parameter, Tensor] = {}
         """Gradients of earlier windows that may have to stay."""

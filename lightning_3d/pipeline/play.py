@@ -8,7 +8,7 @@ from lightning_3d.pipeline.stage import Cut, StagePlay
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.ranks.rank_zero import alone
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.snapshot import undone
+from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, untrace
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def play(
     undo = () if player.final else trace.changed
     ends = refuse_placeholders if player.final else None
     recording = pipeline.taps.recording(record, ends, speaks=real and player.final and pipeline.speaks)
-    with undone(pipeline.module, undo), player, pipeline.gates.directed(player), recording, alone():
+    with isolated_buffers(pipeline.module, undo), player, pipeline.gates.directed(player), recording, alone():
         try:
             output = pipeline.call(name, args, seed)
         except Cut:

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError
+from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
 from lightning_3d.pipeline.schedule import SPLIT
-from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.snapshot import Attributes, changed, marks, open_buffers
+from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
-from lightning_3d.sandbox.trial import state_restored
+from lightning_3d.sandbox.trial import trial
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.pipeline import Pipeline
@@ -38,13 +37,12 @@ def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, 
     Args:
         uncut: what the same step did before the module was cut; then gradients are compared too.
     """
-    with random_streams.restored_streams():
-        with state_restored(pipeline.module):
-            whole, trace, result = _run_whole(pipeline, step, args, seed)
-        _agree(pipeline, trace, seed)
-        key = (step, trace.pattern, pipeline.trained)
-        if uncut is not None or key not in pipeline.proven:
-            pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+    with trial(pipeline.module, gradients=True, logs=False):
+        whole, trace, result = _run_whole(pipeline, step, args, seed)
+    _agree(pipeline, trace, seed)
+    key = (step, trace.pattern, pipeline.trained)
+    if uncut is not None or key not in pipeline.proven:
+        pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
     return replace(trace, unreached=pipeline.proven[key])
 
 
@@ -59,7 +57,7 @@ def _run_in_stages(
     uncut: UncutRun | None,
 ) -> frozenset[str]:
     relay = StageRelay(pipeline, trace)
-    with state_restored(pipeline.module):
+    with trial(pipeline.module, gradients=True, logs=False):
         relay.forward(step, args, seed, whole, result)
         if uncut is not None:
             relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
@@ -83,13 +81,27 @@ def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
 def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
     whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
-    attributes = Attributes(pipeline.module, pipeline.counts)
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
-    with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
-        result = pipeline.call(step, args, seed)
-        whole.use_at_end((result, list(attributes.changes().values())))
+    with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end):
+        with isolated(pipeline.module) as changes:
+            result = _call(pipeline, step, args, seed)
+        whole.use_at_end((result, list(changes.values())))
     trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
     return whole, trace, fingerprint(untrace(result))
+
+
+def _call(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Any:
+    try:
+        return pipeline.call(step, args, seed)
+    except (RuntimeError, TypeError) as error:
+        if not is_meta_error(error):
+            raise
+        raise PipelineSplitError(
+            f"{step} reads a parameter of a block that another stage owns, outside of that block ({error}). Where no"
+            " batch can be read ahead of training, such as from an IterableDataset, only parameters of modules around"
+            " blocks are on every stage. Let the block that owns the parameter compute with it, train from a dataset"
+            " with indices, or use pipeline_parallel_size=1."
+        ) from error
 
 
 def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:

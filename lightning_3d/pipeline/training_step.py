@@ -17,9 +17,9 @@ from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Carried, Trace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
-from lightning_3d.sandbox.counts import exact
+from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
-from lightning_3d.sandbox.snapshot import Attributes, Changes, join_changes, put, sendable
+from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
 from lightning_3d.sandbox.trees import detached, join_outputs, loss_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ class TrainingStep:
         """What the whole batch's step would have returned and logged, on every rank."""
         self._cut_batch()
         pipeline = self.pipeline
-        self.attributes = Attributes(pipeline.module, pipeline.counts)
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
             self._head if self.whole else None, pipeline.unsplit,
@@ -81,7 +80,7 @@ class TrainingStep:
     def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
         trace = self.traces[index]
         record = Record()
-        with self.attributes.apart() as changes:
+        with isolated(self.pipeline.module) as changes:
             result = play(
                 self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
                 self.microbatches[index], self._mark(index), received, record, real=True,
@@ -93,7 +92,7 @@ class TrainingStep:
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
         """Keep what a step returned; what backward starts from."""
         refuse_placeholders(list(changes.values()))
-        self.outputs.append(exact(detached(output)))
+        self.outputs.append(detached(output))
         self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
@@ -108,7 +107,7 @@ class TrainingStep:
                   for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
-        with self.attributes.apart() as changes:
+        with isolated(self.pipeline.module) as changes:
             output = play(
                 self.pipeline, self.whole, part, "head", self.name, self.args, self.seed, joined, record, real=True
             )
@@ -131,12 +130,12 @@ class TrainingStep:
         mine, last = None, self.pipeline.holds_last
         if last:
             record = combine(self.records, self.sizes)
-            changes = sendable(join_changes(self.changes, self.sizes, self.attributes.before, self.pipeline.counts))
+            changes = sendable(join_changes(self.changes, self.sizes, plain_attributes(self.pipeline.module)))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
-            put(self.pipeline.module, buffers)
-        self.attributes.put(changes)
+            put_buffers(self.pipeline.module, buffers)
+        put_changes(self.pipeline.module, changes)
         return output, Record(calls)
 
     def _buffers(self) -> dict[str, Tensor]:

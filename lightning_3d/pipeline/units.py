@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.pipeline.reading import direct_parameters, ordered_children
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -59,7 +58,7 @@ def in_running_order(units: tuple[Unit, ...], module: nn.Module, calls: Sequence
 
 
 def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tuple[str, ...]:
-    """Names of parameters that code outside units reads: their own direct ones, and `self.table.weight` of a unit."""
+    """Names of the parameters of modules around units, whose code runs on every stage."""
     names = [unit.name for unit in units]
     found: list[str] = []
     for prefix, inner in module.named_modules():
@@ -67,12 +66,13 @@ def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tu
             continue
         dotted = f"{prefix}." if prefix else ""
         found += [dotted + name for name, _ in inner.named_parameters(recurse=False)]
-        found += [dotted + name for name in sorted(direct_parameters(inner))]
     return tuple(dict.fromkeys(found))
 
 
 def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
-    for name, child in ordered_children(module):
+    for name, child in module._modules.items():  # `named_children` leaves out one that stands at a second place
+        if child is None:
+            continue
         full = f"{prefix}.{name}" if prefix else name
         count = sum(parameter.numel() for parameter in child.parameters())
         if count == 0 and not isinstance(child, _NormBase):

@@ -1,8 +1,9 @@
-"""Cutting a batch into microbatches, and putting what the steps returned together again.
+"""Cuts a batch into microbatches.
 
 The batch size is dimension 0 of most tensors in the batch. Tensors of that length are cut along it, and so are lists
-of that length that hold no such tensor (captions, one dict per image); everything else goes whole to every microbatch.
-A tensor whose first dimension has that length by chance (class weights, say) is cut too: give it another shape.
+of that length that hold no such tensor (captions, one dict per image); every microbatch gets
+everything else in full. A tensor whose first dimension has that length by chance (class weights) is cut too: give it
+another shape.
 """
 
 from collections import Counter
@@ -30,7 +31,7 @@ def batch_size(batch: Any) -> int | None:
 
 
 def _is_packed(value: Any) -> bool:
-    """Whether a PackedSequence is in it, whose rows are steps of all samples in turn."""
+    """True for a value with a PackedSequence in it, whose rows are steps of all samples in turn."""
     return isinstance(value, PackedSequence) or any(map(_is_packed, children(value) or ()))
 
 
@@ -80,7 +81,7 @@ def _take(value: Any, rows: int, start: int, stop: int) -> Any:
 
 
 def signature(value: Any) -> Any:
-    """What two microbatches must share for one rehearsal to hold for both: nesting, shapes, types."""
+    """Nesting, shapes and types: one rehearsal is valid for all microbatches of the same signature."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     inner = children(value)

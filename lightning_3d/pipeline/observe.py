@@ -1,9 +1,7 @@
-"""The step on the whole module, before it is cut: the order of its blocks, and the numbers that the cut must keep.
+"""Runs the step on the uncut module: the order of its blocks, and the numbers that the cut must keep.
 
-Once the module is cut, no rank can run all of it, and what blocks tell each other beside their arguments (a tensor kept
-on a module, a hook inside a block) is lost on every rank alike. So one microbatch goes through the module before.
-
-One batch through the whole module before it is placed: what each block is called with, and what comes out.
+Once the module is cut, no rank can run all of it. Values that blocks exchange in other ways than by arguments (a tensor
+on a module, a hook inside a block) are then lost on every rank alike. So one microbatch runs before the cut.
 """
 
 import random
@@ -45,7 +43,7 @@ Prints = list[Print]
 
 @dataclass(frozen=True)
 class UncutRun:
-    """What a step does with one microbatch on the whole module."""
+    """A run of a step on one microbatch, on the uncut module."""
 
     step: str
     args: tuple[Any, ...]
@@ -55,14 +53,14 @@ class UncutRun:
     read: tuple[str, ...]
     """Parameters of units that code outside of these units reads."""
     arguments: tuple[Prints, ...]
-    """Of each call."""
+    """Fingerprints of the arguments of each call."""
     result: Prints
     grads: Mapping[str, Print]
-    """Of each parameter that gets a gradient; empty where the step gives no loss to differentiate."""
+    """By parameter, for those with a gradient; empty where there is no loss to differentiate."""
     rounding: float
     """How far two computations of the same gradient may differ, relative to it."""
     buffers: Mapping[str, Prints]
-    """Those that the step changes, as it leaves them."""
+    """Fingerprints of the buffers that the step changes, after the step."""
     compared: bool
     """True where the numbers are to be compared with those of the cut module."""
     drawn: bool = False
@@ -70,7 +68,7 @@ class UncutRun:
 
 
 class Observer:
-    """A `Director` of the uncut module: notes calls, and restarts random streams as the stages will."""
+    """A `Director` of the uncut module: records calls, and restarts random streams as the stages will."""
 
     skipping = False
 
@@ -79,7 +77,7 @@ class Observer:
         self.calls: list[str] = []
         self.arguments: list[Prints] = []
         self.drawn = False
-        """Whether code between units drew random numbers."""
+        """True once code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -240,20 +238,20 @@ def observe_one_batch(
     context: Callable[[], AbstractContextManager[Any]],
     mean: bool,
 ) -> UncutRun | None:
-    """Run the step that is about to run on the first microbatch of its first batch, forward and backward, and watch.
+    """Observe the step that is about to run, on the first microbatch of its first batch, forward and backward.
 
-    None where the batch cannot be read twice (a stream) or the step cannot be run by itself on every rank: then the
-    pipeline learns what it can from the first step. Collective; what one rank raises, all raise.
+    None where the batch cannot be read twice (a stream), or where the step fails on a rank. Then the pipeline learns
+    the order of blocks from their declaration. Collective; an error of one rank is raised on all.
 
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around a step (autocast).
-        mean: whether the loss will be taken for a mean over samples; the user is told if it is none.
+        mean: True to test that the loss is a mean over samples, with a warning if it is not.
     """
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
 
-    def look() -> UncutRun | None:
+    def observation() -> UncutRun | None:
         loaders = loaders_of(trainer)
         if not map_style(loaders):
             return None
@@ -278,38 +276,37 @@ def observe_one_batch(
             rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}{_NO_MEAN}")
         return uncut
 
-    return _on_every_rank(look, module, name)
+    return _on_every_rank(observation, module, name)
 
 
-def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
-    """What `look` finds, where it finds something on every rank. What one rank refuses, all refuse."""
-    found: UncutRun | None = None
-    said: Any = None
+def _on_every_rank(observation: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
+    """The result of `observation`, where every rank has one. Refusals of one rank are raised on all."""
+    uncut: UncutRun | None = None
+    message: Any = None
     try:
         with trial(module, gradients=True, logs=False), no_writes(module.named_parameters, _IN_PIECES):
-            found = look()
-        said = (found.calls, found.read) if found is not None else None
+            uncut = observation()
+        message = (uncut.calls, uncut.read) if uncut is not None else None
     except UnsupportedError as error:
-        said = error
+        message = error
     except Exception as error:
         rank_zero_warn(
-            f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). The order of"
-            " its blocks is read from the code, and that they tell each other nothing beside their arguments is taken"
-            " on trust."
+            f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). Its blocks"
+            " are taken to run in the order of their declaration, and to exchange values by their arguments only."
         )
-    everyone = talk.gather(said)
+    everyone = talk.gather(message)
     for answer in everyone:
         if isinstance(answer, UnsupportedError):
             raise answer
-    if found is None or None in everyone:
+    if uncut is None or None in everyone:
         return None
     calls, read = everyone[0]
-    return replace(found, calls=calls, read=read)  # all ranks must cut alike
+    return replace(uncut, calls=calls, read=read)  # all ranks must cut alike
 
 
 @contextmanager
 def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[int], step: str) -> Iterator[None]:
-    """Refuse the cut where what is inside fails on a microbatch, and `run` does not on the whole batch."""
+    """Refuse the cut where the code inside fails on a microbatch, and `run` works on the full batch."""
     try:
         yield
     except UnsupportedError:
@@ -321,7 +318,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
             f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Something in the"
             " batch is not one row for each sample and belongs to all of them: targets of all samples in one tensor,"
-            " offsets, the edges of a graph. num_microbatches=1 runs the whole batch at once."
+            " offsets, the edges of a graph. num_microbatches=1 runs the full batch at once."
         ) from error
 
 

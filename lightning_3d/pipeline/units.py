@@ -1,8 +1,7 @@
 """Units: the modules that a pipeline places, in the order in which they run.
 
-A unit is called as a whole and has parameters (or statistics of its own): a block of a chain, an embedding, a norm, a
-head. Modules around units
-(the LightningModule, the containers of blocks and what lies between) are *open*: their code runs on every stage.
+A unit is placed undivided and has parameters, or statistics of its own: a block of a chain, an embedding, a norm, a
+head. Modules around units (the LightningModule, containers of blocks) are *open*: their code runs on every stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,17 +17,17 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Unit:
-    """One module that is placed whole."""
+    """A module that is placed undivided on a stage."""
 
     name: str
     parameters: int
-    """Elements, whatever else shares them."""
+    """Number of elements, shared ones included."""
     cost: float
-    """Work per sample in units of one multiply-add per parameter; tables that are only looked up count little."""
+    """Work per sample in units of one multiply-add per parameter; lookup tables count little."""
 
 
 def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit, ...]:
-    """Units of `module`; large ones are opened until there are `at_least` that many, where that is possible."""
+    """Units of `module`; large ones are opened until there are `at_least` many, if possible."""
     # by identity: a module that stands at two places is open at both
     opened = {id(module.get_submodule(name)) for chain in anatomy.chains for name in _with_parents(chain.name)}
     while True:

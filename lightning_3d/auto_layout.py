@@ -30,10 +30,9 @@ from lightning_3d.planner.search import divisors
 from lightning_3d.planner.states import Precision
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style, step_arguments
-from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
-from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
+from lightning_3d.sandbox.trial import trial
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.plan_module import plan_tensor
 
@@ -255,14 +254,8 @@ def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[An
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = module.training_step
     fakes = map_leaves(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-    record = Record()
-    with (
-        random_streams.restored_streams(),
-        state_restored(module),
-        optimizers_on_demand(module),
-        LogRecorder(module).recording(record),
-    ):
-        with fake_tensors(module, mode), mode, torch.enable_grad(), traced(module, trace):
+    with trial(module, gradients=True, weights=False) as record:
+        with fake_tensors(module, mode), mode, traced(module, trace):
             return step(*step_arguments(step, fakes)), record
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
-from lightning_3d.sandbox.snapshot import Attributes, join_changes
+from lightning_3d.sandbox.snapshot import isolated
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 from lightning_3d.tensor import plan_module, proof, scratch
 from lightning_3d.tensor.blocks import structure
@@ -64,19 +65,18 @@ def _spec(leaf: Any) -> Any:
     return Spec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def run_whole(world: World) -> Callable[..., tuple[Rehearsal, Trace, Any]]:
+def run_whole(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
     """In place of the part of `rehearse` in which every rank runs its own blocks and hears of the others'."""
 
-    def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
+    def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
         whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
         whole.pipeline, whole.world = pipeline, world
-        attributes = Attributes(pipeline.module)
-        recording = pipeline.taps.recording(record, whole.use_at_end)
-        with attributes.apart() as changes, whole, pipeline.gates.directed(whole), recording:
+        recording = pipeline.recorder.recording(record, whole.use_at_end)
+        with isolated(pipeline.module) as changes, whole, pipeline.gates.directed(whole), recording:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
             whole.use_at_end(result)
-        kept = join_changes([changes], [1], attributes.before)
+        kept = join_changes([changes], [1], {})
         pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)
         return whole, whole.trace_of_step(), []
 

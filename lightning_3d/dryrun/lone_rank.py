@@ -29,9 +29,8 @@ from lightning_3d.dryrun.cluster import World, apply_to_fakes
 from lightning_3d.dryrun.fake_device import Memory
 from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallelize import ParallelPlan, make_plan
-from lightning_3d.pipeline import loss_mean, prove, traced_tensor, wire
+from lightning_3d.pipeline import observe, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
-from lightning_3d.pipeline.microbatch import Rows, split_batch
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.ranks import talk
 from lightning_3d.tensor import block_calls, plan_module, sample
@@ -73,9 +72,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "plan_tensor", plan_with_values),
         (parallelize, "make_plan", decision.make_plan),
         (parallelize, "plan_tensor", plan_with_values),
-        (loss_mean, "loss_is_no_mean", _as_large_as_two),
-        (loss_mean, "joins_differ", _nothing),
-        (loss_mean, "buffers_differ", _nothing),
+        (observe, "loss_is_no_mean", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _beside_the_step(pretend, prove.rehearse)),
@@ -98,10 +95,10 @@ def _no(in_step: bool) -> bool:
     return False
 
 
-def _as_large_as_two(look: Callable[[Any, int], Any], batch: Any, sizes: list[int], _: float, rows: Rows) -> None:
-    """Two microbatches at once, for the memory that they take: losses without values are all alike."""
+def _largest_run(run: Callable[[Any, int], Any], batch: Any, sizes: list[int], *_: Any) -> None:
+    """The run on the full batch, for its memory: losses without values are all alike."""
     if len(sizes) > 1:
-        look(split_batch(batch, [sizes[0] + sizes[1], *sizes[2:]], rows)[0], 0)
+        run(batch, 3)
 
 
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:

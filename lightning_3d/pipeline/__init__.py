@@ -4,9 +4,9 @@ How a strategy uses it, in order::
 
     per_rank = stages_per_rank(schedule, asked)            # 2 for the V-shaped schedules
     placement = stage_ranks(schedule, group.size(), per_rank)
-    split = plan_split(module, num_stages=len(placement), cuts=pipeline_split)     # on the whole module
+    split = plan_split(module, num_stages=len(placement), cuts=pipeline_split)     # on the uncut module
     mine = [stage for stage, rank in enumerate(placement) if rank == group.rank()]
-    applied = apply_split(module, split, mine)             # foreign blocks to meta
+    applied = apply_split(module, split, mine)             # other stages' blocks to meta
     move_present(module, device)                           # not module.to: absent parameters cannot be moved
     ...                                                    # tensor layers, recompute, ZeRO, optimizers
     check_supported(module, optimizers)
@@ -17,12 +17,12 @@ How a strategy uses it, in order::
     output = pipeline.eval_step("validation_step", batch, batch_idx)
 
     pipeline.close()                                       # at teardown; not after an error, the others are gone
-    applied.undo(group, placement)                         # every rank whole again; parameters must be plain by then
+    applied.undo(group, placement)                         # the full module on every rank; parameters must be plain
 
 All ranks of a pipeline must have the same batch, the same default random seed, and call these in the same order.
 
-What differs from one process, by nature: `training_step` runs once per microbatch and stage, so what it does besides
-computing, logging and updating metrics happens that often; batch norm normalizes over a microbatch; dropout draws
+What differs from one process, by nature: `training_step` runs once per microbatch and stage, so other effects than
+computing, logging and updating metrics happen that often; batch norm normalizes over a microbatch; dropout draws
 other masks (the same ones for any number of stages). With one block to place nothing is cut, and the step runs as ever.
 """
 

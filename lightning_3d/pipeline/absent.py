@@ -1,7 +1,7 @@
-"""What stands for the parameters and buffers that other stages hold: on meta, without values.
+"""Placeholders on meta, without values, for the parameters and buffers that other stages own.
 
-Code that asks one of them for its device (`next(self.parameters()).device`, Hugging Face's `.device`) wants to make a
-tensor there, and means the device of the rank.
+Code that reads the device of a placeholder (`next(self.parameters()).device`, Hugging Face's `.device`) wants to create
+a tensor there. So a placeholder reports the device of the rank.
 """
 
 import os
@@ -15,7 +15,7 @@ from lightning_3d.module.materialize import ABSENT
 
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
-"""Begins the files of torch's private modules."""
+"""Prefix of the files of torch's private modules."""
 
 
 class _StandsOn:
@@ -23,7 +23,7 @@ class _StandsOn:
 
     @property
     def device(self) -> torch.device:
-        """That of the rank. What torch computes on meta is computed in Python, which must know where it is."""
+        """The device of the rank; meta for torch's own Python code, which computes on meta tensors."""
         inside = sys._getframe(1).f_code.co_filename.startswith(_INSIDE)
         return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
 
@@ -37,11 +37,11 @@ class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
 
 
 def absent_like(tensor: Tensor) -> Tensor:
-    """What stands for `tensor`; its `device` is that of `tensor`."""
+    """A placeholder for `tensor` that reports the device of `tensor`."""
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = _AbsentParameter(empty, requires_grad=tensor.requires_grad)
-    elif type(empty) is Tensor:  # those of a dry run are of a class of their own
+    elif type(empty) is Tensor:  # tensors of a dry run have a class of their own
         empty = empty.as_subclass(_AbsentBuffer)
     empty.__dict__.update(tensor.__dict__)
     empty.__dict__.update({ABSENT: True, "stands_on": tensor.device})

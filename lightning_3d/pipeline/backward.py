@@ -1,7 +1,6 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_3d.pipeline.traced_tensor import not_a_view
+from lightning_3d.sandbox.trial import saved_gradients
 
 
 def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -20,30 +20,17 @@ def full_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> 
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
-@contextmanager
-def gradients_aside(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Backwards inside begin with no `.grad`; what was there is put back."""
-    before = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, grad in zip(tensors, before, strict=True):
-            tensor.grad = grad
-
-
 def gradients(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor], *, again: bool
 ) -> list[Tensor | None]:
     """Those of `leaves`, added to no `.grad`.
 
     Args:
-        again: whether another backward of the same graph follows.
+        again: True where another backward of the same graph follows.
     """
     if not _recomputes_reentrantly(outputs):
         return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
-    with gradients_aside(leaves):
+    with saved_gradients(leaves):
         torch.autograd.backward(outputs, grads, retain_graph=again)  # such a checkpoint allows no other
         return [leaf.grad for leaf in leaves]
 
@@ -55,7 +42,7 @@ def _recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
 
 @dataclass
 class WeightHalf:
-    """What is left of a backward once the inputs have their gradients."""
+    """The remaining half of a backward, once the inputs have their gradients."""
 
     groups: list[dict[str, Any]]
     """Where weights join the paths from inputs to outputs, with the gradients there."""
@@ -76,8 +63,8 @@ def input_half(
 ) -> WeightHalf:
     """Gradients of the inputs only; those of the weights are left for later.
 
-    `torch.distributed.pipelining` does the cutting of the graph (read in torch 2.13). It would lose what reaches a
-    weight through an output that depends on no input, so such outputs wait as they are.
+    `torch.distributed.pipelining` cuts the graph (read in torch 2.13). It would lose gradients of a weight through an
+    output that depends on no input, so the full backward of such outputs is left for later.
     """
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     wanted = {id(tensor) for tensor in inputs if tensor.requires_grad}
@@ -98,16 +85,16 @@ def halves_agree(
     parameters: list[Tensor],
     wanted: Sequence[Tensor | None],
 ) -> bool:
-    """Whether a backward in two halves gives `wanted`, the gradients of the inputs that need one and of `parameters`.
+    """Return True if a backward in two halves gives `wanted`, the gradients of inputs and of `parameters`.
 
-    Torch's halves may add up wrongly, and not every time alike, where a weight joins the way from inputs to outputs at
-    two places; that is looked for. They also call some hooks on gradients twice; that is tried. What this leaves in
-    `.grad` is taken away; what was there is put back.
+    Torch's halves may add up wrongly, and not in every run, where a weight joins the path from inputs to outputs at
+    two places. The graph is searched for that. They also call some hooks on gradients twice. A run of both halves
+    shows that; `.grad` is put back afterwards.
     """
     if not _joins_once(outputs, {id(tensor) for tensor in inputs if tensor.requires_grad}):
         return False
     leaves = [*(tensor for tensor in inputs if tensor.requires_grad), *parameters]
-    with gradients_aside(leaves):
+    with saved_gradients(leaves):
         try:
             input_half(outputs, grads, inputs, parameters).run(parameters)
         except RuntimeError:  # a recomputation that allows one backward only, say
@@ -116,7 +103,7 @@ def halves_agree(
 
 
 def _joins_once(outputs: list[Tensor], inputs: set[int]) -> bool:
-    """Whether each leaf joins the way from `inputs` (ids of leaves) to `outputs` at one place only."""
+    """Return True if each leaf joins the path from `inputs` (ids of leaves) to `outputs` at one place only."""
     way: dict[Any, bool] = {}
     leaves: dict[Any, frozenset[int]] = {}
     places: dict[int, Any] = {}
@@ -155,23 +142,23 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _reaches(output: Tensor, leaves: set[int]) -> bool:
-    """Whether a backward from `output` comes to one of `leaves` (by id)."""
+    """Return True if a backward from `output` reaches one of `leaves` (by id)."""
     return any(leaf in leaves for leaf in _leaves_below([output]))
 
 
 def leaves_below(outputs: Sequence[Tensor]) -> set[int]:
-    """The tensors (by id) that a backward from `outputs` comes to: parameters, and what was received."""
+    """The tensors (by id) that a backward from `outputs` reaches: parameters, and received tensors."""
     return set(_leaves_below(outputs))
 
 
 def _leaves_below(outputs: Sequence[Tensor]) -> Iterator[int]:
     yield from (id(output) for output in outputs)
-    seen, waiting = set(), [output.grad_fn for output in outputs]
+    visited, waiting = set(), [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
         if (variable := getattr(node, "variable", None)) is not None:
             yield id(variable)
-        seen.add(node)
+        visited.add(node)
         waiting += [following for following, _ in node.next_functions]

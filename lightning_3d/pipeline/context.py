@@ -1,3 +1,5 @@
+"""Callbacks of other layers around a pipelined step."""
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,12 +14,12 @@ def _nothing() -> None:
 
 @dataclass
 class Hooks:
-    """What the ZeRO layer does around a pipelined step.
+    """Callbacks of the ZeRO and precision layers around a pipelined step.
 
     With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
     `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
-    registered as a forward method, since a cut step would never reach the root's hook after it. Parameters must be
-    sharded again whenever a training step begins, because that is when older gradients are dropped.
+    registered as a forward method: a cut step would never reach the root's hook after it. Parameters must be
+    sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other outside of steps: states that only some of them hold."""
+"""Exchange between the stages of a pipeline outside of steps: states that only some ranks have."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_3d.ranks.groups import has_peers
 
 
 class Stages:
-    """Who holds what.
+    """Parameters and their ranks, for one pipeline.
 
     Args:
         split: the plan that the module was cut by.
@@ -26,18 +26,18 @@ class Stages:
         self.rank = dist.get_rank(group)
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
         self._elsewhere: set[nn.Parameter] = set()
-        self.apart: dict[nn.Parameter, tuple[str, int]] = {}
-        """Parameters that some ranks do not have: their names, and the first rank that does. Alike on every rank."""
+        self.on_some_ranks: dict[nn.Parameter, tuple[str, int]] = {}
+        """Parameters that some ranks do not have: their names, and the first rank with them. Equal on every rank."""
 
     def locate_parameters(self, module: nn.Module) -> None:
-        """Note which of the parameters that are registered now another rank of the pipeline counts and saves."""
+        """Find the parameters, as registered now, that another rank of the pipeline counts and saves."""
         self._elsewhere = {
             parameter
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
         }
         holders = {name: self._holders(name) for name, _ in module.named_parameters()}
-        self.apart = {
+        self.on_some_ranks = {
             parameter: (name, holders[name][0])
             for name, parameter in module.named_parameters()
             if len(set(holders[name])) < dist.get_world_size(self.group)
@@ -53,21 +53,21 @@ class Stages:
         return [self.stage_rank[stage] for stage in stages] or list(range(dist.get_world_size(self.group)))
 
     def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
-        """Names of those `apart` of which a rank that has them has a gradient. Collective.
+        """Names of parameters in `on_some_ranks` with a gradient on a rank that has them. Collective.
 
         Args:
-            gathered: what has the gradient in the place of a parameter.
+            gathered: the tensor that has the gradient in the place of a parameter.
         """
-        if not self.apart or not has_peers():
+        if not self.on_some_ranks or not has_peers():
             return set()
-        here = [gathered.get(parameter, parameter).grad is not None for parameter in self.apart]
-        mask = torch.tensor(here, dtype=torch.uint8)
+        has_gradient = [gathered.get(parameter, parameter).grad is not None for parameter in self.on_some_ranks]
+        mask = torch.tensor(has_gradient, dtype=torch.uint8)
         mask = mask.to(self.device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.group)
-        return {name for (name, _), has in zip(self.apart.values(), mask.tolist(), strict=True) if has}
+        return {name for (name, _), has in zip(self.on_some_ranks.values(), mask.tolist(), strict=True) if has}
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts `parameter` in norms and provides it to the others."""
+        """Return True if this rank counts `parameter` in norms and provides it to the others."""
         return parameter not in self._elsewhere
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
@@ -100,7 +100,7 @@ class Stages:
 
 
 class _Outline:
-    """A tensor that follows by itself."""
+    """Shape and type of a tensor that is sent separately."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

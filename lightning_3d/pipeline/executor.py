@@ -1,4 +1,4 @@
-"""Running one rank's list of actions: forwards, backwards, sends and receives of every microbatch of a step."""
+"""Runs the actions of one rank: forwards, backwards, sends and receives of every microbatch of a step."""
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -7,26 +7,26 @@ import torch
 from torch import Tensor
 
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
-from lightning_3d.pipeline.rehearsal import Trace
+from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.wire import Receipt, Spec, Wire
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A microbatch on a stage between its forward and its backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     grads: list[Tensor | None] | None = None
-    """Gradients of the outputs, given by a later stage on this rank; None where they come over the wire."""
+    """Gradients of the outputs from a later stage on this rank; None where they come over the wire."""
     half: WeightHalf | None = None
 
 
 Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
-"""(stage, microbatch, received) -> what crosses the cut, or on the last stage the loss to start backward from."""
+"""(stage, microbatch, received) -> the tensors that cross the cut; on the last stage the loss."""
 Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
-"""What the last blocks gave for each microbatch -> the gradients of it."""
+"""Outputs of the last blocks for each microbatch -> their gradients."""
 
 
 @dataclass
@@ -35,18 +35,18 @@ class Execution:
 
     wire: Wire
     stage_rank: Sequence[int]
-    traces: Sequence[Trace]
+    traces: Sequence[StepTrace]
     """One per microbatch."""
     forward: Forward
     parameters: Callable[[int], list[Tensor]]
     """The tensors of a stage that get gradients."""
     head: Head | None = None
-    """With the loss on the whole batch."""
+    """With the loss on the full batch."""
     unsplit: Container[int] = ()
-    """Stages whose backward runs whole where the schedule has the half for inputs."""
-    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    """Stages that run the full backward where the schedule has the half for inputs."""
+    in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
-    handed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    passed_on: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """Activations for a next stage on this same rank."""
     leaving: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
 
@@ -67,10 +67,10 @@ class Execution:
     def _forward(self, stage: int, index: int) -> None:
         inputs = self._inputs(stage, index)
         outputs = self.forward(stage, index, inputs)
-        self.flights[stage, index] = Flight(inputs, outputs)
+        self.in_flight[stage, index] = InFlight(inputs, outputs)
         if stage < self.last:
             if self._local(stage + 1):
-                self.handed[stage + 1, index] = [output.detach() for output in outputs]
+                self.passed_on[stage + 1, index] = [output.detach() for output in outputs]
             else:
                 self.leaving["F", stage, index] = outputs
 
@@ -78,63 +78,63 @@ class Execution:
         if stage == 0:
             return []
         if self._local(stage - 1):
-            received = self.handed.pop((stage, index))
+            received = self.passed_on.pop((stage, index))
         else:
             received = self.arriving.pop(("F", stage, index)).wait()
         specs = self.traces[index].specs(stage - 1)
         return [tensor.requires_grad_(spec.requires_grad) for tensor, spec in zip(received, specs, strict=True)]
 
-    def _output_grads(self, flight: Flight, stage: int, index: int) -> list[Tensor | None]:
+    def _output_grads(self, in_flight: InFlight, stage: int, index: int) -> list[Tensor | None]:
         if stage == self.last and self.head is not None:
             self._run_head()
-        if flight.grads is not None:
-            return flight.grads
+        if in_flight.grads is not None:
+            return in_flight.grads
         if stage == self.last:
-            return [None] * len(flight.outputs)
+            return [None] * len(in_flight.outputs)
         received = iter(self.arriving.pop(("B", stage, index)).wait())
         return [
             next(received) if carried.spec.requires_grad else None for carried in self.traces[index].parts[stage].after
         ]
 
     def _run_head(self) -> None:
-        """Head and loss on what all microbatches gave, once."""
+        """Run head and loss once, on the outputs of all microbatches."""
         assert self.head is not None
-        flights = [self.flights[self.last, index] for index in range(len(self.traces))]
-        for flight, grads in zip(flights, self.head([flight.outputs for flight in flights]), strict=True):
-            flight.grads = grads
+        waiting = [self.in_flight[self.last, index] for index in range(len(self.traces))]
+        for in_flight, grads in zip(waiting, self.head([in_flight.outputs for in_flight in waiting]), strict=True):
+            in_flight.grads = grads
         self.head = None
 
     def _backward(self, stage: int, index: int) -> None:
-        flight = self.flights[stage, index]
-        full_backward(flight.outputs, self._output_grads(flight, stage, index))
-        del self.flights[stage, index]
-        self._pass_back(flight, stage, index)
+        in_flight = self.in_flight[stage, index]
+        full_backward(in_flight.outputs, self._output_grads(in_flight, stage, index))
+        del self.in_flight[stage, index]
+        self._pass_back(in_flight, stage, index)
 
     def _backward_inputs(self, stage: int, index: int) -> None:
-        flight = self.flights[stage, index]
-        grads = self._output_grads(flight, stage, index)
+        in_flight = self.in_flight[stage, index]
+        grads = self._output_grads(in_flight, stage, index)
         if stage in self.unsplit:
-            full_backward(flight.outputs, grads)
-            flight.outputs = []
-            return self._pass_back(flight, stage, index)
-        flight.half = input_half(flight.outputs, grads, flight.inputs, self.parameters(stage))
-        self._pass_back(flight, stage, index)
+            full_backward(in_flight.outputs, grads)
+            in_flight.outputs = []
+            return self._pass_back(in_flight, stage, index)
+        in_flight.half = input_half(in_flight.outputs, grads, in_flight.inputs, self.parameters(stage))
+        self._pass_back(in_flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:
-        half = self.flights.pop((stage, index)).half
+        half = self.in_flight.pop((stage, index)).half
         if half is not None:
             half.run(self.parameters(stage))
 
-    def _pass_back(self, flight: Flight, stage: int, index: int) -> None:
+    def _pass_back(self, in_flight: InFlight, stage: int, index: int) -> None:
         if stage == 0:
             return
         grads = [
             (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad) if tensor.requires_grad else None
-            for tensor in flight.inputs
+            for tensor in in_flight.inputs
         ]
-        flight.inputs = []
+        in_flight.inputs = []
         if self._local(stage - 1):
-            self.flights[stage - 1, index].grads = grads
+            self.in_flight[stage - 1, index].grads = grads
         else:
             self.leaving["B", stage, index] = [grad for grad in grads if grad is not None]
 
@@ -165,5 +165,5 @@ class Execution:
 
 
 def _tag(cut: int, index: int, backward: int) -> int:
-    """One number per message of a step, so that two stages of one rank cannot take each other's."""
+    """One number per message of a step, so that two stages of one rank cannot receive each other's messages."""
     return ((cut << 14) + index << 1) + backward

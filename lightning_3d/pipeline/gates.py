@@ -1,4 +1,4 @@
-"""Gates: hooks on every unit that ask the step now running what its call should do."""
+"""Gates: hooks on every unit that let the running step decide about each call."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -11,27 +11,27 @@ from lightning_3d.errors import UnsupportedError
 
 
 class Director(Protocol):
-    """Decides what calls of units do while a step runs."""
+    """Decides about calls of units while a step runs."""
 
     skipping: bool
-    """Whether the unit entered last must not compute: `leave` supplies its output."""
+    """True where the unit entered last must not compute: `leave` supplies its output."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with which a unit that is real here runs."""
 
     def leave(self, unit: str, output: Any) -> Any:
-        """What the caller gets from a unit that ran here."""
+        """The output that the caller gets from a unit that ran here."""
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
-        """What the caller gets from a unit that is absent here."""
+        """The output that the caller gets from a unit that is absent here."""
 
 
 class Gates:
     """Hooks on the units of a module, idle while no director is set.
 
-    Made last, after FSDP's and the tensor layers' own hooks: a call is cut before any of them runs, and they see the
-    arguments that the unit really gets. Hooks that the user put on a unit see what the code around it sees, on every
-    stage: what they take belongs to that code.
+    Create it last, after the hooks of FSDP and of the tensor layers: a call is cut before any of them runs, and they
+    get the arguments that the unit really gets. The user's hooks on a unit are part of the code around it. They get the
+    same values as that code, on every stage.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Gates:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.director is None:
                 raise UnsupportedError(
-                    f"{name!r} lives on another pipeline stage and was called outside of training_step,"
+                    f"{name!r} belongs to another pipeline stage and was called outside of training_step,"
                     " validation_step, test_step and predict_step. Call the module inside a step."
                 )
             return self.director.foreign(name, args, kwargs)
@@ -103,11 +103,11 @@ class Gates:
             self.director, self.depth = None, 0
 
     def inside_block(self) -> bool:
-        """Whether a unit is running under a director."""
+        """True while a unit runs under a director."""
         return self.depth > 0 and self.director is not None
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for handle in self.handles:
             handle.remove()
         for unit, forward in reversed(self.replaced):
@@ -129,7 +129,7 @@ def _put_outside(unit: nn.Module) -> None:
 
 
 def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
-    """Modules inside of units whose output a hook of the user's, or of a library, takes."""
+    """Modules inside of units that have a forward hook of the user or of a library."""
     return [
         name
         for unit in units

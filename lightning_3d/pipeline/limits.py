@@ -1,4 +1,4 @@
-"""What a pipeline cannot keep, said before training."""
+"""Features that a pipeline does not support, refused before training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,17 +24,18 @@ def check_automatic(module: Any) -> None:
 def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
     """Raise `UnsupportedError` for manual optimization and for optimizers that evaluate the loss several times.
 
-    A `backward` of the user's own is warned of: it may do no more than Lightning's.
+    Warns of an overridden `backward`, which may do no more than Lightning's.
     """
     check_automatic(module)
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
-                " which a pipeline rank holds only its stage's. Use another optimizer, or pipeline_parallel_size=1."
+                " which a pipeline rank has only those of its stage. Use another optimizer, or"
+                " pipeline_parallel_size=1."
             )
     if isinstance(module, LightningModule) and is_overridden("backward", module):
         rank_zero_warn(
-            f"{type(module).__name__}.backward is called under a pipeline once the gradients are there: what it does to"
-            " the loss before has no effect. Do it in training_step."
+            f"{type(module).__name__}.backward is called under a pipeline once the gradients are there: changes that it"
+            " makes to the loss have no effect. Do it in training_step."
         )

@@ -1,14 +1,12 @@
-"""The step on the whole module, before it is cut: the order of its blocks, and the numbers that the cut must keep.
+"""Runs the step on the uncut module: the order of its blocks, and the numbers that the cut must keep.
 
-Once the module is cut, no rank can run all of it, and what blocks tell each other beside their arguments (a tensor kept
-on a module, a hook inside a block) is lost on every rank alike. So one microbatch goes through the module before.
-
-One batch through the whole module before it is placed: what each block is called with, and what comes out.
+Once the module is cut, no rank can run all of it. Values that blocks exchange in other ways than by arguments (a tensor
+on a module, a hook inside a block) are then lost on every rank alike. So one microbatch runs before the cut.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,42 +16,35 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.backward import gradients_aside
 from lightning_3d.pipeline.gates import Gates, hooked_inside
-from lightning_3d.pipeline.loss_mean import warn_unless_mean
+from lightning_3d.pipeline.loss_mean import (
+    ROUNDING,
+    StepResult,
+    loss_is_no_mean,
+    parameters_of_last_block,
+    step_result,
+    training_only,
+)
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
-from lightning_3d.sandbox.first_batch import (
-    STEPS,
-    first_batch,
-    loaders_of,
-    map_style,
-    promised_samples,
-    step_arguments,
-)
+from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.reads import NoteReads
-from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import loss_of, unshared
-from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
-from lightning_3d.sandbox.writes import RefuseWrites, writes_undone
+from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.writes import RefuseWrites
 
 Prints = list[Print]
-_ROUNDING = 1e-3
-"""Of fp32, and wherever hooks inside of blocks may take something: what is made of it is small (a router's loss), and
-low precision rounds alike in the cut module and in the whole one, but for sums."""
-_TRIALS = 8
-"""Runs with other random numbers, where the code around the blocks draws any, to see if it chooses blocks by them."""
 
 
 @dataclass(frozen=True)
 class UncutRun:
-    """What a step does with one microbatch on the whole module."""
+    """A run of a step on one microbatch, on the uncut module."""
 
     step: str
     args: tuple[Any, ...]
@@ -63,20 +54,22 @@ class UncutRun:
     read: tuple[str, ...]
     """Parameters of units that code outside of these units reads."""
     arguments: tuple[Prints, ...]
-    """Of each call."""
+    """Fingerprints of the arguments of each call."""
     result: Prints
     grads: Mapping[str, Print]
-    """Of each parameter that gets a gradient; empty where the step gives no loss to differentiate."""
+    """By parameter, for those with a gradient; empty where there is no loss to differentiate."""
     rounding: float
     """How far two computations of the same gradient may differ, relative to it."""
     buffers: Mapping[str, Prints]
-    """Those that the step changes, as it leaves them."""
+    """Fingerprints of the buffers that the step changes, after the step."""
     compared: bool
-    """Whether the numbers are to be compared with those of the cut module."""
+    """True where the numbers are to be compared with those of the cut module."""
+    drawn: bool = False
+    """True where code between units drew random numbers."""
 
 
 class Observer:
-    """A `Director` of the uncut module: notes calls, and restarts random streams as the stages will."""
+    """A `Director` of the uncut module: records calls, and restarts random streams as the stages will."""
 
     skipping = False
 
@@ -85,7 +78,7 @@ class Observer:
         self.calls: list[str] = []
         self.arguments: list[Prints] = []
         self.drawn = False
-        """Whether code between units drew random numbers."""
+        """True once code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -117,15 +110,13 @@ def observe(
     loss_of: Callable[[Any], Tensor | None],
     compared: bool,
 ) -> UncutRun:
-    """Run `step` on the whole module and watch. Buffers and random streams must be put back by the caller.
+    """Run `step` on the uncut module in a trial, and observe it.
 
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around the step (autocast).
-        loss_of: the loss in what the step returns.
-        compared: also run the backward. It takes the memory of the whole module's gradients once.
-
-    Raises `UnsupportedError` where the step chooses by random numbers which blocks to run.
+        loss_of: takes the loss from what the step returns.
+        compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
     seed = random_streams.draw()
     gates = Gates(module, units, ())
@@ -133,64 +124,93 @@ def observe(
     names = {item: (name,) for name, item in module.named_parameters() if item in inside}
     reads = NoteReads(names, lambda *_: gates.depth == 0)
     try:
-        before = marks(module, [name for name, _ in module.named_buffers()])
-        observer, output = _run(module, gates, step, args, context, seed, Interceptor(reads))
-        buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
-        if observer.drawn:
-            _refuse_random_order(module, gates, step, args, context, observer)
-        result = fingerprint(output)
-        loss = loss_of(output) if compared else None
-        grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
+        with trial(module, gradients=compared, optimizers=False, inside_block=gates.inside_block):
+            before = marks(module, [name for name, _ in module.named_buffers()])
+            with Interceptor(reads):
+                observer, output = _run(module, gates, step, args, context, seed)
+            buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
+            result = fingerprint(output)
+            loss = loss_of(output) if compared else None
+            grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     finally:
         gates.remove()
     with context():
-        rounding = _ROUNDING if hooked_inside(module, units) else _rounding(module)
+        rounding = ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
-    return UncutRun(step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared)
+    return UncutRun(
+        step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared,
+        observer.drawn,
+    )  # fmt: skip
 
 
-def _run(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, notes: Any
-) -> tuple[Observer, Any]:
+def _run(module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int) -> tuple[Observer, Any]:
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
     observer = Observer(seed)
-    with (
-        gates.directed(observer),
-        LogRecorder(module, gates.inside_block).recording(Record(), own_metrics=True),
-        notes,
-        context(),
-    ):
+    with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
     return observer, output
 
 
-def _refuse_random_order(
-    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, observer: Observer
-) -> None:
-    for trial in range(1, _TRIALS):
-        other, _ = _run(module, gates, step, args, context, observer.seed + trial, nullcontext())
-        if other.calls != observer.calls:
+@dataclass
+class _OtherRuns:
+    """Runs of the step on halves of the batch and on all of it, without dropout and noise.
+
+    Each has another seed than the first: the stages of a pipeline must know which block comes next, whatever is drawn.
+    """
+
+    module: Any
+    uncut: UncutRun
+    units: Sequence[str]
+    context: Callable[[], AbstractContextManager[Any]]
+    failed: bool = False
+
+    def __call__(self, rows: Any, seed: int) -> StepResult | None:
+        args = (rows, *self.uncut.args[1:])
+        parameters = parameters_of_last_block(self.module, self.uncut.calls)
+        gates = Gates(self.module, self.units, ())
+        try:
+            with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
+                with Interceptor(SilenceRandom()):
+                    other, output = _run(
+                        self.module, gates, self.uncut.step, args, self.context, self.uncut.seed + seed
+                    )
+                result = step_result(loss_of(output), parameters)
+        except Lightning3DError:
+            raise
+        except Exception:  # code that needs real noise, or differentiates by other weights itself
+            self.failed = True
+            return None
+        finally:
+            gates.remove()
+        self._refuse_random_order(tuple(other.calls))
+        return result
+
+    def _refuse_random_order(self, calls: tuple[str, ...]) -> None:
+        expected = self.uncut.calls
+        if self.uncut.drawn and calls != expected:
             raise UnsupportedError(
-                f"{step} draws at random which blocks to run: {len(observer.calls)} calls of blocks with one seed,"
-                f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
-                " next. Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
+                f"{self.uncut.step} draws at random which blocks to run: {len(expected)} calls of blocks with one seed,"
+                f" {len(calls)} with another, in another order. The stages of a pipeline must know what comes next."
+                " Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
             )
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
-    named = dict(module.named_parameters())
-    with gradients_aside(list(named.values())):
-        torch.autograd.backward(loss)
-        return {name: grad_print(item.grad) for name, item in named.items() if item.grad is not None}
+    torch.autograd.backward(loss)
+    return {name: grad_print(item.grad) for name, item in module.named_parameters() if item.grad is not None}
 
 
 def _rounding(module: nn.Module) -> float:
     device = next((parameter.device.type for parameter in module.parameters()), "cpu")
     low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else _ROUNDING
+    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING
 
 
+_NO_MEAN = (
+    ", so microbatches do not train exactly as one device does. num_microbatches=1 runs the full batch at once;"
+    " loss_scope='batch' computes the loss on the full batch, which helps unless it is batch norm inside the blocks."
+)
 _IN_PIECES = "which under a pipeline each microbatch would do, on a stage that may not have it"
 
 
@@ -203,80 +223,77 @@ def observe_one_batch(
     context: Callable[[], AbstractContextManager[Any]],
     mean: bool,
 ) -> UncutRun | None:
-    """Run the step that is about to run on the first microbatch of its first batch, forward and backward, and watch.
+    """Observe the step that is about to run, on the first microbatch of its first batch, forward and backward.
 
-    None where the batch cannot be read twice (a stream) or the step cannot be run by itself on every rank: then the
-    pipeline learns what it can from the first step. Collective; what one rank raises, all raise.
+    None where the batch cannot be read twice (a stream), or where the step fails on a rank. Then the pipeline learns
+    the order of blocks from their declaration. Collective; an error of one rank is raised on all.
 
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around a step (autocast).
-        mean: whether the loss will be taken for a mean over samples; the user is told if it is none.
+        mean: True to test that the loss is a mean over samples, with a warning if it is not.
     """
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
 
-    def look() -> UncutRun | None:
+    def observation() -> UncutRun | None:
         loaders = loaders_of(trainer)
         if not map_style(loaders):
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
-        cut = fitting and bool(args)  # evaluation runs whole batches
+        cut = fitting and bool(args)  # evaluation runs full batches
         rows = Rows.of(args[0], promised_samples(loaders), module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size, rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 
         def run(rows: Any) -> None:
-            with state_restored(module), LogRecorder(module).recording(Record()), context():
+            with trial(module, gradients=fitting, optimizers=False), context():
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
-        with torch.set_grad_enabled(fitting), _cut_as_rows(run, args, sizes, name):
-            with state_restored(module):
-                first = (*pieces[:1], *args[1:])
-                whole = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
-            for second in pieces[1:2]:  # what counts from the batch's start is right in the first
-                run(second)
-        if mean and fitting and args:
-            warn_unless_mean(module, name, args, sizes, rows, context, whole.calls, whole.rounding)
-        return whole
+        with _cut_as_rows(run, args, sizes, name):
+            first = (*pieces[:1], *args[1:])
+            uncut = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
+            others = _OtherRuns(module, uncut, units, context)
+            text = loss_is_no_mean(others, args[0], sizes, uncut.rounding, rows) if mean and cut else None
+            if not mean or others.failed:
+                for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
+                    run(second)
+        if text is not None:
+            rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}{_NO_MEAN}")
+        return uncut
 
-    return _on_every_rank(look, module, name)
+    return _on_every_rank(observation, module, name)
 
 
-def _on_every_rank(look: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
-    """The result of `look`, if it has one on every rank. An UnsupportedError of one rank is raised on all."""
+def _on_every_rank(observation: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
+    """The result of `observation`, if it has one on every rank. An UnsupportedError of one rank is raised on all."""
 
     def leave_no_trace() -> UncutRun | None:
         try:
-            with (
-                random_streams.restored_streams(),
-                state_restored(module),
-                optimizers_on_demand(module),
-                writes_undone(module),
-                Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES)),
-            ):
-                return look()
+            refuse = Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES))
+            with trial(module, gradients=True, logs=False), refuse:
+                return observation()
         except UnsupportedError:
             raise
         except Exception as error:
             rank_zero_warn(
-                f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). The"
-                " order of its blocks is read from the code, and that they tell each other nothing beside their"
-                " arguments is taken on trust."
+                f"{step} could not be run on a microbatch ahead of training ({type(error).__name__}: {error}). Its"
+                " blocks are taken to run in the order of their declaration, and to exchange values by their arguments"
+                " only."
             )
             return None
 
-    run = talk.together(leave_no_trace, UnsupportedError)
-    blocks = talk.gather((run.calls, run.read) if run is not None else None)
+    uncut = talk.together(leave_no_trace, UnsupportedError)
+    blocks = talk.gather((uncut.calls, uncut.read) if uncut is not None else None)
     first = blocks[0]
-    if run is None or first is None or None in blocks:
+    if uncut is None or first is None or None in blocks:
         return None
-    return replace(run, calls=first[0], read=first[1])  # all ranks must cut alike
+    return replace(uncut, calls=first[0], read=first[1])  # all ranks must cut alike
 
 
 @contextmanager
 def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[int], step: str) -> Iterator[None]:
-    """Refuse the cut where what is inside fails on a microbatch, and `run` does not on the whole batch."""
+    """Refuse the cut where the code inside fails on a microbatch, and `run` works on the full batch."""
     try:
         yield
     except UnsupportedError:
@@ -288,7 +305,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
             f" along dimension 0: {sizes[0]} of {sum(sizes)} rows ({type(error).__name__}: {error}). Something in the"
             " batch is not one row for each sample and belongs to all of them: targets of all samples in one tensor,"
-            " offsets, the edges of a graph. num_microbatches=1 runs the whole batch at once."
+            " offsets, the edges of a graph. num_microbatches=1 runs the full batch at once."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """`Pipeline`: the user's own steps, run over the stages of one pipeline.
 
-Evaluation: every rank runs the user's step, each unit runs where it lives and its output is shared.
+In evaluation every rank runs the user's step. Each unit runs on the rank that owns it, and its output is shared.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.prove import rehearse
-from lightning_3d.pipeline.rehearsal import Trace
+from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.ties import Ties
@@ -27,7 +27,6 @@ from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.shards import local
-from lightning_3d.sandbox.counts import Counts
 from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
@@ -39,7 +38,7 @@ _TRACES_KEPT = 256
 class Pipeline:
     """Runs steps of a module that `apply_split` has cut.
 
-    Make it last, once tensor layers and FSDP have put their hooks on the module.
+    Create it last, once tensor layers and FSDP have put their hooks on the module.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class Pipeline:
             device: where activations live.
             schedule: order of forwards and backwards.
             num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
-            loss_scope: "batch" computes head and loss once on the whole batch, for losses that are no mean over
+            loss_scope: "batch" computes head and loss once on the full batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
             hooks: of the ZeRO and precision layers.
-            ledger: told of what this rank sends along the pipeline.
+            ledger: counts the bytes that this rank sends along the pipeline.
         """
         check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
@@ -78,52 +77,51 @@ class Pipeline:
         units = list(split.holders)
         absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(module, units, absent)
-        self.taps = LogRecorder(module, self.gates.inside_block)
+        self.recorder = LogRecorder(module, self.gates.inside_block)
         self.locate = self.hooks.locate or module.get_parameter
         self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.rows: Rows | None = None
-        self.traces: dict[Any, Trace] = {}
+        self.traces: dict[Any, StepTrace] = {}
         self.trained = self._trained()
-        """Which parameters get gradients: callbacks freeze and unfreeze them between steps."""
+        """For each parameter, True where it gets a gradient: callbacks freeze and unfreeze them between steps."""
         self.unsplit: set[int] = set()
-        """Stages whose backward is not to be run in two halves."""
+        """Stages whose backward must not run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
-        """Patterns of traces of which a microbatch was also run in stages, with what the loss does not reach."""
-        self.counts = Counts()
+        """By pattern of a proven trace: the parameters that the loss does not depend on."""
         self.stash: dict[nn.Parameter, Tensor] = {}
         self.older: dict[nn.Parameter, Tensor] = {}
-        """Gradients of earlier windows that may have to stay."""
+        """Gradients of earlier accumulation windows that may have to stay."""
         self.first = self.last = True
-        self.keeps = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
-        """Whether the gradients of an earlier window may have to stay: whoever overrides it may not zero them."""
+        self.may_keep_gradients = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
+        """True where gradients of an earlier window may have to stay: an override may not zero them."""
 
     @property
-    def holds_last(self) -> bool:
+    def owns_last(self) -> bool:
         return self.stage_rank[-1] == self.wire.rank
 
     @property
-    def speaks(self) -> bool:
-        """Whether what a step does on rank 0 only is done here: where the pipeline of rank 0 ends."""
-        return self.holds_last and dist.get_global_rank(self.wire.group, 0) == 0
+    def acts_as_rank_zero(self) -> bool:
+        """True on the rank that does what a step does on rank 0 only: the last stage of the pipeline of rank 0."""
+        return self.owns_last and dist.get_global_rank(self.wire.group, 0) == 0
 
     def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
-        """Run forward and backward of a whole batch; gradients wait for `backward`.
+        """Run forward and backward of a full batch; gradients wait for `backward`.
 
         Args:
-            args: what Lightning gives the step: the batch, its index ...
-            first: whether this is the first batch of an accumulation window: older gradients are put aside.
-            last: whether it is the last one: gradients of ties are summed and `hooks.reduce` is called.
+            args: of the step: the batch, its index ...
+            first: True for the first batch of an accumulation window: older gradients are saved.
+            last: True for the last one: gradients of ties are summed and `hooks.reduce` is called.
             scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
 
         Returns:
-            What the step would have returned for the batch, on every rank. Its loss needs gradients, as Lightning
-            wants, but `backward` of this class is what must be called with it.
+            The output of the step for the full batch, on every rank. Its loss needs gradients, as Lightning wants;
+            call `backward` of this class with it.
         """
         self.first, self.last = first, last
         if first:
-            self.older = self._set_gradients_aside()
+            self.older = self._save_gradients()
         self.trained = self._trained()
-        self.taps.look()
+        self.recorder.look()
         self.hooks.begin()
         seed = random_streams.draw()
         record, sizes = Record(), [1]
@@ -143,14 +141,14 @@ class Pipeline:
             self._stash_gradients()
             for parameter, grad in self.older.items():
                 parameter.grad = grad
-        self.taps.replay(record, sizes)
+        self.recorder.replay(record, sizes)
         return _with_loss(output)
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between).
 
-        What it left of older ones comes back with the last batch of the window: those of ties are summed already, and
-        the new ones not before.
+        Older gradients that Lightning did not zero are added with the last batch of the window. Those of ties are
+        summed already, and the new ones are not before.
         """
         if self.first:
             self.older = {parameter: parameter.grad for parameter in self.older if parameter.grad is not None}
@@ -165,48 +163,48 @@ class Pipeline:
     def eval_step(self, name: str, *args: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
 
-        Each unit runs where it lives and its output is shared, the user's own code runs everywhere with the real
-        values: what it returns, logs and keeps is the same on every rank.
+        Each unit runs on the rank that owns it, and its output is shared. The user's own code runs everywhere with the
+        real values: its results, logs and attributes are the same on every rank.
         """
         fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it looks at the parameters of foreign blocks
+        torch.backends.mha.set_fastpath_enabled(False)  # it reads the parameters of absent blocks
         seed = random_streams.draw()
         try:
-            conductor = EvalDirector(self.split, self.wire, self.stage_rank, seed)
+            director = EvalDirector(self.split, self.wire, self.stage_rank, seed)
             with (
                 random_streams.restored_streams(),
                 self.hooks.evaluating(),
-                self.gates.directed(conductor),
-                self.taps.outside(),
+                self.gates.directed(director),
+                self.recorder.outside(),
             ):
                 return self.call(name, args, seed)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def close(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks from the module."""
         self.gates.remove()
 
     def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
         """The module's own method, with random streams at the start of a microbatch."""
         random_streams.restart_python(seed)
         random_streams.restart(seed, -1)
-        if name == "training_step":  # that is run again, here or for the rehearsal
+        if name == "training_step":  # it runs again on the same batch, here or for the rehearsal
             args = unshared(args)
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 
     def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
-        """One stage has all blocks: it runs the step on the whole batch, the others follow with its results."""
-        with self.gates.directed(EvalDirector(self.split, self.wire, self.stage_rank, seed)), self.taps.outside():
+        """One stage owns all blocks: it runs the step on the full batch, and the others get its results."""
+        with self.gates.directed(EvalDirector(self.split, self.wire, self.stage_rank, seed)), self.recorder.outside():
             output = self.call("training_step", args, seed)
         loss = loss_of(output)
-        if loss is not None and (self.holds_last or not loss.requires_grad):  # torch's own error, on every rank
+        if loss is not None and (self.owns_last or not loss.requires_grad):  # torch's own error, on every rank
             torch.autograd.backward(loss * scale)  # not the method: Lightning calls that once per step, and is counted
         return self.wire.share(detached(output), self.stage_rank[-1], "results")
 
-    def trace(self, step: str, args: tuple[Any, ...], seed: int) -> Trace:
-        """What `step` does with microbatches of this shape, rehearsed if it was not yet."""
+    def trace(self, step: str, args: tuple[Any, ...], seed: int) -> StepTrace:
+        """The trace of `step` on microbatches of this shape, rehearsed on first use."""
         key = self._key(step, args)
         if key not in self.traces:
             while len(self.traces) >= _TRACES_KEPT:
@@ -243,27 +241,31 @@ class Pipeline:
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def _set_gradients_aside(self) -> dict[nn.Parameter, Tensor]:
-        """Start without gradients; returns those that Lightning, or what overrides it, is still to zero, and those of
-        parameters that no optimizer has, which nobody zeroes. The others are let go at once: that is when there is
-        room for the new ones."""
+    def _save_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Remove all gradients; return those that must survive the step.
+
+        These are the gradients that an overridden `optimizer_zero_grad` may not zero, and those of parameters of no
+        optimizer, which nobody zeroes. The others are freed at once, which makes room for the new ones.
+        """
         self.stash = {}
-        zeroed = set() if self.keeps else self._zeroed()
+        zeroed = set() if self.may_keep_gradients else self._zeroed()
         older = {p: p.grad for p in self.module.parameters() if p.grad is not None and p not in zeroed}
         for parameter in self.module.parameters():
             parameter.grad = None
         return older
 
     def _zeroed(self) -> set[nn.Parameter]:
-        """What the Trainer's optimizers zero; where there is no Trainer, everything."""
+        """The parameters that the Trainer's optimizers zero; all of them without a Trainer."""
         trainer = getattr(self.module, "_trainer", None)
         if trainer is None:
             return set(self.module.parameters())
         return {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
 
-    def _forget_unreached(self, traces: Sequence[Trace]) -> None:
-        """No gradient, as on one device, where there would be one of zeros. One that is not zero stays: the loss may
-        depend on more in some steps than in the rehearsal."""
+    def _forget_unreached(self, traces: Sequence[StepTrace]) -> None:
+        """Remove gradients of zeros of parameters that the loss does not depend on; on one device they have none.
+
+        A gradient that is not zero stays: the loss may depend on more in some steps than in the rehearsal.
+        """
         for name in frozenset.intersection(*(trace.unreached for trace in traces)):
             tensor = self.locate(name)
             if tensor.grad is not None and not local(tensor.grad).any():

@@ -1,14 +1,16 @@
+"""Runs the part of a step that belongs to one stage, on one microbatch."""
+
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError, is_meta_error
-from lightning_3d.pipeline.rehearsal import Part, Trace
+from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.stage import Cut, StagePlay
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.snapshot import undone
+from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, untrace
 
 if TYPE_CHECKING:
@@ -16,19 +18,23 @@ if TYPE_CHECKING:
 
 
 def play(
-    pipeline: "Pipeline", trace: Trace, part: Part, title: str, name: str, args: tuple[Any, ...], seed: int,
+    pipeline: "Pipeline", trace: StepTrace, part: StagePart, title: str, name: str, args: tuple[Any, ...], seed: int,
     received: list[Tensor], record: Record, expected: Any = None, *, real: bool = False,
 ) -> Any:  # fmt: skip
-    """One part of a step on a microbatch: what crosses the cut behind it, or the step's own output at the end.
+    """Run one part of a step on a microbatch.
 
-    Only where it is `real`, and no rehearsal, is done what the step does on rank 0.
+    Args:
+        real: True in training. In a rehearsal, code of the step for rank 0 only does not run.
+
+    Returns:
+        The tensors that cross the cut behind the part; behind the last one the output of the step.
     """
     player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
     player.expected = expected
     undo = () if player.final else trace.changed
     ends = refuse_placeholders if player.final else None
-    recording = pipeline.taps.recording(record, ends, speaks=real and player.final and pipeline.speaks)
-    with undone(pipeline.module, undo), player, pipeline.gates.directed(player), recording, rank_local():
+    recording = pipeline.recorder.recording(record, ends, speaks=real and player.final and pipeline.acts_as_rank_zero)
+    with isolated_buffers(pipeline.module, undo), player, pipeline.gates.directed(player), recording, rank_local():
         try:
             output = pipeline.call(name, args, seed)
         except Cut:
@@ -45,15 +51,15 @@ def play(
             " pipeline_parallel_size=1."
         )
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
-        raise _absent(title, "what it returns has no values")
+        raise _absent(title, "its output has no values")
     refuse_placeholders(output)
     return untrace(output)
 
 
 def _absent(title: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{title}: the step reads a weight or buffer of a block that another stage holds, which it did not before"
-        f" training ({why}): does a penalty, or what is logged of weights, come in after some batches? Compute it in"
+        f"{title}: the step reads a weight or buffer of a block that another stage owns, which it did not before"
+        f" training ({why}): does a penalty, or a log of weights, begin after some batches? Compute it in"
         " every step, multiplied by 0 until then, so that this stage has it too; for a penalty use the optimizer's"
         " weight_decay; or use pipeline_parallel_size=1."
     )

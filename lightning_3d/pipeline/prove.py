@@ -11,40 +11,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError
+from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
-from lightning_3d.pipeline.rehearsal import Rehearsal, Trace
+from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.schedule import SPLIT
-from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.snapshot import Attributes, changed, marks, open_buffers
+from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
-from lightning_3d.sandbox.trial import state_restored
+from lightning_3d.sandbox.trial import trial
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.pipeline import Pipeline
 
 
-def rehearse(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: UncutRun | None = None) -> Trace:
-    """Run the whole step, then the step in stages, and compare; the latter once for all shapes that are cut alike.
+def rehearse(
+    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: UncutRun | None = None
+) -> StepTrace:
+    """Run the step once on all ranks together, then in stages, and compare; in stages once for shapes of one pattern.
 
-    Every rank of the pipeline calls this with the same microbatch. Random streams, buffers and the modules' own plain
-    attributes are as before afterwards; nothing is logged.
+    Every rank of the pipeline calls this with the same microbatch. The runs are trials: nothing remains of them.
 
     Args:
-        uncut: what the same step did before the module was cut; then gradients are compared too.
+        uncut: the run of the same step before the module was cut; with it gradients are compared too.
     """
-    with random_streams.restored_streams():
-        with state_restored(pipeline.module):
-            whole, trace, result = _run_whole(pipeline, step, args, seed)
-        _agree(pipeline, trace, seed)
-        key = (step, trace.pattern, pipeline.trained)
-        if uncut is not None or key not in pipeline.proven:
-            pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+    with trial(pipeline.module, gradients=True, logs=False):
+        whole, trace, result = _run_whole(pipeline, step, args, seed)
+    _agree(pipeline, trace, seed)
+    key = (step, trace.pattern, pipeline.trained)
+    if uncut is not None or key not in pipeline.proven:
+        pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
     return replace(trace, unreached=pipeline.proven[key])
 
 
@@ -54,12 +53,12 @@ def _run_in_stages(
     args: tuple[Any, ...],
     seed: int,
     whole: Rehearsal,
-    trace: Trace,
+    trace: StepTrace,
     result: Any,
     uncut: UncutRun | None,
 ) -> frozenset[str]:
     relay = StageRelay(pipeline, trace)
-    with state_restored(pipeline.module):
+    with trial(pipeline.module, gradients=True, logs=False):
         relay.forward(step, args, seed, whole, result)
         if uncut is not None:
             relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
@@ -74,26 +73,40 @@ def _run_in_stages(
 
 
 def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
-    """Every rank raises what is wrong on any."""
+    """Raise the problem of any rank on every rank."""
     problems = [text for text in pipeline.wire.agree(problem) if text]
     if problems:
         raise PipelineSplitError(problems[0])
 
 
-def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, Trace, Any]:
+def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
     whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
-    attributes = Attributes(pipeline.module, pipeline.counts)
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
-    with whole, pipeline.gates.directed(whole), pipeline.taps.recording(record, whole.use_at_end), torch.enable_grad():
-        result = pipeline.call(step, args, seed)
-        whole.use_at_end((result, list(attributes.changes().values())))
+    with whole, pipeline.gates.directed(whole), pipeline.recorder.recording(record, whole.use_at_end):
+        with isolated(pipeline.module) as changes:
+            result = _call(pipeline, step, args, seed)
+        whole.use_at_end((result, list(changes.values())))
     trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
     return whole, trace, fingerprint(untrace(result))
 
 
-def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
-    """All ranks must have learnt the same, or messages would not match."""
+def _call(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Any:
+    try:
+        return pipeline.call(step, args, seed)
+    except (RuntimeError, TypeError) as error:
+        if not is_meta_error(error):
+            raise
+        raise PipelineSplitError(
+            f"{step} reads a parameter of a block that another stage owns, outside of that block ({error}). Where no"
+            " batch can be read ahead of training, such as from an IterableDataset, only parameters of modules around"
+            " blocks are on every stage. Let the block that owns the parameter compute with it, train from a dataset"
+            " with indices, or use pipeline_parallel_size=1."
+        ) from error
+
+
+def _agree(pipeline: "Pipeline", trace: StepTrace, seed: int) -> None:
+    """Raise unless all ranks have the same trace: else messages would not match."""
     seeds_drawn = set(pipeline.wire.agree(seed))
     if len(seeds_drawn) > 1:
         raise DivergenceError(
@@ -103,13 +116,13 @@ def _agree(pipeline: "Pipeline", trace: Trace, seed: int) -> None:
     text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
     if len(set(pipeline.wire.agree(text))) > 1:
         raise PipelineSplitError(
-            "The ranks of a pipeline saw different tensors cross the cuts in the rehearsal. They must have the same"
+            "Different tensors cross the cuts on the ranks of a pipeline in the rehearsal. All ranks must have the same"
             " batch, and the step must not depend on the rank."
         )
 
 
 def _unlike_uncut(uncut: UncutRun, whole: Rehearsal, result: Any) -> str | None:
-    """What differs from the module before it was cut."""
+    """Describe the first difference from the module before it was cut."""
     for at, unit in enumerate(uncut.calls):
         if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
             return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
@@ -127,35 +140,36 @@ def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], unc
     if hooked:
         nearest = max(hooked, key=lambda inner: len(inner) if name.startswith(f"{inner}.") else 0)
         raise PipelineSplitError(
-            f"{differs}: {nearest!r}, which is inside of a block, has a forward hook, and what a hook takes there is"
-            " missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts is made"
-            " of such values: output_router_logits=True). Return it from the block, leave that term out, or use"
+            f"{differs}: {nearest!r}, which is inside of a block, has a forward hook. Values that a hook takes there"
+            " are missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts"
+            " uses such values: output_router_logits=True). Return them from the block, leave that term out, or use"
             " pipeline_parallel_size=1."
         )
     raise PipelineSplitError(
-        f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that was not seen (a"
-        " hook on a node of the graph, say): move it into a block, or use a hook of the tensor."
+        f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"
+        " cannot record (a hook on a node of the graph): move it into a block, or use a hook of the tensor."
     )
 
 
 def _other_buffer(pipeline: "Pipeline", uncut: UncutRun) -> str | None:
-    """What is wrong with the buffers of this rank's blocks, and on the last stage with those around blocks."""
+    """Describe a difference in buffers of this rank's blocks, and on the last stage in those around blocks."""
     outside = set(open_buffers(pipeline.module, list(pipeline.split.holders)))
     for name, buffer in pipeline.module.named_buffers():
-        mine = not buffer.is_meta and (name not in outside or pipeline.holds_last)
+        mine = not buffer.is_meta and (name not in outside or pipeline.owns_last)
         if mine and name in uncut.buffers and differ(fingerprint(buffer), uncut.buffers[name], uncut.rounding):
             return (
-                f"Cut into stages, the step leaves another value in the buffer {name!r} than whole. Give the module"
-                " that owns it a parameter, so that it is placed on a stage, or change it behind the last block."
+                f"Cut into stages, the step leaves another value in the buffer {name!r} than on the uncut module. Give"
+                " the module that owns it a parameter, so that it is placed on a stage, or change it behind the last"
+                " block."
             )
     return None
 
 
 _BESIDE = (
-    "A block before it must be telling it something beside its arguments (a tensor kept on a module, or taken by a hook"
-    " inside of a block), or the step draws from a random generator of its own, or changes its batch in place. Pass it"
-    " from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator; write"
-    " x = x * 2 instead of x.mul_(2)."
+    "A block before it must pass it a value in another way than by arguments (a tensor kept on a module, or taken by a"
+    " hook inside of a block), or the step draws from a random generator of its own, or changes its batch in place."
+    " Pass it from block to block, or keep both on one stage with pipeline_split; draw from torch's default generator;"
+    " write x = x * 2 instead of x.mul_(2)."
 )
 
 
@@ -164,15 +178,15 @@ class StageRelay:
     """The stages of this rank on one microbatch."""
 
     pipeline: "Pipeline"
-    trace: Trace
+    trace: StepTrace
     received: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    """What crossed the cut behind each stage; of the last one its loss, if it has one."""
+    """The tensors that crossed the cut behind each stage; for the last stage its loss, if it has one."""
     problem: str | None = None
-    """What is wrong on this rank, if anything."""
+    """Description of the first error on this rank."""
 
     def forward(self, step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, result: Any) -> None:
-        """Run every stage in turn and compare what it gets and gives with the whole step's."""
+        """Run every stage in turn; compare its inputs and outputs with those of the full step."""
         arriving: list[Tensor] = []
         for stage in range(self._last + 1):
             if stage in self.pipeline.my_stages:
@@ -192,18 +206,18 @@ class StageRelay:
             if stage < self._last:
                 return list(output)
             if differ(fingerprint(untrace(output)), result):
-                self.problem = self.problem or "Cut into stages, the step returns another result than whole."
+                self.problem = self.problem or "Cut into stages, the step returns another result than uncut."
             loss = loss_of(output)
             return [] if loss is None else [loss]
         except RunError:
             raise
-        except Exception as error:  # told to every rank, which all raise it
+        except Exception as error:  # sent to every rank, and raised on all
             self.problem = self.problem or _text(error, stage)
             specs = self.trace.specs(stage) if stage < self._last else []
             return [spec.empty(self.pipeline.wire.device).zero_() for spec in specs]
 
     def _pass_on(self, stage: int) -> list[Tensor]:
-        """What the next stage starts from, where that is on this rank."""
+        """The inputs of the next stage, where that is on this rank."""
         specs = self.trace.specs(stage)
         what = f"stage {stage + 1}: rehearsal, microbatch 0, receiving activations from stage {stage}"
         tensors = self._move(self.outputs.get(stage), specs, stage, stage + 1, stage, what)
@@ -223,7 +237,7 @@ class StageRelay:
         return wire.start_receive(specs, ranks[source], tag, what).wait() if wire.rank == ranks[target] else []
 
     def backward(self) -> list[dict[str, Print]]:
-        """Run the backward of every stage in turn: fingerprints of the gradients, by parameter, of stages here.
+        """Run the backward of every stage in turn; return fingerprints of gradients, by parameter, of stages here.
 
         Nothing is added to any `.grad`.
         """
@@ -245,7 +259,7 @@ class StageRelay:
             return self._differentiate(stage, arriving)
         except RunError:
             raise
-        except Exception as error:  # told to every rank, which all raise it
+        except Exception as error:  # sent to every rank, and raised on all
             self.problem = (
                 f"stage {stage}: the backward fails when other stages' blocks are absent ({type(error).__name__}:"
                 f" {error}). What is recomputed in backward must not reach over a cut: put cuts at the borders of"
@@ -255,10 +269,10 @@ class StageRelay:
             return [torch.zeros_like(tensor) for tensor in self.received[stage] if tensor.requires_grad], {}
 
     def unreached(self) -> frozenset[str]:
-        """Parameters of this rank that no backward from the loss comes to, followed back from stage to stage.
+        """Parameters of this rank that the loss does not depend on, found by following the graph from stage to stage.
 
-        On one device they get no gradient, and optimizers leave them alone. Here zeros come over the wire for what a
-        later stage makes of them.
+        On one device they get no gradient, and optimizers skip them. Here a later stage sends back zeros for tensors
+        that it computes from them.
         """
         pipeline, run, found = self.pipeline, set[int](), set[int]()
         used: list[bool] | None = None
@@ -271,11 +285,11 @@ class StageRelay:
                 found |= below
                 used = [id(tensor) in below for tensor in self.received[stage]]
             used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
-        # the gathered parameters themselves: to locate one is to begin to accumulate beside it in mixed precision
+        # the gathered parameters themselves: `locate` would start an accumulation in mixed precision
         return frozenset(name for name, parameter in pipeline.module.named_parameters() if id(parameter) in run - found)
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
-        """Gradients of what a stage received, and fingerprints of those of its parameters."""
+        """Gradients of the tensors that a stage received, and fingerprints of the gradients of its parameters."""
         mine = dict(self._parameters(stage))
         entering = [tensor for tensor in self.received[stage] if tensor.requires_grad]
         pairs = list(self._pairs(stage, arriving))
@@ -297,9 +311,9 @@ class StageRelay:
         if stage not in self.pipeline.unsplit:
             self.pipeline.unsplit.add(stage)
             warnings.warn(
-                f"schedule={self.pipeline.schedule!r}: on stage {stage} gradients of weights cannot be computed apart"
-                " from those of inputs (a weight used at two depths, a hook on a gradient, recomputation). Its"
-                " backwards run in one piece: the numbers are right, some idle time is not filled.",
+                f"schedule={self.pipeline.schedule!r}: on stage {stage} gradients of weights cannot be computed"
+                " separately from those of inputs (a weight used at two depths, a hook on a gradient, recomputation)."
+                " Its backwards run in one piece: the numbers are right, some idle time is not filled.",
                 stacklevel=2,
             )
 

@@ -1,7 +1,7 @@
-"""The rehearsal: one microbatch through the whole step on every rank, before any of that shape is trained on.
+"""The rehearsal: one microbatch through the full step on every rank, before any of that shape is trained on.
 
-Every rank runs the user's step; each unit runs where it lives and its output is shared, so all values are real
-everywhere. What was made where and used when says which tensors must cross each cut.
+Every rank runs the user's step. Each unit runs on the rank that owns it and its output is shared, so all values are
+real everywhere. Where tensors are computed and used determines which of them must cross each cut.
 """
 
 import sys
@@ -24,13 +24,13 @@ _END = 1 << 60
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """One call of a unit in a step."""
 
     unit: str
     stage: int
     output: Any
-    """The output with a `Spec` for each tensor."""
+    """The output, with a `Spec` for each tensor."""
 
 
 @dataclass(frozen=True)
@@ -40,71 +40,71 @@ class Carried:
     node: Node
     spec: Spec
     mark: list[list[float]]
-    """Of its values in the rehearsal."""
+    """Fingerprint of its values in the rehearsal."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """The part of a step that one stage runs: calls `start` up to `stop`."""
 
     start: int
     stop: int
     before: tuple[Carried, ...]
-    """Tensors made before the part and used in it or later."""
+    """Tensors computed before the part and used in it or later."""
     after: tuple[Carried, ...]
-    """Tensors made up to its end and used later."""
+    """Tensors computed up to its end and used later."""
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What a step does with one shape of microbatch."""
+class StepTrace:
+    """Calls and tensors of a step, for one shape of microbatch."""
 
-    calls: tuple[Call, ...]
-    parts: tuple[Part, ...]
+    calls: tuple[BlockCall, ...]
+    parts: tuple[StagePart, ...]
     """One per stage."""
-    heads: tuple[Part, ...]
-    """With the loss on the whole batch: from a call of the last stage on, whichever is left out; the last one first."""
+    heads: tuple[StagePart, ...]
+    """Candidates for the head, with the loss on the full batch: from each call of the last stage on, latest first."""
     changed: tuple[str, ...] = ()
     """Buffers outside of units that the step changes."""
     unreached: frozenset[str] = frozenset()
     """Parameters of this rank that run in the step but that the loss does not depend on."""
 
     def specs(self, cut: int) -> list[Spec]:
-        """What crosses from stage `cut` to the next one."""
+        """Specs of the tensors that cross from stage `cut` to the next one."""
         return [carried.spec for carried in self.parts[cut].after]
 
     @property
     def pattern(self) -> Any:
-        """All but the shapes: which blocks run where, and what crosses the cuts."""
+        """All but the shapes: the blocks with their stages, and the tensors that cross the cuts."""
         crossing = [[(item.node, item.spec.requires_grad) for item in part.after] for part in self.parts]
         return repr(([(call.unit, call.stage) for call in self.calls], crossing))
 
-    def with_head(self, head: int) -> "Trace":
-        """With a last stage that stops where that head begins."""
+    def with_head(self, head: int) -> "StepTrace":
+        """This trace with a last stage that stops where that head begins."""
         last, chosen = self.parts[-1], self.heads[head]
         return replace(self, parts=(*self.parts[:-1], replace(last, stop=chosen.start, after=chosen.before)))
 
     def origin(self, node: Node) -> str:
-        return f"made after the call of {self.calls[node[0] - 1].unit!r}" if node[0] else "made before the first block"
+        return f"computed after {self.calls[node[0] - 1].unit!r}" if node[0] else "computed before the first block"
 
 
 class Rehearsal(StepTape):
-    """Runs units where they live, shares what they give, and notes uses. A `Director` and a `StepTape`."""
+    """Runs units on the ranks that own them, shares outputs, and records uses. A `Director` and a `StepTape`."""
 
     skipping = False
 
     def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
         super().__init__()
         self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
-        self.calls: list[Call] = []
+        self.calls: list[BlockCall] = []
         self.specs: dict[Node, Spec] = {}
         self.marks: dict[Node, list[list[float]]] = {}
         self.last_use: dict[Node, int] = {}
         self.reads: list[tuple[int, Node, str]] = []
         self.recomputed: list[tuple[FrameType, str, int]] = []
-        """Regions that the step's own code checkpoints, with a unit that each has called and its stage."""
+        """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
         self.arguments: dict[int, list[list[float]]] = {}
-        """Fingerprints of what each unit that runs here was called with."""
+        """By index of the call, for units that run here: fingerprints of the arguments."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._use((args, kwargs), self.call + 1)
@@ -124,7 +124,7 @@ class Rehearsal(StepTape):
     def _begin(self, unit: str) -> bool:
         stage = self._place(unit)
         self._check_recomputed(unit, stage)
-        self.calls.append(Call(unit, stage, None))
+        self.calls.append(BlockCall(unit, stage, None))
         random_streams.restart(self.seed, 2 * self.next_call())
         return self.stage_rank[stage] == self.wire.rank
 
@@ -132,12 +132,12 @@ class Rehearsal(StepTape):
         call = self.calls[-1]
         output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
-        self.calls[-1] = Call(call.unit, call.stage, spec)
+        self.calls[-1] = BlockCall(call.unit, call.stage, spec)
         random_streams.restart(self.seed, 2 * self.call - 1)
         return self.trace(output, absent=False)
 
     def _place(self, unit: str) -> int:
-        """The stage that runs this call: the first holder that is not before the stage reached."""
+        """The stage that runs this call: the first that has the unit and is not before the stage reached."""
         reached = self.calls[-1].stage if self.calls else 0
         holders = self.split.holders[unit]
         later = [stage for stage in holders if stage >= reached]
@@ -177,11 +177,11 @@ class Rehearsal(StepTape):
         self.reads += [(self.call, leaf.node, name) for leaf in inputs]
 
     def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
-        for leaf in inputs:  # whatever they are written into may be looked at later
+        for leaf in inputs:  # the tensor that they are written into may be read later
             self.on_use(leaf.node, _END)
 
     def use_at_end(self, value: Any) -> None:
-        """`value` is returned or logged."""
+        """Record that `value` is returned or logged."""
         self._use(value, _END)
 
     def _use(self, value: Any, when: int) -> None:
@@ -190,8 +190,8 @@ class Rehearsal(StepTape):
         for leaf in traced:
             self.on_use(leaf.node, when)
 
-    def trace_of_step(self) -> Trace:
-        """What was learnt. Raises where the step cannot be cut."""
+    def trace_of_step(self) -> StepTrace:
+        """The trace. Raises where the step cannot be cut."""
         stages = [call.stage for call in self.calls]
         last = self.split.num_stages - 1
         if last not in stages:
@@ -202,10 +202,10 @@ class Rehearsal(StepTape):
         cuts = [sum(stage <= cut for stage in stages) for cut in range(last)]
         bounds = [0, *cuts, len(stages)]
         crossing = [(), *(self._carried(cut) for cut in cuts), ()]
-        parts = [Part(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
+        parts = [StagePart(bounds[at], bounds[at + 1], crossing[at], crossing[at + 1]) for at in range(last + 1)]
         starts = range(len(stages) - 1, bounds[last] - 1, -1)
-        heads = tuple(Part(start, len(stages), self._carried(start), ()) for start in starts)
-        trace = Trace(tuple(self.calls), tuple(parts), heads)
+        heads = tuple(StagePart(start, len(stages), self._carried(start), ()) for start in starts)
+        trace = StepTrace(tuple(self.calls), tuple(parts), heads)
         for when, node, name in self.reads:
             if cuts and when <= cuts[-1]:
                 raise PipelineSplitError(

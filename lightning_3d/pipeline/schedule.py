@@ -22,11 +22,11 @@ _CLASSES = {
 _V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 _SINGLE = ("gpipe", "1f1b")
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Schedules that compute gradients of weights apart from those of inputs."""
+"""Schedules that compute gradients of weights separately from those of inputs."""
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: what, for which stage and microbatch."""
+    """One action of a rank: its kind, for a stage and a microbatch."""
 
     kind: str
     """F forward, B backward, I and W its halves (for inputs, for weights), SEND_F, RECV_F, SEND_B, RECV_B."""
@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
 
 def stages_per_rank(schedule: str, asked: int = 1) -> int:
-    """Stages that a rank holds under `schedule`: two for the V-shaped ones, one for `gpipe` and `1f1b`."""
+    """Stages of a rank under `schedule`: two for the V-shaped ones, one for `gpipe` and `1f1b`."""
     if schedule in _V_SHAPED:
         if asked not in (1, 2):
             raise LayoutError(f"schedule={schedule!r} places exactly 2 stages on a rank, not stages_per_rank={asked}.")
@@ -49,7 +49,7 @@ def stages_per_rank(schedule: str, asked: int = 1) -> int:
 
 
 def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """The rank that holds each stage: round after round, or down and up again for the V-shaped schedules."""
+    """The rank of each stage: round after round, or down and up again for the V-shaped schedules."""
     if schedule in _V_SHAPED:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(stage % ranks for stage in range(ranks * per_rank))
@@ -59,7 +59,7 @@ def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
 def actions(
     order_name: str, schedule: str, ranks: int, per_rank: int, microbatches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does in one step, in order, sends and receives included.
+    """The actions of each rank in one step, in order, sends and receives included.
 
     `order_name` is `schedule`, or "fill_and_drain" for all forwards and then all backwards in its placement. Where
     torch's schedule does not exist for so few or so uneven microbatches, that is run too: the numbers are the same.
@@ -125,7 +125,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 
 
 def _stage(index: int, ranks: int, stages: int) -> Any:
-    """As much of a stage as a schedule looks at to make its order."""
+    """The attributes of a stage that a schedule reads to compute its order."""
     return SimpleNamespace(
         num_stages=stages, group_size=ranks, group_rank=0, stage_index=index, is_first=index == 0,
         is_last=index == stages - 1, has_backward=True, submod=nn.Identity(), stage_index_to_group_rank={},

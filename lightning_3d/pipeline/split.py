@@ -1,4 +1,4 @@
-"""Cutting a module into stages: `plan_split` decides on the whole module, `apply_split` makes foreign units absent."""
+"""Cuts a module into stages: `plan_split` plans on the uncut module, `apply_split` makes other stages' units absent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from lightning_3d.ranks import talk
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter that several stages hold."""
+    """One parameter that several stages own."""
 
     name: str
     """Its first name in `named_parameters`."""
@@ -30,15 +30,15 @@ class Tie:
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """Which units run on which stage. Pure data, equal on every rank."""
+    """The units of each stage. Pure data, equal on every rank."""
 
     stages: tuple[tuple[str, ...], ...]
     """Names of units per stage, in running order; a stage may be empty."""
     units: tuple[Unit, ...]
     everywhere: tuple[str, ...]
-    """Parameters that code outside units uses: real on every stage."""
+    """Parameters that code outside of units uses: real on every stage."""
     ties: tuple[Tie, ...]
-    """Parameters that several stages hold."""
+    """Parameters that several stages own."""
     holders: Mapping[str, tuple[int, ...]]
     """Stages on which each unit's parameters are real, by every name the unit has."""
 
@@ -48,7 +48,7 @@ class PipelineSplit:
 
     @property
     def solo(self) -> bool:
-        """Whether one stage does all the work, because there is nothing to cut."""
+        """True where one stage does all the work, because there is nothing to cut."""
         return sum(bool(stage) for stage in self.stages) <= 1
 
     def describe(self) -> str:
@@ -74,12 +74,12 @@ def plan_split(
     """Cut `module` into `num_stages` stages of about equal cost.
 
     Args:
-        module: the whole module, before anything is sharded; parameters may be on meta.
+        module: the uncut module, before anything is sharded; parameters may be on meta.
         anatomy: its anatomy, found if not given.
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
-        whole: what one microbatch showed: the order in which units run, which are called again, and which of their
-            parameters other code reads. Without it, that is read from the code.
+        whole: the run of one microbatch: the order in which units run, those that are called again, and their
+            parameters that other code reads. Without it, units run in the order of their declaration.
 
     A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
     one before them. Raises `PipelineSplitError` where there are several units but fewer than stages.
@@ -108,8 +108,8 @@ def plan_split(
     holders = _holders(module, stages)
     if whole is not None:
         everywhere = tuple(dict.fromkeys([*everywhere, *whole.read]))
-        _refuse_to_hold_all(module, whole.read)
-        holders = _held_where_called(holders, whole.calls, anatomy)
+        _refuse_all_everywhere(module, whole.read)
+        holders = _with_later_calls(holders, whole.calls, anatomy)
     return PipelineSplit(stages, units, everywhere, _ties(module, holders, everywhere, num_stages), holders)
 
 
@@ -172,7 +172,7 @@ def _with_idle(stages: tuple[tuple[str, ...], ...], names: Sequence[str]) -> tup
 
 
 def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, ...]]:
-    """A module that stands at several places in the tree is held by the stages of all of them."""
+    """Stages by unit; a module that stands at several places in the tree belongs to the stages of all of them."""
     by_module: dict[int, list[int]] = {}
     for index, names in enumerate(stages):
         for name in names:
@@ -180,12 +180,12 @@ def _holders(module: nn.Module, stages: tuple[tuple[str, ...], ...]) -> dict[str
     return {name: tuple(dict.fromkeys(by_module[id(module.get_submodule(name))])) for names in stages for name in names}
 
 
-def _held_where_called(
+def _with_later_calls(
     holders: dict[str, tuple[int, ...]], calls: Sequence[str], anatomy: Anatomy
 ) -> dict[str, tuple[int, ...]]:
-    """What is called again on a later stage (an embedding, for encoder and decoder) is held there too.
+    """Stages by unit, with later stages that call a unit again (an embedding, for encoder and decoder).
 
-    Not so blocks of a chain: a pipeline of which every stage holds the chain is none, and the rehearsal refuses it.
+    Blocks of a chain stay where they are: a pipeline whose stages all own the chain is none. The rehearsal refuses it.
     """
     blocks = tuple(name for chain in anatomy.chains if len(chain.blocks) > 1 for name in chain.blocks)
     held, reached = dict(holders), 0
@@ -198,13 +198,13 @@ def _held_where_called(
     return held
 
 
-def _refuse_to_hold_all(module: nn.Module, read: Sequence[str]) -> None:
+def _refuse_all_everywhere(module: nn.Module, read: Sequence[str]) -> None:
     whole = sum(parameter.numel() for parameter in module.parameters())
     outside = sum(module.get_parameter(name).numel() for name in read)
     if 2 * outside > whole:
         raise PipelineSplitError(
             f"The step reads {len(read)} parameters of blocks ({read[0]}, ...) outside of these blocks: {outside:,} of"
-            f" the module's {whole:,} elements, which every stage would have to hold. Let the block that owns them use"
+            f" the module's {whole:,} elements, which every stage would need. Let the block that owns them use"
             " them (a penalty on weights: the optimizer's weight_decay), or use pipeline_parallel_size=1."
         )
 
@@ -228,18 +228,18 @@ def _ties(
 
 @dataclass
 class AppliedSplit:
-    """A module whose foreign units are absent on this rank."""
+    """A module on this rank, in which the units of other stages are absent."""
 
     module: nn.Module
     split: PipelineSplit
     absent: dict[str, int]
-    """Stage that holds each absent parameter or buffer, by name (every name of a tied one)."""
+    """Stage that owns each absent parameter or buffer, by name (every name of a tied one)."""
 
     def undo(self, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
-        """Make the module whole again on every rank of `group`: each absent tensor is received from its stage.
+        """Restore the module on every rank of `group`: each absent tensor is received from its stage.
 
         Args:
-            group: the pipeline group; every rank of it calls this, with real plain tensors for what it holds.
+            group: the pipeline group; every rank of it calls this, with real plain tensors for its own stages.
             stage_rank: rank in `group` of each stage.
         """
         everywhere = talk.gather((self.absent, self._buffers_here()), group)
@@ -286,7 +286,7 @@ class AppliedSplit:
 
 
 def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> AppliedSplit:
-    """Move parameters and buffers of units that none of `my_stages` holds to meta, in place.
+    """Move parameters and buffers of units that none of `my_stages` owns to meta, in place.
 
     Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank;
     an absent parameter never gets a gradient, so optimizers pass over it.
@@ -316,5 +316,5 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
 
 
 def move_present(module: nn.Module, device: torch.device) -> None:
-    """Move what is real to `device`; `Module.to` would stop at the first absent parameter."""
+    """Move the real tensors to `device`; `Module.to` would raise at the first absent parameter."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

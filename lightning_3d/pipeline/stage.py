@@ -1,4 +1,4 @@
-"""One stage's part of the user's step on one microbatch."""
+"""The part of the user's step that belongs to one stage, on one microbatch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.pipeline.rehearsal import Part, Trace
+from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
@@ -19,20 +19,20 @@ class Cut(BaseException):
 
 
 class StagePlay(StepTape):
-    """Plays one part of a step: earlier units give stand-ins, its own run, the first later one ends the step."""
+    """Plays one part of a step: earlier units return placeholders, its own run, the first later one ends the step."""
 
     def __init__(
-        self, trace: Trace, part: Part, name: str, received: list[Tensor], seed: int, device: torch.device
+        self, trace: StepTrace, part: StagePart, name: str, received: list[Tensor], seed: int, device: torch.device
     ) -> None:
         super().__init__(
             {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
             frozenset(carried.node for carried in part.after),
         )
-        self.whole, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
+        self.step_trace, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
         self.skipping = False
         self.final = part.stop == len(trace.calls)
         self.expected: dict[int, list[list[float]]] | None = None
-        """In the rehearsal's check: fingerprints of what own units must be called with."""
+        """In the proof: fingerprints of the arguments that this part's units must get."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refresh_arguments(args, kwargs)
@@ -47,7 +47,7 @@ class StagePlay(StepTape):
 
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
-            return self._stand_in()
+            return self._placeholder()
         random_streams.restart(self.seed, 2 * self.call - 1)
         self.tracing = not self.final
         return self.trace(output, absent=False) if self.tracing else output
@@ -55,7 +55,7 @@ class StagePlay(StepTape):
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
         self._refresh_arguments(args, kwargs)
         self._begin(unit)
-        return self._stand_in()
+        return self._placeholder()
 
     def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
         if self.final:
@@ -64,27 +64,27 @@ class StagePlay(StepTape):
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)])
 
-    def _stand_in(self) -> Any:
+    def _placeholder(self) -> Any:
         random_streams.restart(self.seed, 2 * self.call - 1)
-        output = self.whole.calls[self.call - 1].output
+        output = self.step_trace.calls[self.call - 1].output
         zeros = map_leaves(lambda leaf: self._zeros(leaf) if isinstance(leaf, Spec) else leaf, output)
         return self.trace(zeros, absent=True)
 
     def outputs(self) -> list[Tensor]:
-        """What crosses the cut behind this part."""
+        """The tensors that cross the cut behind this part."""
         wanted = [carried.node for carried in self.part.after]
         missing = [node for node in wanted if node not in self.made]
         if missing:
-            origin = self.whole.origin(missing[0])
+            origin = self.step_trace.origin(missing[0])
             raise PipelineSplitError(
-                f"{self.name}: a tensor that a later stage needs was not made ({origin}). {_DIFFERENT}"
+                f"{self.name}: a tensor that a later stage needs was not computed ({origin}). {_DIFFERENT}"
             )
         for carried in self.part.after:
-            self._check_shape(carried.spec, self.made[carried.node], self.whole.origin(carried.node))
+            self._check_shape(carried.spec, self.made[carried.node], self.step_trace.origin(carried.node))
         return [self.made[node] for node in wanted]
 
     def _check_shape(self, spec: Spec, tensor: Tensor, origin: str) -> None:
-        """The next stage waits for as many numbers as in the rehearsal."""
+        """Raise on another shape than in the rehearsal: the next stage waits for as many numbers as then."""
         if tuple(tensor.shape) != spec.shape:
             raise PipelineSplitError(
                 f"{self.name}: a tensor that goes to the next stage has shape {tuple(tensor.shape)} ({origin}), and had"
@@ -94,9 +94,9 @@ class StagePlay(StepTape):
             )
 
     def _begin(self, unit: str) -> bool:
-        """Count a call. Whether it is one of this part's own."""
+        """Count a call; return True if it belongs to this part."""
         call = self.next_call()
-        calls = self.whole.calls
+        calls = self.step_trace.calls
         if call >= len(calls) or calls[call].unit != unit:
             expected = calls[call].unit if call < len(calls) else "no further block"
             raise PipelineSplitError(
@@ -110,7 +110,7 @@ class StagePlay(StepTape):
     def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, TracedTensor) and leaf.absent and leaf.node not in self.values:
-                origin = self.whole.origin(leaf.node)
+                origin = self.step_trace.origin(leaf.node)
                 raise PipelineSplitError(
                     f"{self.name}: {unit!r} needs a tensor that was not carried to it ({origin}). {_DIFFERENT}"
                 )
@@ -119,9 +119,9 @@ class StagePlay(StepTape):
         assert self.expected is not None
         if differ(fingerprint((args, kwargs)), self.expected.get(self.call - 1, [])):
             raise PipelineSplitError(
-                f"{self.name}: cut into stages, {unit!r} gets other inputs than in the whole step. Something"
-                " that it needs comes from an earlier stage in a way that was not seen (a tensor changed in place"
-                " through a view, or kept on a module between calls). Pass it from block to block."
+                f"{self.name}: cut into stages, {unit!r} gets other inputs than in the uncut step. Something"
+                " that it needs comes from an earlier stage in a way that the rehearsal cannot record (a tensor"
+                " changed in place through a view, or kept on a module between calls). Pass it from block to block."
             )
 
     def _zeros(self, spec: Spec) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters that several stages hold: gradients summed over the stages, so that the copies stay equal bit for bit."""
+"""Parameters that several stages own: their gradients are summed, so that the copies stay equal bit for bit."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ _TAG = 1 << 29
 
 
 class Ties:
-    """The ties of this rank, grouped by the ranks that hold them."""
+    """The ties of this rank, grouped by the ranks that have them."""
 
     def __init__(
         self, split: PipelineSplit, wire: Wire, stage_rank: Sequence[int], locate: Callable[[str], Tensor]
@@ -32,7 +32,7 @@ class Ties:
                 self.groups.setdefault(ranks, []).append(tie)
 
     def sum_gradients(self) -> None:
-        """Give every holder the sum of all holders' gradients, added in the order of ranks."""
+        """Give every rank of a tie the sum of all its gradients, added in the order of ranks."""
         for ranks, ties in self.groups.items():
             tensors = [self.locate(tie.name) for tie in ties]
             trained = [tensor for tensor in tensors if tensor.requires_grad]

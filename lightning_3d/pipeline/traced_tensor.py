@@ -1,9 +1,10 @@
-"""`TracedTensor`: a tensor that knows where in a step it was made.
+"""`TracedTensor`: a tensor that knows where in a step it was computed.
 
 A stage runs the user's step from the start, but has no values for what earlier stages compute. Those tensors are
 *absent*: zeros of the right shape that carry their origin. An operation whose absent inputs were received gets the
-received values; one with inputs that were not gives another absent tensor; nothing is ever computed from a stand-in
-and used. Operations are numbered as (calls of units so far, index since then), which is the same on every stage.
+received values; an operation on absent inputs that were not received gives another absent tensor. A result computed
+from a placeholder is never used. Operations are numbered as (calls of units so far, index since then), which is the
+same on every stage.
 """
 
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from lightning_3d.errors import PipelineSplitError
 from lightning_3d.sandbox.trees import leaves, map_leaves
 
 Node = tuple[int, int]
-"""Where a tensor was made: calls of units before it, and its index among traced tensors made since."""
+"""Position of a tensor: calls of units before it, and its index among traced tensors since then."""
 _READS = {
     "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__complex__",
     "equal", "allclose", "is_nonzero", "__contains__", "cpu_numpy",
@@ -51,7 +52,7 @@ class TracedTensor(Tensor):
 
 
 class StepTape:
-    """Numbers what a step makes, supplies what was received, keeps what must be sent on."""
+    """Numbers the tensors of a step, supplies those that were received, keeps those to be sent on."""
 
     def __init__(self, received: dict[Node, Tensor] | None = None, wanted: frozenset[Node] = frozenset()) -> None:
         self.call = 0
@@ -61,7 +62,7 @@ class StepTape:
         self.wanted = wanted
         self.made: dict[Node, Tensor] = {node: value for node, value in self.values.items() if node in wanted}
         self.tracing = True
-        """Whether what is made is still traced: not on the last stage once its own units run."""
+        """True while new tensors are traced: not on the last stage once its own units run."""
 
     def __enter__(self) -> "StepTape":
         _active.append(self)
@@ -97,14 +98,14 @@ class StepTape:
     def _hook(
         self, func: Callable[..., Any], handle: TracedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A hook on a gradient: on the handle, which all uses go through, and only where the tensor was made."""
+        """Register a hook on a gradient: on the handle, which all uses share, only where the tensor was computed."""
         if handle.absent or handle.node in self.received:
             return RemovableHandle(OrderedDict())
         with torch._C.DisableTorchFunctionSubclass():
             return func(self.values.get(handle.node, handle), *args, **kwargs)
 
     def _in_place(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], missing: bool) -> Any:
-        """The handle that the user holds now stands for the changed tensor; what was received must not change."""
+        """Let the user's handle stand for the changed tensor; a received tensor must not change."""
         handle: TracedTensor = args[0]
         for leaf in leaves((args, kwargs)):
             if isinstance(leaf, TracedTensor):
@@ -135,11 +136,11 @@ class StepTape:
         if not isinstance(leaf, Tensor):
             return leaf
         if type(leaf) not in (Tensor, nn.Parameter, TracedTensor):
-            # What only passes for a tensor (logits in parts) becomes one to travel: any operation that it does not do
-            # itself gives one. `as_subclass` would not ask it.
+            # A tensor-like object (sharded logits) becomes a tensor to be sent: any operation that it does not
+            # implement gives one. `as_subclass` would bypass its own methods.
             leaf = leaf.view_as(leaf)
         node = self._number()
-        if absent and node in self.values:  # received: real from here on, wherever the user's code takes it
+        if absent and node in self.values:  # received: real from here on, wherever the user's code uses it
             leaf, absent = self.values[node], False
         if not absent:
             self.on_made(node, leaf)
@@ -158,21 +159,21 @@ class StepTape:
         return call
 
     def refresh(self, inputs: list[TracedTensor]) -> None:
-        """Note tensors that have got a gradient since they were made: a function of autograd gives it at its end."""
+        """Record tensors that require a gradient only since they were numbered: autograd functions set it last."""
         for leaf in inputs:
             if not leaf.absent and leaf.node not in self.values and (plain := leaf.untraced()).requires_grad:
                 self.on_made(leaf.node, plain)
 
     def on_made(self, node: Node, value: Tensor) -> None:
-        """A traced tensor was made."""
+        """Called for each new traced tensor."""
         if node in self.wanted:
             self.made[node] = value
 
     def on_use(self, node: Node, when: int) -> None:
-        """A traced tensor is used after `when` calls of units."""
+        """Called where a traced tensor is used after `when` calls of units."""
 
     def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:
-        """A tensor that is not traced is changed by them: one that the user keeps, or has made to be filled."""
+        """Called where they change an untraced tensor: one that the user keeps, or has allocated to be filled."""
 
     def on_read(self, inputs: list[TracedTensor], missing: list[TracedTensor], name: str) -> None:
         if missing:
@@ -193,12 +194,12 @@ class _Identity(torch.autograd.Function):
 
 
 def not_a_view(tensor: Tensor) -> Tensor:
-    """The same data with a place of its own in the graph: neither a leaf nor a view, so it may be changed in place."""
+    """The same data as a new node of the graph: neither a leaf nor a view, so it may be changed in place."""
     return _Identity.apply(tensor) if tensor.requires_grad else tensor
 
 
 def refuse_placeholders(value: Any) -> None:
-    """Raise where the last stage ends with something that it computed from a tensor that it does not have."""
+    """Raise where the last stage ends with a value computed from a tensor that it does not have."""
     refuse_missing([leaf for leaf in leaves(value) if isinstance(leaf, TracedTensor) and leaf.absent])
 
 
@@ -206,14 +207,14 @@ def refuse_missing(tensors: list[TracedTensor]) -> None:
     if tensors:
         raise PipelineSplitError(
             "training_step returns, logs or keeps a value of an earlier stage that it did not in its rehearsal, so that"
-            " it was not sent to the last one: a term of the loss that comes in after some steps or epochs"
-            " (`if self.global_step >= 100: loss = loss + ...`), say. Compute it in every step, and multiply it by 0"
+            " it was not sent to the last one, such as a term of the loss that begins after some steps or epochs"
+            " (`if self.global_step >= 100: loss = loss + ...`). Compute it in every step, and multiply it by 0"
             " where it is not to count."
         )
 
 
 def as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
-    """The same tensor seen as a `kind` (a dry run, whose tensors are of a class of their own, has another way)."""
+    """The same tensor as a `kind`; the dry run replaces this, since its tensors have a class of their own."""
     return tensor.as_subclass(kind)  # type: ignore[arg-type]
 
 
@@ -228,9 +229,9 @@ _plain_apply: Any = Function.__dict__["apply"]
 
 
 def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Function.apply` as one operation of the step: torch does not ask `__torch_function__` about it (2.13).
+    """`Function.apply` as one operation of the step: torch does not call `__torch_function__` for it (2.13).
 
-    A function that is given something to call recomputes: units are called inside of it, and it stays as it is.
+    A function with a callable argument recomputes: it calls units inside, and runs as it is.
     """
     plain = partial(_plain_apply.__func__, cls)
     traced = any(isinstance(leaf, TracedTensor) for leaf in leaves((args, kwargs)))

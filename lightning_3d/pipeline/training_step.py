@@ -1,6 +1,6 @@
-"""One pipelined training step: microbatches, the schedule, what the last stage returns and logs.
+"""One pipelined training step: its microbatches, the schedule, outputs and logs of the last stage.
 
-Where the head begins that runs once on the whole batch, with `loss_scope="batch"`.
+With `loss_scope="batch"`, the head runs once on the full batch; `choose_head` finds the call where it begins.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.pipeline.play import play
-from lightning_3d.pipeline.rehearsal import Carried, Trace
+from lightning_3d.pipeline.rehearsal import Carried, StepTrace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
-from lightning_3d.sandbox.counts import exact
+from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
-from lightning_3d.sandbox.snapshot import Attributes, Changes, join_changes, put, sendable
+from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
 from lightning_3d.sandbox.trees import detached, join_outputs, loss_of
 
 if TYPE_CHECKING:
@@ -37,27 +37,27 @@ class TrainingStep:
     scale: float
     sizes: list[int] = field(default_factory=list)
     microbatches: list[tuple[Any, ...]] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
-    whole: Trace | None = None
-    """With the loss on the whole batch: the trace of the step on it."""
+    traces: list[StepTrace] = field(default_factory=list)
+    full_trace: StepTrace | None = None
+    """With the loss on the full batch: the trace of the step on it."""
     head: int = 0
-    """Which of its heads runs, and along which dimension each tensor joins that it goes on with."""
+    """Index of the head that runs."""
     dims: list[int | None] = field(default_factory=list)
+    """The dimension along which each input of the head joins, None for one that all microbatches share."""
     outputs: list[Any] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     changes: list[Changes] = field(default_factory=list)
-    """Of the module's attributes, by each run of the last stage."""
+    """Changes of the module's attributes, by each run of the last stage."""
 
     def run(self) -> tuple[Any, Record]:
-        """What the whole batch's step would have returned and logged, on every rank."""
+        """Run the step; return the output and the logs of the full batch, on every rank."""
         self._cut_batch()
         pipeline = self.pipeline
-        self.attributes = Attributes(pipeline.module, pipeline.counts)
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.whole else None, pipeline.unsplit,
+            self._head if self.full_trace else None, pipeline.unsplit,
         )  # fmt: skip
-        schedule = "fill_and_drain" if self.whole else pipeline.schedule
+        schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
         placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
         execution.run(actions(schedule, *placement, len(self.sizes))[pipeline.wire.rank])
         return self._results()
@@ -68,50 +68,51 @@ class TrainingStep:
         self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size, rows)
         self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes, rows)] if self.args else [()]
         self.traces = [
-            self.pipeline.trace(self.name, args, self._mark(index)) for index, args in enumerate(self.microbatches)
+            self.pipeline.trace(self.name, args, self._microbatch_seed(index))
+            for index, args in enumerate(self.microbatches)
         ]
         if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
-            self.whole = self.pipeline.trace(self.name, self.args, self.seed)
-            self.head, self.dims = choose_head(self.whole, self.traces)
+            self.full_trace = self.pipeline.trace(self.name, self.args, self.seed)
+            self.head, self.dims = choose_head(self.full_trace, self.traces)
             self.traces = [trace.with_head(self.head) for trace in self.traces]
 
-    def _mark(self, index: int) -> int:
+    def _microbatch_seed(self, index: int) -> int:
         """The random seed of a microbatch."""
         return self.seed ^ (index * 0x9E3779B1)
 
     def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
         trace = self.traces[index]
         record = Record()
-        with self.attributes.apart() as changes:
+        with isolated(self.pipeline.module) as changes:
             result = play(
                 self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
-                self.microbatches[index], self._mark(index), received, record, real=True,
+                self.microbatches[index], self._microbatch_seed(index), received, record, real=True,
             )  # fmt: skip
         if trace.parts[stage].stop < len(trace.calls):
             return result
         return self._finish(result, record, changes, self.sizes[index] / sum(self.sizes))
 
     def _finish(self, output: Any, record: Record, changes: Changes, weight: float) -> list[Tensor]:
-        """Keep what a step returned; what backward starts from."""
+        """Keep the output of a step; return the loss that backward starts from."""
         refuse_placeholders(list(changes.values()))
-        self.outputs.append(exact(detached(output)))
+        self.outputs.append(detached(output))
         self.changes.append(changes)
         self.records.append(record)
         loss = loss_of(output)
         return [] if loss is None else [loss * (self.scale * weight)]
 
     def _head(self, activations: list[list[Tensor]]) -> list[list[Tensor | None]]:
-        """Head and loss on the whole batch: the gradients of each microbatch's activations."""
-        assert self.whole is not None
-        part, dims, record = self.whole.heads[self.head], self.dims, Record()
+        """Run head and loss on the full batch; return the gradients of each microbatch's activations."""
+        assert self.full_trace is not None
+        part, dims, record = self.full_trace.heads[self.head], self.dims, Record()
         columns = list(zip(*activations, strict=True))
         joined = [torch.cat([item.detach() for item in column], dim) if dim is not None else column[0].detach()
                   for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
-        with self.attributes.apart() as changes:
+        with isolated(self.pipeline.module) as changes:
             output = play(
-                self.pipeline, self.whole, part, "head", self.name, self.args, self.seed, joined, record, real=True
+                self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, joined, record, real=True
             )
         for loss in self._finish(output, record, changes, 1.0):
             torch.autograd.backward(loss)
@@ -129,19 +130,19 @@ class TrainingStep:
         return grads
 
     def _results(self) -> tuple[Any, Record]:
-        mine, last = None, self.pipeline.holds_last
+        mine, last = None, self.pipeline.owns_last
         if last:
             record = combine(self.records, self.sizes)
-            changes = sendable(join_changes(self.changes, self.sizes, self.attributes.before, self.pipeline.counts))
+            changes = sendable(join_changes(self.changes, self.sizes, plain_attributes(self.pipeline.module)))
             mine = (join_outputs(self.outputs, self.sizes), record.calls, self._buffers(), changes)
         output, calls, buffers, changes = self.pipeline.wire.share(mine, self.pipeline.stage_rank[-1], "results")
         if not last:
-            put(self.pipeline.module, buffers)
-        self.attributes.put(changes)
+            put_buffers(self.pipeline.module, buffers)
+        put_changes(self.pipeline.module, changes)
         return output, Record(calls)
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What the step made of the buffers that it changes."""
+        """The buffers that the step changes, after the step."""
         names = dict.fromkeys(name for trace in self.traces for name in trace.changed)
         return {name: self.pipeline.module.get_buffer(name) for name in names}
 
@@ -149,14 +150,14 @@ class TrainingStep:
 _CONSTANT, _MIXED = -1, -2
 
 
-def choose_head(whole: Trace, traces: Sequence[Trace]) -> tuple[int, list[int | None]]:
-    """The last call of the last stage from which on the step can go on with the whole batch.
+def choose_head(whole: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list[int | None]]:
+    """Find the last call of the last stage from which on the step can run on the full batch.
 
-    What it goes on with must either be rows that join, or be the same whatever the batch. A first term of the loss,
-    say, is neither: then the call before it is where the head begins.
+    The inputs of the head must be rows that join, or be the same for every batch. A first term of the loss is neither:
+    then the head begins at the call before it.
 
     Returns:
-        Index into `Trace.heads`, and the dimension along which each tensor joins, None where all have the same.
+        Index into `StepTrace.heads`, and the dimension along which each tensor joins, None where all have the same.
     """
     for index, head in enumerate(whole.heads):
         parts = [trace.heads[index].before for trace in traces]
@@ -167,7 +168,7 @@ def choose_head(whole: Trace, traces: Sequence[Trace]) -> tuple[int, list[int | 
             return index, [None if dim == _CONSTANT else dim for dim in dims]
     raise PipelineSplitError(
         "loss_scope='batch': the last stage begins with values that each microbatch has computed from its own rows"
-        " (a mean, say), so that they do not join to what the whole batch would give. Name a cut before them with"
+        " (a mean, say), so that they do not join to the value of the full batch. Name a cut before them with"
         " pipeline_split, or use loss_scope='microbatch'."
     )
 

@@ -1,8 +1,7 @@
 """Units: the modules that a pipeline places, in the order in which they run.
 
-A unit is called as a whole and has parameters (or statistics of its own): a block of a chain, an embedding, a norm, a
-head. Modules around units
-(the LightningModule, the containers of blocks and what lies between) are *open*: their code runs on every stage.
+A unit is placed undivided and has parameters, or statistics of its own: a block of a chain, an embedding, a norm, a
+head. Modules around units (the LightningModule, containers of blocks) are *open*: their code runs on every stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,24 +11,23 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.pipeline.reading import direct_parameters, ordered_children
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One module that is placed whole."""
+    """A module that is placed undivided on a stage."""
 
     name: str
     parameters: int
-    """Elements, whatever else shares them."""
+    """Number of elements, shared ones included."""
     cost: float
-    """Work per sample in units of one multiply-add per parameter; tables that are only looked up count little."""
+    """Work per sample in units of one multiply-add per parameter; lookup tables count little."""
 
 
 def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit, ...]:
-    """Units of `module`; large ones are opened until there are `at_least` that many, where that is possible."""
+    """Units of `module`; large ones are opened until there are `at_least` many, if possible."""
     # by identity: a module that stands at two places is open at both
     opened = {id(module.get_submodule(name)) for chain in anatomy.chains for name in _with_parents(chain.name)}
     while True:
@@ -59,7 +57,7 @@ def in_running_order(units: tuple[Unit, ...], module: nn.Module, calls: Sequence
 
 
 def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tuple[str, ...]:
-    """Names of parameters that code outside units reads: their own direct ones, and `self.table.weight` of a unit."""
+    """Names of the parameters of modules around units, whose code runs on every stage."""
     names = [unit.name for unit in units]
     found: list[str] = []
     for prefix, inner in module.named_modules():
@@ -67,12 +65,13 @@ def parameters_used_everywhere(module: nn.Module, units: tuple[Unit, ...]) -> tu
             continue
         dotted = f"{prefix}." if prefix else ""
         found += [dotted + name for name, _ in inner.named_parameters(recurse=False)]
-        found += [dotted + name for name in sorted(direct_parameters(inner))]
     return tuple(dict.fromkeys(found))
 
 
 def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
-    for name, child in ordered_children(module):
+    for name, child in module._modules.items():  # `named_children` leaves out one that stands at a second place
+        if child is None:
+            continue
         full = f"{prefix}.{name}" if prefix else name
         count = sum(parameter.numel() for parameter in child.parameters())
         if count == 0 and not isinstance(child, _NormBase):

@@ -1,4 +1,4 @@
-"""Tensors between the ranks of one pipeline, with errors that say what was being waited for."""
+"""Sends tensors between the ranks of one pipeline; errors name the message that a rank waited for."""
 
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,7 +21,7 @@ from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 
 
 class Spec:
-    """What one needs to know to receive a tensor. No dataclass: those count as containers of a batch."""
+    """Shape and type of a tensor to receive. No dataclass: dataclasses count as containers of a batch."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> None:
         self.shape, self.dtype, self.requires_grad = shape, dtype, requires_grad
@@ -39,12 +39,12 @@ class Spec:
 
 @dataclass
 class Wire:
-    """The ranks of one pipeline: sends to a neighbour, shares with all."""
+    """Sends to a neighbour and shares with all ranks of one pipeline."""
 
     group: dist.ProcessGroup
     device: torch.device
     ledger: Ledger | None = None
-    """Told of what this rank sends."""
+    """Counts the bytes that this rank sends."""
     sending: list[tuple[dist.Work, Tensor, str]] = field(default_factory=list)
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
@@ -58,7 +58,7 @@ class Wire:
         return self.group.size()
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
-        """Start sending; the tensors are kept until `finish`, or until a later send finds them gone."""
+        """Start sending; the tensors are kept until they have left, at the latest until `finish`."""
         self.sending = [entry for entry in self.sending if not entry[0].is_completed()]
         for tensor in tensors:
             data = tensor.detach().contiguous()
@@ -69,7 +69,7 @@ class Wire:
             self.sending.append((work, data, what))
 
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
-        """Start receiving tensors of `specs`; their memory is taken now."""
+        """Start receiving tensors of `specs`; their memory is allocated now."""
         buffers = [spec.empty(self.device) for spec in specs]
         works = []
         for buffer in buffers:
@@ -87,9 +87,9 @@ class Wire:
     def share(self, value: Any, source: int, site: Hashable) -> Any:
         """`value` of rank `source` on every rank: any nesting of tensors and plain values.
 
-        Leaves that are neither (caches, modules) arrive as None. What stays the same from one value to the next of
-        the same `site` (nesting, shapes, strings) is sent once; after that a value costs one message for all its
-        numbers and one per larger tensor.
+        Leaves that are neither (caches, modules) arrive as None. Nesting, shapes and strings are sent only when they
+        differ from the last value of the same `site`. Else a value costs one message for all its numbers and one per
+        larger tensor.
         """
         if self.size == 1:
             return value
@@ -144,23 +144,23 @@ class Wire:
         return tensor
 
     def count(self, collective: str, tensor: Tensor) -> None:
-        """Note that this rank sends `tensor`."""
+        """Count `tensor` as sent by this rank."""
         if self.ledger is not None:
             self.ledger.add(PIPELINE_AXIS, collective, tensor.numel() * tensor.element_size())
 
     def naming(self, what: str, peer: int | None = None) -> "_naming":
-        """Errors of the process group inside say `what` was being done."""
+        """Name `what` was being done in errors of the process group inside."""
         return _naming(what, peer)
 
     def agree(self, value: Any) -> list[Any]:
         """`value` of every rank."""
-        with _naming("comparing notes", None):
+        with _naming("comparing results", None):
             return talk.gather(value, self.group)
 
 
 @dataclass
 class Receipt:
-    """Tensors on their way."""
+    """Tensors that are being received."""
 
     buffers: list[Tensor]
     works: list[Any]
@@ -175,7 +175,7 @@ class Receipt:
 
 
 class _naming:
-    """Turn an error of the process group into one that says what was being done."""
+    """Turn an error of the process group into one that names the operation."""
 
     def __init__(self, what: str, peer: int | None) -> None:
         self.what, self.peer = what, peer
@@ -205,7 +205,7 @@ class Number:
 
 class _Pickler(talk.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """A PackedSequence is built from what it holds: its own `__new__`, which pickle would call, wants tensors."""
+        """Build a PackedSequence from its fields: its own `__new__`, which pickle would call, needs tensors."""
         if isinstance(value, PackedSequence):
             return type(value)._make, (tuple(value),)
         return super().reducer_override(value)
@@ -224,13 +224,13 @@ def _header(leaf: Any) -> Any:
 def _picklable(leaf: Any) -> bool:
     try:
         pickle.dumps(leaf)
-    except Exception:  # any failure to pickle means the same: it stays behind
+    except Exception:  # any failure to pickle means the same: it is not sent
         return False
     return not isinstance(leaf, nn.Module)
 
 
 def _numbers(value: Any, device: torch.device) -> Tensor:
-    """All numbers and scalar tensors, in order; double holds every float, and integers up to 2**53."""
+    """All numbers and scalar tensors, in order; float64 represents every float, and integers up to 2**53."""
     found = [leaf for leaf in leaves(value) if _is_number(leaf)]
     if not found:
         return torch.zeros(0, dtype=torch.float64, device=device)

@@ -19,7 +19,7 @@ from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
-from lightning_3d.sandbox.record import Call, Computed, MetricName, Record, unpacked
+from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -108,11 +108,11 @@ class LogRecorder:
 
             return call
 
-        self._copy_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
             taps = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
         else:
+            self._copy_metrics()
             taps = [(metric, method, tap(name, method)) for name, metric, method in every]
         say = tell("print")
         taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
@@ -159,7 +159,7 @@ class LogRecorder:
             else:
                 results[call.key] = self._on_batch(call, sizes)
 
-    def _say(self, call: Call) -> None:
+    def _say(self, call: RecordedCall) -> None:
         for args, kwargs in (piece for piece in call.pieces if piece):
             if call.what == "print":
                 self.module.print(*unpacked(args), **unpacked(kwargs))
@@ -200,7 +200,7 @@ class LogRecorder:
                 getattr(copy, "reset" if call.what == "reset" else "update")(*piece[0], **piece[1])
         return self.scratch[id(metric)].compute(*args, **kwargs)
 
-    def _on_batch(self, call: Call, sizes: list[int]) -> Any:
+    def _on_batch(self, call: RecordedCall, sizes: list[int]) -> Any:
         metric = self._reached(call.name)
         pieces = [(piece, size) for piece, size in zip(call.pieces, sizes, strict=False) if piece is not None]
         if call.what in ("forward", "update"):

@@ -41,7 +41,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A call of `self.log` or `self.print`, of a method of a metric, or of a logger."""
 
     what: str
@@ -58,11 +58,11 @@ class Call:
 class Record:
     """Calls in order."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
 
-    def add(self, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def add(self, what: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
         before = sum(call.what == what and call.name == name for call in self.calls)
-        self.calls.append(Call(what, name, f"{what} {name} {before}", ((args, kwargs),)))
+        self.calls.append(RecordedCall(what, name, f"{what} {name} {before}", ((args, kwargs),)))
         return self.calls[-1]
 
 
@@ -172,14 +172,14 @@ def _computed(value: Any) -> list[Computed]:
 _SENT = (Tensor, str, bytes, int, float, complex, bool, type(None))
 
 
-class Packed(bytes):
+class PickledObject(bytes):
     """An object (a figure, an image of a logger's own kind), pickled."""
 
 
 def packed(what: str, value: Any) -> tuple[Any, ...]:
     """`value` as it can be sent; nothing, and a warning, where it cannot."""
     try:
-        return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else Packed(talk.pickled(leaf)), value),)
+        return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else PickledObject(talk.pickled(leaf)), value),)
     except Exception as error:  # any failure to pickle means the same: it stays behind
         warnings.warn(
             f"{what} that cannot be sent to other ranks ({type(error).__name__}: {error}). Under a pipeline only the"
@@ -190,4 +190,4 @@ def packed(what: str, value: Any) -> tuple[Any, ...]:
 
 
 def unpacked(arguments: Any) -> Any:
-    return map_leaves(lambda leaf: pickle.loads(leaf) if isinstance(leaf, Packed) else leaf, arguments)
+    return map_leaves(lambda leaf: pickle.loads(leaf) if isinstance(leaf, PickledObject) else leaf, arguments)

@@ -1,17 +1,17 @@
-"""Plain attributes that a pipelined step changes (`self.losses.append(loss)`, `self.average = ...`): as on one device.
+"""Plain attributes and buffers that a step changes: isolated for one run of it, and put back.
 
-Every microbatch, and every stage up to its cut, runs the user's code. So each run begins with the attributes as they
-were before the step, and once all are done what the last stage's runs made of them is joined, like what the step
-returns, and put on every rank. Objects of the user's own classes are left alone.
+A pipeline runs the user's `training_step` once for each microbatch, on every stage up to its cut. So each run works on
+copies of the module's plain attributes (`self.losses.append(loss)`, `self.average = ...`) as they were before the
+batch. `joining` makes one change from those of the last stage's runs, and every rank applies it. Objects of the user's
+own classes are not copied.
 
-Buffers that code around the blocks changes (a queue of keys, a centre, a count): those of the last stage count.
-
-That code runs on every stage, up to the stage's cut, so only the last one has run all of it. The others undo what they
-did, and take what the last stage made of these buffers at the end of a step.
+Buffers that code outside of the blocks changes (a queue of keys, a centre, a count): only the last stage runs all of
+that code. The others undo their changes and get the last stage's values at the end of the step.
 """
 
+import copy
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
@@ -22,107 +22,23 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_3d.sandbox.counts import Counts, Path, Tally, exact, is_count
-from lightning_3d.sandbox.lent import can_lend, lend, memory_of, write
 from lightning_3d.sandbox.record import packed, unpacked
-from lightning_3d.sandbox.trees import detached, form, join_outputs, untrace, weighted_mean
 
+Path = tuple[Any, ...]
+"""The name of an attribute, then keys of dicts and indices of lists in it."""
 Changes = dict[Path, tuple[str, Any]]
-"""What a run did where: "set" a value, "add" to an integer or "put" one there, "write" into a value, "append" or
-"refill" with entries, "union", "count" more, "delete"."""
-Snapshot = dict[Any, tuple[Any, Any]]
-"""Values, with what is in them where that may change."""
+"""What a run did at a path: "set" another value, "delete" it, "append" entries to a list, "refill" a container, or
+"write" into a tensor or array."""
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray, Tensor, list, tuple, dict, set, deque
 )  # fmt: skip
 _LONG = 10_000
-"""Entries of a container beyond which they are not copied and compared in each run."""
+"""Entries of a container beyond which it is not copied for each run: only what is appended to a list is undone."""
 _MANY = 100
-"""Entries of a list beyond which containers in it are data."""
+"""Entries of a list beyond which what is in them is not copied."""
+_LARGE = 1_000_000
+"""Elements of a tensor or array beyond which it is data, which is not copied."""
 _MISSING = object()
-
-
-class Items(dict[int, tuple[Any, Any]]):
-    """What is in a list or tuple that holds containers (`self.outputs = [[], []]`): a snapshot, by index."""
-
-    @property
-    def kept(self) -> list[Any]:
-        return [value for value, _ in self.values()]
-
-
-class Attributes:
-    """The module's plain attributes at the start of a step.
-
-    Args:
-        counts: what is known of its integers; for who joins changes.
-    """
-
-    def __init__(self, module: Any, counts: Counts | None = None) -> None:
-        self.module, self.counts = module, counts or Counts()
-        self.before = _snapshot(_own(module))
-        self.integers = set[Path]()
-        """Those that the code that runs was lent."""
-        self.places = list(_places(vars(module), self.before, (), cache(lambda: memory_of(module))))
-        """Of what is written into, and the dicts that hold it."""
-
-    @contextmanager
-    def apart(self) -> Iterator[Changes]:
-        """Gives what the code inside changes, once it is done; then it is as before."""
-        changes: Changes = {}
-        copies: dict[int, Any] = {}
-        self.integers = {path for path in self.counts.changing if type(_at(self.before, path)) is int}
-        for path in self.integers:
-            self._holder(path)[path[-1]] = Tally.of(_at(self.before, path), path)
-        loans = [(path, lend(holder, path[-1], copies)) for path, holder in self.places]
-        try:
-            yield changes
-        finally:
-            changes |= {path: ("write", loan.lent) for path, loan in loans if loan.end()}
-            changes |= self.changes()
-            for name in _own(self.module).keys() - self.before.keys():
-                del self.module.__dict__[name]
-            for name, (value, content) in self.before.items():
-                self.module.__dict__[name] = value
-                _put_back(value, content)
-
-    def changes(self) -> Changes:
-        """What is another than before."""
-        found: Changes = {}
-        for path, change in _differences(self.before, _own(self.module), ()):
-            told: tuple[str, Any] | None = change
-            if change[0] == "set":
-                told = self.counts.told(path, _at(self.before, path), change[1], path in self.integers)
-            if told is not None:
-                found[path] = told
-        return found
-
-    def _holder(self, path: Path) -> Any:
-        """The dict that has what is at `path`."""
-        holder: Any = self.module.__dict__
-        for key in path[:-1]:
-            holder = holder[key]
-        return holder
-
-    def put(self, changes: Changes) -> None:
-        """Make changes, in the lists and dicts that are there."""
-        for path, (kind, sent) in changes.items():
-            value = unpacked(sent)
-            target = self._holder(path)
-            if kind == "append":
-                target[path[-1]].extend(value)
-            elif kind in ("count", "union"):
-                target[path[-1]].update(value)
-            elif kind == "refill":
-                target[path[-1]].clear()
-                target[path[-1]].extend(value)
-            elif kind == "add":
-                target[path[-1]] += value
-            elif kind == "delete":
-                del target[path[-1]]
-            elif kind == "write":
-                write(target[path[-1]], value)
-            else:
-                target[path[-1]] = value
 
 
 @cache
@@ -132,150 +48,208 @@ def _internals() -> frozenset[str]:
 
 
 def own(module: Any) -> dict[str, Any]:
-    """Its attributes, without those that Lightning and torch keep there."""
+    """The attributes of a module or another object, without those of Lightning and torch."""
     return {name: value for name, value in vars(module).items() if name not in _internals()}
 
 
-def _own(module: Any) -> dict[str, Any]:
+def plain_attributes(module: Any) -> dict[str, Any]:
+    """Its own attributes that are numbers, texts, tensors, arrays or containers."""
     return {name: value for name, value in own(module).items() if isinstance(value, _PLAIN)}
 
 
-def _snapshot(values: dict[Any, Any]) -> Snapshot:
-    return {key: (value, _content(value)) for key, value in values.items()}
+class Copies:
+    """Copies of plain values. A value that stands at several places has one copy."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[int, tuple[Any, Any]] = {}
+        """By the id of an original: it and its copy."""
+        self.lengths: dict[int, tuple[list[Any], int]] = {}
+        """Lists that are too long to be copied, by id, with their lengths."""
+
+    def of(self, value: Any) -> Any:
+        if id(value) in self.pairs:
+            return self.pairs[id(value)][1]
+        if isinstance(value, tuple):
+            return self._tuple(value)
+        if isinstance(value, list) and len(value) > _LONG:
+            self.lengths[id(value)] = value, len(value)
+        if not _is_copied(value):
+            return value
+        duplicate = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        self.pairs[id(value)] = value, duplicate
+        for key, item in _entries(duplicate):
+            duplicate[key] = self.of(item)
+        return duplicate
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        named = hasattr(value, "_make")
+        if len(value) > _MANY or not (type(value) is tuple or named):
+            return value
+        items = [self.of(item) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        duplicate = value._make(items) if named else tuple(items)  # type: ignore[attr-defined]
+        self.pairs[id(value)] = value, duplicate
+        return duplicate
 
 
-def _places(
-    holder: Any, values: Snapshot, path: Path, shared: Callable[[], set[int]]
-) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    for key, (value, content) in values.items():
-        if isinstance(content, dict):
-            yield from _places(value, content, (*path, key), shared)
-        elif isinstance(holder, dict) and can_lend(value, shared):
-            yield (*path, key), holder
+def _is_copied(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc" and value.size <= _LARGE
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and not value.requires_grad and value.numel() <= _LARGE
+    return isinstance(value, list | dict | set | deque) and len(value) <= _LONG
 
 
-def _content(value: Any) -> Any:
-    """What is in a container; of a long list its length, and of other long ones nothing: they are data."""
-    if _is_short(value) and any(isinstance(item, list | dict | set | deque) for item in value):
-        return Items(_snapshot(dict(enumerate(value))))
-    if not isinstance(value, list | dict | set | deque):
-        return None
-    if len(value) > _LONG:
-        return len(value) if isinstance(value, list) else None
-    return _snapshot(value) if isinstance(value, dict) else list(value)
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a container whose entries are copied too."""
+    if isinstance(container, dict):
+        return list(container.items())
+    if isinstance(container, list | deque) and len(container) <= _MANY:
+        return list(enumerate(container))
+    return []
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) <= _MANY
+@contextmanager
+def on_copies(holder: Any, copies: Copies) -> Iterator[None]:
+    """Let the code inside work on copies of the plain attributes of an object; the originals are back at the end.
+
+    The originals are not written to: a backward may still need values of the copies.
+    """
+    before = plain_attributes(holder)
+    vars(holder).update({name: copies.of(value) for name, value in before.items()})
+    try:
+        yield
+    finally:
+        for name in plain_attributes(holder).keys() - before.keys():
+            del vars(holder)[name]
+        vars(holder).update(before)
+        for value, length in copies.lengths.values():
+            del value[length:]
 
 
-def _put_back(value: Any, content: Any) -> None:
-    if isinstance(content, int):
-        del value[content:]
-    elif isinstance(content, Items):
-        if isinstance(value, list):
-            value[:] = content.kept
-        for item, below in content.values():
-            _put_back(item, below)
-    elif isinstance(content, dict):
-        for key in value.keys() - content.keys():
-            del value[key]
-        for key, (inner, below) in content.items():
-            value[key] = inner
-            _put_back(inner, below)
-    elif content is not None and not _alike(value, content):
-        value.clear()
-        value.update(content) if isinstance(value, set) else value.extend(content)
+@contextmanager
+def isolated(module: Any) -> Iterator[Changes]:
+    """Let the code inside work on copies of the plain attributes; yields what it changes, once it is done."""
+    copies, changes, before = Copies(), Changes(), plain_attributes(module)
+    with on_copies(module, copies):
+        try:
+            yield changes
+        finally:
+            known = {id(duplicate): (original, 0) for original, duplicate in copies.pairs.values()}
+            changes |= _Differences(known, copies).between(before, plain_attributes(module), ())
 
 
-def _alike(one: Collection[Any], other: Collection[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+class Watched:
+    """The plain attributes of a module as they are now, for later comparison."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.copies = module, Copies()
+        self.before = {name: self.copies.of(value) for name, value in plain_attributes(module).items()}
+        self.known = {
+            key: (duplicate, original._version if isinstance(original, Tensor) else 0)
+            for key, (original, duplicate) in self.copies.pairs.items()
+        }
+
+    def changes(self) -> Changes:
+        """What differs now."""
+        return dict(_Differences(self.known, self.copies).between(self.before, plain_attributes(self.module), ()))
 
 
-def _differences(before: Snapshot, now: dict[Any, Any], path: Path) -> Iterator[tuple[Path, tuple[str, Any]]]:
-    for key in before.keys() - now.keys():
-        yield (*path, key), ("delete", None)
-    for key, value in now.items():
-        kept, content = before.get(key, (_MISSING, None))
-        if kept is not value:
-            yield (*path, key), ("set", value)
-        elif isinstance(value, Counter) and content is not None:
-            if more := value - Counter({name: count for name, (count, _) in content.items()}):
-                yield (*path, key), ("count", dict(more))
-        elif isinstance(content, Items):
-            first = value[: len(content)]
-            if _alike(first, content.kept):
-                yield from _differences(content, dict(enumerate(first)), (*path, key))
-            if change := _change(value, content.kept):
-                yield (*path, key), change
-        elif isinstance(content, dict):
-            yield from _differences(content, value, (*path, key))
-        elif content is not None and (change := _change(value, content)):
-            yield (*path, key), change
+class _Differences:
+    """Compares plain values with what they were.
+
+    Args:
+        known: by the id of a value: what stands for it in the earlier values, and its version when they were taken.
+    """
+
+    def __init__(self, known: Mapping[int, tuple[Any, int]], copies: Copies) -> None:
+        self.known, self.copies = known, copies
+
+    def between(self, before: Mapping[Any, Any], now: Mapping[Any, Any], path: Path) -> Changes:
+        changes: Changes = {(*path, key): ("delete", None) for key in before.keys() - now.keys()}
+        for key, value in now.items():
+            changes |= self._difference(before.get(key, _MISSING), value, (*path, key))
+        return changes
+
+    def _difference(self, before: Any, now: Any, path: Path) -> Changes:
+        if now is before:
+            _, length = self.copies.lengths.get(id(now), (None, None))
+            return {path: ("append", now[length:])} if length is not None and len(now) > length else {}
+        if not self._stands_for(now, before):
+            return {path: ("set", self._resolved(now))}
+        if isinstance(now, Tensor | np.ndarray):
+            return {} if self._is_unchanged(now) else {path: ("write", now)}
+        if isinstance(now, list | tuple):
+            return self._in_list(before, now, path)
+        if isinstance(now, dict) and not isinstance(now, Counter):
+            return self.between(before, now, path)
+        if isinstance(now, deque):
+            same = len(now) == len(before) and all(map(self._stands_for, now, before))
+            return {} if same else {path: ("refill", list(map(self._resolved, now)))}
+        return {} if now == before else {path: ("refill", now)}
+
+    def _in_list(self, before: Any, now: Any, path: Path) -> Changes:
+        if not _begins_with(now, before) and not (
+            len(now) >= len(before) and all(self._stands_for(item, old) for item, old in zip(now, before, strict=False))
+        ):
+            return {path: ("refill", list(map(self._resolved, now)))}
+        changes: Changes = {}
+        if len(before) <= _MANY:
+            for index, old in enumerate(before):
+                changes |= self._difference(old, now[index], (*path, index))
+        if len(now) > len(before):
+            changes[path] = "append", list(map(self._resolved, now[len(before) :]))
+        return changes
+
+    def _stands_for(self, now: Any, before: Any) -> bool:
+        return now is before or (id(now) in self.known and self.known[id(now)][0] is before)
+
+    def _is_unchanged(self, value: Any) -> bool:
+        before, version = self.known[id(value)]
+        return bool(value.tobytes() == before.tobytes() if isinstance(value, np.ndarray) else value._version == version)
+
+    def _resolved(self, value: Any) -> Any:
+        """The original of a copy that was moved to another place and is unchanged."""
+        moved = isinstance(value, Tensor | np.ndarray) and id(value) in self.known and self._is_unchanged(value)
+        return self.known[id(value)][0] if moved else value
 
 
-def _change(value: Any, content: Any) -> tuple[str, Any] | None:
-    """What happened to a list, set or deque that is still the same object."""
-    if isinstance(content, int):
-        return ("append", value[content:]) if len(value) > content else None
-    if isinstance(value, set):
-        return ("union", value.difference(content)) if len(value) > len(content) else None
-    if _alike(value, content):
-        return None
-    if isinstance(value, list) and _alike(value[: len(content)], content):
-        return "append", value[len(content) :]
-    return "refill", list(value)
+def _begins_with(now: Any, before: Any) -> bool:
+    return len(now) >= len(before) and all(map(is_, now[: len(before)], before))
 
 
-def join_changes(runs: list[Changes], sizes: list[int], before: Snapshot, integers: Counts | None = None) -> Changes:
-    """What one run on the whole batch, of microbatches of `sizes`, would have changed."""
-    whole: Changes = {}
-    integers = integers or Counts()
-    paths = dict.fromkeys(path for run in runs for path in run)
-    made_at = {path: _made(path, runs, sizes, _at(before, path)) for path in paths}
-    counted = {path for path, (kind, values, _) in made_at.items() if _is_counted(kind, _at(before, path), values)}
-    for path in counted:
-        kind, values, _ = made_at[path]
-        integers.look(kind, path, values, len(values) == len(runs))
-    for path, (kind, values, counts) in made_at.items():
-        if path in counted:
-            whole[path] = kind, integers.joined(path, values)
+def put_changes(module: Any, changes: Changes) -> None:
+    """Apply changes to a module, in place where a container or tensor stays the same one."""
+    for path, (kind, sent) in changes.items():
+        holder: Any = vars(module)
+        for key in path[:-1]:
+            holder = holder[key]
+        value = unpacked(sent)
+        if kind == "delete":
+            del holder[path[-1]]
         elif kind == "append":
-            whole[path] = kind, _entries(values, counts)
+            holder[path[-1]].extend(value)
         elif kind == "refill":
-            whole[path] = kind, _in_turn(values, counts)
-        elif kind == "count":
-            whole[path] = kind, dict(sum(map(Counter, values), Counter()))
-        elif kind == "union":
-            whole[path] = kind, set[Any]().union(*values)
+            target = holder[path[-1]]
+            target.clear()
+            target.update(value) if isinstance(target, set | Counter) else target.extend(value)
         elif kind == "write":
-            whole[path] = kind, _written(_at(before, path), values, counts, everywhere=len(values) == len(runs))
+            _write(holder[path[-1]], value)
         else:
-            whole[path] = kind, _value(_at(before, path), values, counts, everywhere=len(values) == len(runs))
-    return whole
+            holder[path[-1]] = value
 
 
-def _made(path: Path, runs: list[Changes], sizes: list[int], before: Any) -> tuple[str, list[Any], list[int]]:
-    """What was done there first, what runs made of it who did that, and their sizes."""
-    done = [(*run[path], size) for run, size in zip(runs, sizes, strict=True) if path in run]
-    kind = next((kind for kind, _, _ in done if kind in ("add", "put")), done[0][0])
-    if kind in ("add", "put"):  # the first run to change an integer was not lent it
-        done = [
-            (kind, value - before if kind == "add" else value, size) if now == "set" and type(value) is int else
-            (now, value, size)
-            for now, value, size in done
-        ]  # fmt: skip
-    made = [(exact(detached(untrace(value))), size) for now, value, size in done if now == kind]
-    return kind, [value for value, _ in made], [size for _, size in made]
-
-
-def _is_counted(kind: str, before: Any, values: list[Any]) -> bool:
-    """Whether it is known how integers came about: they were lent, or nothing was there before."""
-    return kind in ("add", "put") or (kind == "set" and before is None and all(type(value) is int for value in values))
+def _write(target: Any, value: Any) -> None:
+    if isinstance(target, Tensor):
+        with torch.no_grad():
+            target.copy_(value)
+    else:
+        target[...] = value
 
 
 def sendable(changes: Changes) -> Changes:
-    """Those that can be sent to other ranks, as they can be sent."""
+    """Those that can be sent to other ranks, pickled where they must be."""
     return {
         path: (kind, sent)
         for path, (kind, value) in changes.items()
@@ -283,73 +257,8 @@ def sendable(changes: Changes) -> Changes:
     }
 
 
-def _entries(tails: list[list[Any]], sizes: list[int]) -> list[Any]:
-    """What the microbatches appended: an entry for each sample, or for the batch."""
-    lengths = [len(tail) for tail in tails]
-    if len(set(lengths)) > 1 or (lengths == sizes and lengths[0] > 1):
-        return [entry for tail in tails for entry in tail]
-    return _in_turn(tails, sizes)
-
-
-def _in_turn(lists: list[list[Any]], sizes: list[int]) -> list[Any]:
-    return [_value(None, list(entries), sizes) for entries in zip(*lists, strict=False)]
-
-
-def _value(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool = True) -> Any:
-    """Counts are added up, but one that goes up by one everywhere counts batches; all else is joined like outputs."""
-    if is_count(before) and all(map(is_count, values)):
-        steps = [int(value - before) for value in values]
-        once = set(steps) == {1} or not any(values)  # 0 again is the index of an epoch's first batch
-        return values[0] if everywhere and once else before + sum(steps)
-    if _is_table(before, values, sizes):
-        return before + sum(value - before for value in values)
-    if all(isinstance(item, np.ndarray) and item.dtype.kind in "iu" for item in (before, *values)):
-        tables = [torch.as_tensor(item) for item in (before, *values)]
-        if _is_table(tables[0], tables[1:], sizes):
-            return np.asarray(_value(tables[0], tables[1:], sizes))
-    if len({repr(form(value)) for value in values}) > 1 or len(set(map(type, values))) > 1:
-        return values[0]
-    return set[Any]().union(*values) if isinstance(values[0], set) else join_outputs(values, sizes)
-
-
-def _written(before: Any, values: list[Any], sizes: list[int], *, everywhere: bool) -> Any:
-    """As `_value`, for what was written into: no rows, since the shape is what it was. Counts are often kept as floats,
-    and known by growing by whole numbers."""
-    if isinstance(before, np.ndarray):
-        before, *values = map(torch.as_tensor, (before, *values))
-        return np.asarray(_written(before, values, sizes, everywhere=everywhere))
-    if before.is_complex() or (before.is_floating_point() and not all(_is_more(before, value) for value in values)):
-        return weighted_mean(values, [size / sum(sizes) for size in sizes])
-    if before.dtype is torch.bool or not all(_is_more(before, value) for value in values):
-        return values[0]
-    steps = [value - before for value in values]
-    once = everywhere and not before.ndim and all(step == 1 for step in steps)
-    return values[0] if once else before + sum(steps)
-
-
-def _is_more(before: Tensor, value: Tensor) -> bool:
-    step = value.double() - before.double()
-    return bool(((step >= 0) & (step == step.round())).all())
-
-
-def _is_table(before: Any, values: list[Any], sizes: list[int]) -> bool:
-    """Whether values are tensors of counts (a confusion matrix) that each microbatch has added to, not rows."""
-    if not all(type(item) is Tensor and item.ndim and not item.is_floating_point() for item in (before, *values)):
-        return False
-    rows = all(len(value) == size for value, size in zip(values, sizes, strict=True))
-    return not rows and all(value.shape == before.shape and bool((value >= before).all()) for value in values)
-
-
-def _at(before: Snapshot, path: Path) -> Any:
-    value, content = None, before
-    for key in path:
-        if not isinstance(content, dict) or key not in content:
-            return None
-        value, content = content[key]
-    return value
-
-
 Mark = tuple[int, int]
+"""The identity of a buffer, and its version."""
 
 
 def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
@@ -359,37 +268,37 @@ def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
 
 
 def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
-    """What changes when a buffer is replaced, or changed in place."""
-    found = dict(module.named_buffers())
-    return {name: (id(found[name]), found[name]._version) for name in names if name in found}
+    """Marks of buffers, which differ once one is replaced or changed in place."""
+    buffers = dict(module.named_buffers())
+    return {name: (id(buffers[name]), buffers[name]._version) for name in names if name in buffers}
 
 
 def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:
-    """Names of those that were."""
+    """Names of the buffers whose marks differ now."""
     now = marks(module, list(before))
     return tuple(name for name, mark in before.items() if now.get(name) != mark)
 
 
 @contextmanager
-def undone(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let what runs inside change copies of these buffers; the buffers themselves are back at the end.
+def isolated_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let the code inside change copies of these buffers; the buffers themselves are back at the end.
 
-    They are not written to: a backward may still need the values that the copies had.
+    They are not written to: a backward may still need values of the copies.
     """
-    held = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in (_place(module, name) for name in names)]
-    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in held if buffer is not None}
-    for owner, leaf, buffer in held:
+    places = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in (_place(module, name) for name in names)]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in places if buffer is not None}
+    for owner, leaf, buffer in places:
         owner._buffers[leaf] = None if buffer is None else copies[id(buffer)]
     try:
         yield
     finally:
-        for owner, leaf, buffer in held:
+        for owner, leaf, buffer in places:
             owner._buffers[leaf] = buffer
 
 
 @torch.no_grad()
-def put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give buffers these values, in place where they fit."""
+def put_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give buffers these values, in place where the shapes agree."""
     for name, value in values.items():
         owner, leaf = _place(module, name)
         buffer = owner._buffers[leaf]

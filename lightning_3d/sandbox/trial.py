@@ -1,18 +1,15 @@
-"""Optimizers for a step that runs before the Trainer has made its own: many steps log a learning rate.
+"""Trials: runs of the user's code ahead of training, of which nothing remains.
 
 Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` and `_lightning_optimizers`;
 `tests/test_early.py` fails when they change.
-
-What a step that runs ahead of training could leave behind: on modules, and on the user's objects that they keep.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
@@ -20,23 +17,127 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.sandbox.snapshot import Attributes, own, undone
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
+from lightning_3d.sandbox.writes import writes_undone
 
-if TYPE_CHECKING:
-    pass
+
+@contextmanager
+def trial(
+    module: Any,
+    *,
+    gradients: bool,
+    optimizers: bool = True,
+    weights: bool = True,
+    logs: bool = True,
+    inside_block: Callable[[], bool] = lambda: False,
+) -> Iterator[Record]:
+    """Run the user's code so that nothing remains of it; yields the record of what it logs.
+
+    Put back are random streams, weights that the code writes to, buffers, plain attributes of modules and of the
+    user's own objects, and gradients.
+
+    Args:
+        gradients: True for a forward with a graph; else the code runs under `no_grad`.
+        optimizers: make optimizers when the code first reads them. False inside of another trial, which does.
+        weights: undo writes to weights. False for fake tensors, which have no values.
+        logs: record what is logged, printed and given to metrics. False where the code inside records by itself:
+            metrics are cloned when a recorder is first used, and a clone must not have the methods of another one.
+        inside_block: True while a block of a pipeline runs; logging raises then.
+    """
+    record = Record()
+    with ExitStack() as stack:
+        stack.enter_context(random_streams.restored_streams())
+        stack.enter_context(_restored_state(module))
+        if optimizers:
+            stack.enter_context(optimizers_on_demand(module))
+        if weights:
+            stack.enter_context(writes_undone(module))
+        if logs:
+            stack.enter_context(LogRecorder(module, inside_block).recording(record, own_metrics=True))
+        if gradients:
+            stack.enter_context(saved_gradients(list(module.parameters())))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        yield record
+
+
+@contextmanager
+def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let backwards inside begin with no `.grad`; put back the gradients from before."""
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, grad in zip(tensors, before, strict=True):
+            tensor.grad = grad
+
+
+@contextmanager
+def _restored_state(module: Any) -> Iterator[None]:
+    """Put back buffers and plain attributes that a step changes, also those of the user's own objects (meters).
+
+    Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step.
+    """
+    buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
+    copies = Copies()
+    with ExitStack() as stack:
+        for holder in list(_holders(module)):
+            stack.enter_context(on_copies(holder, copies))
+        stack.enter_context(isolated_buffers(module, buffers))
+        yield
+
+
+_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_3d", "numpy", "torch", "torchmetrics"}
+"""Objects of these (queues, optimizers, loggers) are not the user's. `LogRecorder` takes care of metrics."""
+_MANY = 100
+"""Entries of a container beyond which it is data, in which no objects are looked for."""
+
+
+def _holders(module: nn.Module) -> Iterator[Any]:
+    """The modules, and the objects of the user's classes that are reached from their attributes."""
+    visited = set[int]()
+    waiting: list[Any] = list(module.modules())
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) not in visited:
+            visited.add(id(holder))
+            yield holder
+            waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users(item)]
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """The entries of a container, and of containers in it."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if inner is None:
+        yield value
+    elif len(inner) <= _MANY:
+        for item in inner:
+            yield from _inside(item)
+
+
+def _is_users(value: Any) -> bool:
+    kind = type(value)
+    library = kind.__module__.partition(".")[0] in _LIBRARIES
+    return hasattr(value, "__dict__") and not library and not isinstance(value, nn.Module | type)
+
 
 HELD = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 
 @contextmanager
 def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
-    """The first look at the Trainer's optimizers or schedulers calls `configure_optimizers`; forgotten afterwards.
+    """Call `configure_optimizers` when the Trainer's optimizers or schedulers are first read; forget them afterwards.
 
-    Not where the module keeps an optimizer: schedulers that are built on it twice would change its learning rate twice.
+    Many steps log a learning rate. Nothing is done where the module has an optimizer as an attribute: schedulers that
+    are built on it twice would change its learning rate twice.
     """
     trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
-    kept = any(isinstance(value, Optimizer) for value in vars(module).values())
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.optimizers or kept:
+    own_one = any(isinstance(value, Optimizer) for value in vars(module).values())
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.optimizers or own_one:
         yield
         return
     holder: Any = trainer.strategy
@@ -54,8 +155,8 @@ def optimizers_on_demand(module: LightningModule) -> Iterator[None]:
         vars(holder).update(before)
 
 
-class _OnDemand(list[Any]):  # Lightning asks whether it is a list
-    """A list that is filled when it is first looked into."""
+class _OnDemand(list[Any]):  # Lightning checks for a list
+    """A list that is filled when it is first read."""
 
     def __init__(self, make: Callable[[], Sequence[Any]]) -> None:
         super().__init__()
@@ -77,79 +178,3 @@ class _OnDemand(list[Any]):  # Lightning asks whether it is a list
     def __getitem__(self, index: Any) -> Any:
         self._fill()
         return super().__getitem__(index)
-
-
-_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_3d", "numpy", "torch", "torchmetrics"}
-"""Their objects (queues, optimizers, loggers) are not the user's; metrics are put back by who runs the step."""
-_MANY, _LARGE = 100, 10_000_000
-"""Entries of a container, and elements, beyond which it is data, that no step changes."""
-
-
-def holders(module: nn.Module) -> Iterator[Any]:
-    """The modules, and the objects of other classes that are reached from their attributes."""
-    seen = set[int]()
-    waiting: list[Any] = list(module.modules())
-    while waiting:
-        holder = waiting.pop()
-        if id(holder) not in seen:
-            seen.add(id(holder))
-            yield holder
-            waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users(item)]
-
-
-@contextmanager
-def contents_restored(holder: Any) -> Iterator[None]:
-    """Undo what the code inside writes into tensors and arrays that `holder` has (`self.confusion[y, p] += 1`)."""
-    found = [item for value in own(holder).values() for item in _inside(value)]
-    tensors = [(item, item._version, item.detach().clone()) for item in found if _is_plain_tensor(item)]
-    arrays = [(item, item.copy()) for item in found if _is_own_array(item)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, version, copy in tensors:
-                if tensor._version != version:
-                    tensor.copy_(copy)
-        for array, content in arrays:
-            array[...] = content
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """What a container holds, and those in it."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
-    if inner is None:
-        yield value
-    elif len(inner) <= _MANY:
-        for item in inner:
-            yield from _inside(item)
-
-
-def _is_users(value: Any) -> bool:
-    kind = type(value)
-    library = kind.__module__.partition(".")[0] in _LIBRARIES
-    return hasattr(value, "__dict__") and not library and not isinstance(value, nn.Module | type)
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
-    return plain and value.numel() <= _LARGE
-
-
-def _is_own_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.flags.writeable and value.size <= _LARGE
-
-
-@contextmanager
-def state_restored(module: Any) -> Iterator[None]:
-    """Put back buffers and plain attributes that a step changes, also those of objects that the user keeps (meters).
-
-    Tensors too: a result that a block leaves on itself would look to a later block of another stage like the one that
-    its own step leaves.
-    """
-    buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
-    with ExitStack() as stack:
-        for holder in holders(module):
-            stack.enter_context(contents_restored(holder))
-            stack.enter_context(Attributes(holder).apart())
-        stack.enter_context(undone(module, buffers))
-        yield

@@ -12,14 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_3d.errors import WritesError
-from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
-from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.reads import NoteReads
-from lightning_3d.sandbox.record import Record
-from lightning_3d.sandbox.trial import optimizers_on_demand, state_restored
-from lightning_3d.sandbox.writes import RefuseDataAssignment, writes_undone
+from lightning_3d.sandbox.trial import trial
+from lightning_3d.sandbox.writes import RefuseDataAssignment
 from lightning_3d.tensor.blocks import find_units
 from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.guards import ShardsCalled
@@ -141,13 +138,7 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])
     try:
-        with (
-            random_streams.restored_streams(),
-            state_restored(module),
-            optimizers_on_demand(module),
-            writes_undone(module),
-            LogRecorder(module).recording(Record()),
-        ):
+        with trial(module, gradients=False):
             batch = to_device(first_batch(loaders_of(trainer)))
             return record_calls(module, lambda: step(*step_arguments(step, batch)))
     except WritesError:

@@ -74,7 +74,7 @@ class RemoteNumbers:
 
     def held(self, value: Any) -> Held | None:
         """Who has `value`, None where all ranks do."""
-        return self.stages.apart.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
+        return self.stages.on_some_ranks.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
 
     def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
         """`result` of `func`: what is a number on every rank, and marked what is none."""

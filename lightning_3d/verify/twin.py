@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.sandbox.snapshot import Attributes
+from lightning_3d.sandbox.snapshot import Watched, put_changes
 from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
 
 _ELSE = "Use verify='replicas', or no verify."
@@ -39,12 +39,12 @@ class UnsplitCopy:
 
     def look(self, module: nn.Module) -> None:
         """What changes in `module` from now on, and until `follow`, its hooks have changed."""
-        self.attributes = Attributes(module)
+        self.attributes = Watched(module)
         self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
 
     def follow(self, module: nn.Module) -> None:
         """Be as `module` is, which trains, where that was changed since the last look."""
-        Attributes(self.module).put(_copied(self.attributes.changes()))
+        put_changes(self.module, _copied(self.attributes.changes()))
         modes = {name: part.training for name, part in module.named_modules()}
         buffers = dict(module.named_buffers())
         for name, part in self.module.named_modules():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.sandbox.trial import state_restored
+from lightning_3d.sandbox.trial import trial
 from tests.parity import QUIET
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
@@ -51,7 +51,7 @@ class Metering(MLP):
 def test_a_step_that_runs_ahead_is_undone_in_objects_and_in_place():
     module = Metering()
     began = module.kept()
-    with state_restored(module):
+    with trial(module, gradients=True):
         module.training_step(vectors(8, 0), 0)
         assert module.kept() != began
     assert module.kept() == began

@@ -1,13 +1,15 @@
 """What a step keeps in plain attributes of its module is under a pipeline what it is on one device, on every rank."""
 
+import warnings
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_3d.sandbox.counts import Counts
-from lightning_3d.sandbox.snapshot import Attributes, join_changes
+from lightning_3d.sandbox.joining import join_changes
+from lightning_3d.sandbox.snapshot import isolated, plain_attributes, put_changes
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
@@ -99,26 +101,56 @@ class Plain:
     """Stands for a module."""
 
 
+def apply(module, step, pieces, sizes):
+    """Run `step` on each piece as a pipeline does, and put what they make of the attributes together."""
+    runs = []
+    for piece in pieces:
+        with isolated(module) as changes:
+            step(module, piece)
+        runs.append(changes)
+    put_changes(module, join_changes(runs, sizes, plain_attributes(module)))
+
+
 def test_each_run_begins_as_the_first():
     module = Plain()
     module.notes, module.gone, module.many = [1], 3, list(range(20_000))
-    attributes = Attributes(module)
-    runs = []
-    for index in range(2):
-        with attributes.apart() as changes:
-            assert vars(module).keys() == {"notes", "gone", "many"}
-            module.notes.append(index)
-            module.many.append(index)
-            del module.gone
-            module.new = index
-        runs.append(changes)
+    notes = module.notes
+
+    def step(module, index):
+        assert vars(module).keys() == {"notes", "gone", "many"}
         assert module.notes == [1]
         assert len(module.many) == 20_000
-    attributes.put(join_changes(runs, [2, 2], attributes.before))
-    assert module.notes == [1, 0]
-    assert module.many[20_000:] == [0]
-    assert module.new == 1  # integers that differ are counts
+        module.notes.append(index)
+        module.many.append(index)
+        del module.gone
+        module.new = index
+
+    apply(module, step, [0, 1], [2, 2])
+    assert notes is module.notes
+    assert module.notes == [1, 1]  # integers that differ are counts
+    assert module.many[20_000:] == [1]
+    assert module.new == 1
     assert not hasattr(module, "gone")
+
+
+def test_originals_stay_as_they_are_until_the_end():
+    module = Plain()
+    module.sum, module.rows, module.list = torch.zeros(2), np.zeros(2), [torch.zeros(2)]
+    module.view, module.trained = module.sum[:1], torch.zeros(1, requires_grad=True)
+    before, inner = dict(vars(module)), module.list[0]
+    with isolated(module) as changes:
+        assert module.sum is not before["sum"]
+        assert module.trained is before["trained"], "what gradients flow to"
+        module.sum += 1
+        module.rows += 1
+        module.list[0] += 1
+    assert all(vars(module)[name] is value for name, value in before.items())
+    assert module.sum.tolist() == module.rows.tolist() == inner.tolist() == [0, 0]
+    assert set(changes) == {("sum",), ("rows",), ("list", 0)}
+    put_changes(module, changes)
+    assert module.sum is before["sum"]
+    assert module.list[0] is inner
+    assert module.sum.tolist() == module.rows.tolist() == inner.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +161,7 @@ def test_counts_are_added_up_and_batches_counted_once(made, whole):
     """By two microbatches of two rows each."""
     runs = [{("count",): ("set", 10 + number)} for number in made if number]
     sizes = [2] * len(runs)
-    assert join_changes(runs, sizes, {"count": (10, None)})["count",] == ("set", 10 + whole)
+    assert join_changes(runs, sizes, {"count": 10})["count",] == ("set", 10 + whole)
 
 
 def _labels(module, labels):
@@ -138,35 +170,50 @@ def _labels(module, labels):
 
 
 INTEGERS = {
-    "set to what all have": (lambda module, rows, at: setattr(module, "n", 2 * at + 7), [7, 9, 11]),
-    "set to what it was": (lambda module, rows, at: setattr(module, "n", 2 * at), [0, 2, 4]),
-    "rows": (lambda module, rows, at: setattr(module, "n", module.n + len(rows)), [6, 12, 18]),
-    "batches": (lambda module, rows, at: setattr(module, "n", module.n + 1), [1, 2, 3]),
-    "found in the data": (lambda module, rows, at: setattr(module, "n", module.n + rows.count(1)), [2, 4, 6]),
-    "classes": (lambda module, rows, at: _labels(module, rows), [{0: 3, 1: 2, 2: 1}, {0: 6, 1: 4, 2: 2}]),
+    "batches": (lambda module, rows: setattr(module, "n", module.n + 1), [1, 2, 3]),
+    "rows": (lambda module, rows: setattr(module, "n", module.n + len(rows)), [6, 12, 18]),
+    "rows of this batch": (lambda module, rows: setattr(module, "of_batch", len(rows)), [6, 6, 6]),
+    "found in the data": (lambda module, rows: setattr(module, "n", module.n + rows.count(1)), [2, 4, 6]),
+    "classes": (lambda module, rows: _labels(module, rows), [{0: 3, 1: 2, 2: 1}, {0: 6, 1: 4, 2: 2}]),
+    "words": (lambda module, rows: module.words.update(rows), [{0: 3, 1: 2, 2: 1}, {0: 6, 1: 4, 2: 2}]),
 }
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_integers_are_added_to_or_set(kind):
-    """As of the second batch a value that moved by two for each microbatch of two rows tells nothing."""
+def test_integers_are_added_up(kind):
+    """From the second batch on, a value that grew by two for each microbatch of two rows does not show why."""
     step, wanted = INTEGERS[kind]
-    module, counts, left = Plain(), Counts(), []
-    module.n, module.seen = 0, {}
-    for at, _ in enumerate(wanted):
-        attributes, runs = Attributes(module, counts), []
-        for rows in ([0, 1], [0, 2], [0, 1]):
-            with attributes.apart() as changes:
-                step(module, rows, at)
-            runs.append(changes)
-        attributes.put(join_changes(runs, [2, 2, 2], attributes.before, counts))
-        assert type(module.n) is int
-        left.append(dict(sorted(module.seen.items())) or module.n)
+    module, left = Plain(), []
+    module.n, module.of_batch, module.seen, module.words = 0, None, {}, Counter()
+    for _ in wanted:
+        apply(module, step, ([0, 1], [0, 2], [0, 1]), [2, 2, 2])
+        left.append(dict(sorted((module.seen or module.words).items())) or module.n or module.of_batch)
     assert left == wanted
+
+
+def test_an_integer_that_is_set_is_named_once_it_falls():
+    """It looks like one that is added to while it grows. That of the last microbatch is kept then."""
+    module, left = Plain(), []
+    module.length = 0
+    for length in (7, 9, 4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            apply(module, lambda module, rows, length=length: setattr(module, "length", length), [0, 1], [2, 2])
+        left.append((module.length, len(caught)))
+    assert left == [(14, 0), (9, 1), (4, 1)]
+    assert "the integer self.length to a lower value" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("values", [("a", "b"), (True, False), ([1, "a"], None)], ids=str)
+def test_values_that_cannot_be_joined_are_named(values):
+    module = Plain()
+    with pytest.warns(UserWarning, match=r"leave different values in self.last, which cannot be joined"):
+        apply(module, lambda module, value: setattr(module, "last", value), values, [2, 2])
+    assert module.last == values[1]
 
 
 def test_tables_of_counts_are_added_up():
     before, made = torch.tensor([[4, 0], [1, 2]]), [torch.tensor([[5, 0], [1, 3]]), torch.tensor([[4, 2], [1, 2]])]
     runs = [{("table",): ("set", table)} for table in made]
-    _, joined = join_changes(runs, [3, 3], {"table": (before, None)})["table",]
+    _, joined = join_changes(runs, [3, 3], {"table": before})["table",]
     assert joined.tolist() == [[5, 2], [1, 3]]

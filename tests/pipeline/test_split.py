@@ -10,16 +10,14 @@ from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.pipeline import Pipeline
-from lightning_3d.pipeline.reading import ordered_children
 from lightning_3d.pipeline.split import apply_split, move_present, plan_split
 from tests.pipeline.models import GPT
-from tests.pipeline.zoo import MLP, Encoder, Residual, build
+from tests.pipeline.zoo import Encoder, Residual, build
 from tests.workers import run
 
 
-def test_units_are_in_running_order():
+def test_units_are_in_order_of_declaration():
     assert plan_split(Encoder(), None, 2).stages[0][0] == "embedding"
-    assert [name for name, _ in ordered_children(MLP())] == ["first", "second", "third", "head"]
     names = [unit.name for unit in plan_split(Residual(2), None, 2).units]
     assert names == ["project", "layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1", "out"]
 
@@ -38,22 +36,6 @@ def test_what_several_stages_use_is_held_by_all_of_them():
     assert tie.stages == (0, 1)
     (tie,) = plan_split(Encoder(), None, 3).ties
     assert (tie.names, tie.stages) == (("position",), (0, 1, 2))
-
-
-class Functional(nn.Module):
-    """Uses the table of another module without calling it."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(31, 8)
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, tokens):
-        return nn.functional.linear(self.blocks(self.table(tokens)), self.table.weight)
-
-
-def test_a_table_used_as_a_matrix_is_held_where_it_is_used():
-    assert plan_split(Functional(), None, 2).everywhere == ("table.weight",)
 
 
 def test_one_unit_leaves_stages_empty():

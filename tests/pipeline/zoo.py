@@ -9,15 +9,15 @@ from torch.nn import functional as F
 
 
 class MLP(LightningModule):
-    """Linears straight on the LightningModule, activations in between, declared in another order than they run."""
+    """Linears straight on the LightningModule, activations in between."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(12, 3)
         self.first, self.second, self.third = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.first(x))
@@ -35,13 +35,13 @@ class MLP(LightningModule):
 
 
 class Encoder(LightningModule):
-    """The tutorial's language model on `nn.TransformerEncoder`, with a padding mask; the embedding declared late."""
+    """The tutorial's language model on `nn.TransformerEncoder`, with a padding mask."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(31, 16)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(16), enable_nested_tensor=False)
-        self.embedding = nn.Embedding(31, 16)
         self.position = nn.Parameter(torch.randn(1, 10, 16) * 0.1)
         self.linear = nn.Linear(16, 31)
 

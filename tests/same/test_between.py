@@ -489,7 +489,7 @@ def test_stages_are_not_mixed_in_silence(name, where, trainer):
 
 
 def test_reading_weights_of_another_stage_in_the_step_is_named():
-    says = "stage 1, microbatch 0: the step reads a weight or buffer of a block that another stage holds"
+    says = "stage 1, microbatch 0: the step reads a weight or buffer of a block that another stage owns"
     with pytest.raises(WorkerError, match=f"UnsupportedError: {says}"):
         assert_parity("tests.same.test_between:Penalized", 2, {"pipeline_parallel_size": 2})
 

@@ -28,3 +28,10 @@ def test_layout_is_as_recorded(name):
         assert all(runs <= before for runs, before in zip(got["runs"], wanted["runs"], strict=True)), (
             f"training_step runs more often (before, in the first, in the last batch): {got['runs']}"
         )
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("pipeline", 2), ("interleaved", 4), ("tensor_pipeline", 2)])
+def test_few_runs_before_the_first_step(layout, stages):
+    """At most 6 + stages: the uncut run, the test of the loss, the proof; and the record of a tensor plan."""
+    for row in RECORDED[f"GPT-{layout}"]:
+        assert row["runs"][0] <= 6 + stages

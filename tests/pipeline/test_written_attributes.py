@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_3d.sandbox.snapshot import Attributes
-from tests.pipeline.test_attributes import Plain, close
+from tests.pipeline.test_attributes import close
 from tests.pipeline.trainer import fit
 from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
@@ -68,22 +67,3 @@ def test_what_is_written_into_attributes_is_as_on_one_device(microbatches):
     for result in run(kept, True, {"num_microbatches": microbatches}, world=2, group=True):
         close(result[0], reference[0])
         close(result[1], reference[1])
-
-
-def test_originals_stay_as_they_are_until_the_end():
-    module = Plain()
-    module.sum, module.rows = torch.zeros(2), np.zeros(2)
-    module.view, module.trained = module.sum[:1], torch.zeros(1, requires_grad=True)
-    before = dict(vars(module))
-    attributes = Attributes(module)
-    with attributes.apart() as changes:
-        assert module.sum is not before["sum"]
-        assert module.trained is before["trained"], "what gradients flow to"
-        module.sum += 1
-        module.rows += 1
-    assert all(vars(module)[name] is value for name, value in before.items())
-    assert module.sum.tolist() == module.rows.tolist() == [0, 0]
-    assert set(changes) == {("sum",), ("rows",)}
-    attributes.put(changes)
-    assert module.sum is before["sum"]
-    assert module.sum.tolist() == module.rows.tolist() == [1, 1]

@@ -1,0 +1,388 @@
+"""Private names of torch, Lightning and torchmetrics that the package uses: each is known, and still there.
+
+A new one is first looked for among the public names, then among those of the files `*_private.py`, and then added to
+the table below. Before a new version of torch or Lightning is allowed in pyproject.toml, this test names what it lacks.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_3d
+
+PACKAGE = Path(lightning_3d.__file__).parent
+LIBRARIES = ("lightning", "torch", "torchmetrics")
+
+# Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
+PRIVATE = {
+    "lightning.fabric.strategies.launchers.subprocess_script": {
+        "_ChildProcessObserver": "launch/lightning_private",
+        "_basic_subprocess_cmd": "launch/lightning_private",
+        "_check_can_spawn_children": "launch/script",
+        "_child_processes": "launch/script",
+    },
+    "lightning.fabric.utilities.cloud_io": {
+        "_is_local_file_protocol": "launch/lightning_private",
+    },
+    "lightning.fabric.utilities.data": {
+        "_set_sampler_epoch": "launch/lightning_private",
+    },
+    "lightning.fabric.utilities.distributed": {
+        "_InfiniteBarrier": "dryrun/lone_rank",
+        "_get_default_process_group_backend_for_device": "launch/lightning_private",
+        "_init_dist_connection": "launch/lightning_private",
+        "_sampler": "data/order",
+        "_set_num_threads_if_needed": "launch/lightning_private",
+        "_sync_ddp_if_available": "launch/lightning_private",
+    },
+    "lightning.fabric.utilities.optimizer": {
+        "_optimizers_to_device": "launch/lightning_private",
+    },
+    "lightning.fabric.utilities.types": {
+        "_Stateful": "launch/lightning_private",
+    },
+    "lightning.pytorch.LightningModule": {
+        "_device_mesh": "strategy/processes verify/twin",
+        "_fabric": "module/metrics tensor/scratch verify/twin",
+        "_on_before_batch_transfer": "strategy/strategy",
+        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial"
+        " strategy/processes tensor/scratch usercode/hooks verify/twin",
+    },
+    "lightning.pytorch.Trainer": {
+        "_accelerator_connector": "strategy/processes",
+        "_checkpoint_connector": "strategy/resume",
+        "_signal_connector": "faults/preemption",
+    },
+    "lightning.pytorch.callbacks.ModelCheckpoint": {
+        "_find_last_checkpoints": "checkpoint/last",
+        "_last_global_step_saved": "data/fit_loop",
+    },
+    "lightning.pytorch.core.mixins.hparams_mixin": {
+        "_hparams": "sandbox/snapshot",
+        "_hparams_initial": "sandbox/snapshot",
+        "_log_hyperparams": "sandbox/snapshot",
+    },
+    "lightning.pytorch.loops.fit_loop": {
+        "_combined_loader": "data/fit_loop",
+        "_combined_loader_states_to_load": "data/fit_loop",
+        "_data_fetcher": "data/fit_loop",
+        "_data_source": "sandbox/first_batch",
+    },
+    "lightning.pytorch.loops.training_epoch_loop": {
+        "_broadcast_sigterm_tensor": "faults/preemption",
+    },
+    "lightning.pytorch.plugins.precision.Precision": {
+        "_after_closure": "precision",
+    },
+    "lightning.pytorch.strategies.Strategy": {
+        "_lightning_optimizers": "sandbox/trial",
+        "_optimizers": "sandbox/trial",
+        "_reset_optimizers_and_schedulers": "strategy/strategy",
+    },
+    "lightning.pytorch.strategies.launchers": {
+        "_MultiProcessingLauncher": "launch/lightning_private",
+        "_SubprocessScriptLauncher": "launch/lightning_private",
+    },
+    "lightning.pytorch.strategies.launchers.launcher": {
+        "_Launcher": "launch/lightning_private",
+    },
+    "lightning.pytorch.trainer.connectors.signal_connector": {
+        "_sigterm_notifier_fn": "faults/preemption",
+        "_slurm_sigusr_handler_fn": "faults/preemption",
+    },
+    "lightning.pytorch.utilities.combined_loader": {
+        "_load_state_dicts": "data/fit_loop",
+        "_mode": "data/fit_loop",
+        "_state_dicts": "data/fit_loop",
+    },
+    "lightning.pytorch.utilities.exceptions": {
+        "_TunerExitException": "launch/lightning_private",
+    },
+    "lightning.pytorch.utilities.parsing": {
+        "_hparams_name": "sandbox/snapshot",
+    },
+    "torch": {
+        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private"
+        " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
+    },
+    "torch.Tensor": {
+        "_backward_hooks": "strategy/checks verify/twin",
+        "_base": "tensor/late_gather",
+        "_cdata": "dryrun/fake_cache planner/profile_module sandbox/lent sandbox/writes usercode/shard_rules",
+        "_is_view": "sandbox/lent",
+        "_make_wrapper_subclass": "comm/unallocated",
+        "_post_accumulate_grad_hooks": "strategy/checks zero/fsdp_private",
+        "_version": "sandbox/lent sandbox/snapshot sandbox/trial"
+        " sandbox/writes usercode/hooks verify/twin zero/written",
+    },
+    "torch._C": {
+        "_DisableTorchDispatch": "dryrun/fake_cache",
+        "_TorchDispatchModeKey": "dryrun/fake_device",
+        "_current_graph_task_id": "module/autograd_private",
+        "_disabled_torch_function_impl": "pipeline/absent",
+        "_get_dispatch_mode": "dryrun/fake_device",
+    },
+    "torch._ops": {
+        "OpOverload": "dryrun/fake_cache",
+        "_overloadname": "dryrun/fake_cache",
+        "_overloadpacket": "dryrun/fake_device",
+        "_schema": "dryrun/fake_cache dryrun/fake_device"
+        " planner/profile_module usercode/between_steps usercode/shard_rules",
+    },
+    "torch._subclasses.fake_tensor": {
+        "DataDependentOutputException": "dryrun/fake_device planner/profile_module",
+        "DynamicOutputShapeException": "dryrun/fake_device planner/profile_module",
+        "FakeTensor": "dryrun/fake_cache dryrun/fake_device dryrun/lone_rank",
+        "FakeTensorMode": "auto_layout dryrun/fake_cache planner/profile_module",
+    },
+    "torch.amp.GradScaler": {
+        "_found_inf_per_device": "precision",
+    },
+    "torch.autograd.Variable": {
+        "_execution_engine": "module/autograd_private",
+    },
+    "torch.distributed.ProcessGroup": {
+        "_get_backend": "ranks/talk",
+        "_get_sequence_number_for_group": "ranks/groups",
+    },
+    "torch.distributed._composable.contract": {
+        "REGISTRY_KEY": "zero/fsdp_private",
+        "STATE_KEY": "zero/fsdp_private",
+    },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": "zero/fsdp_private",
+    },
+    "torch.distributed.distributed_c10d": {
+        "_get_default_store": "faults/watchdog ranks/talk",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_api": {
+        "AllGather": "zero/fsdp_private",
+        "ReduceScatter": "zero/fsdp_private",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": {
+        "DefaultAllGather": "zero/fsdp_private",
+        "DefaultReduceScatter": "zero/fsdp_private",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_common": {
+        "DDPMeshInfo": "zero/fsdp_private",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param": {
+        "_module_info": "zero/fsdp_private",
+        "_orig_size": "zero/fsdp_private",
+        "_post_load_hook_handle": "zero/fsdp_private",
+        "_sharded_local_tensor": "zero/fsdp_private",
+        "_unsharded_param": "zero/fsdp_private zero/written",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
+        "_all_gather_comm": "zero/fsdp_private",
+        "_all_reduce_hook": "zero/fsdp_private",
+        "_module_to_pre_load_state_dict_hook_handle": "zero/fsdp_private",
+        "_module_to_pre_save_state_dict_hook_handle": "zero/fsdp_private",
+        "_orig_dtype": "zero/fsdp_private",
+        "_post_forward_indices": "zero/fsdp_private",
+        "_reduce_scatter_comm": "zero/fsdp_private",
+        "_reduce_scatter_process_group": "zero/fsdp_private",
+        "_reshard_after_forward": "zero/fsdp_private",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_state": {
+        "_comm_ctx": "zero/fsdp_private",
+        "_fsdp_param_group": "zero/fsdp_private",
+        "_fsdp_param_groups": "zero/fsdp_private",
+        "_get_module_fsdp_state": "zero/fsdp_private",
+        "_lazy_init": "zero/fsdp_private",
+        "_post_forward_hook_handle": "zero/fsdp_private",
+        "_pre_backward": "zero/fsdp_private",
+        "_pre_forward_hook_handle": "zero/fsdp_private",
+        "_register_root_post_backward_final_callback": "zero/fsdp_private",
+        "_root_post_backward_final_callback": "zero/fsdp_private",
+        "_root_pre_forward": "zero/fsdp_private",
+        "_state_ctx": "zero/fsdp_private",
+    },
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "_fsdp_use_orig_params": "zero/fsdp_private",
+        "_is_fsdp_managed_module": "zero/fsdp_private",
+        "cls_to_fsdp_cls": "zero/fsdp_private",
+    },
+    "torch.distributed.pipelining._backward": {
+        "stage_backward_input": "pipeline/backward",
+        "stage_backward_weight": "pipeline/backward",
+    },
+    "torch.distributed.pipelining.schedules": {
+        "_Action": "pipeline/schedule",
+        "_ComputationType": "pipeline/schedule",
+        "_add_send_recv": "pipeline/schedule",
+    },
+    "torch.nn.Module": {
+        "_apply": "dryrun/cluster dryrun/lone_rank pipeline/split",
+        "_forward_hooks": "pipeline/gates",
+        "_forward_pre_hooks": "pipeline/gates",
+        "_modules": "module/metrics pipeline/reading pipeline/units",
+    },
+    "torch.nn.MultiheadAttention": {
+        "_qkv_same_embed_dim": "tensor/attention",
+    },
+    "torch.nn.modules.batchnorm": {
+        "_BatchNorm": "module/batchnorm",
+        "_NormBase": "pipeline/units",
+        "_check_input_dim": "module/batchnorm",
+    },
+    "torch.nn.utils.clip_grad": {
+        "_get_total_norm": "optim/grad_norm",
+        "_group_tensors_by_device_and_dtype": "optim/grad_norm",
+    },
+    "torch.ops.aten": {
+        "_grouped_mm": "tensor/trace",
+        "_local_scalar_dense": "dryrun/fake_device",
+        "_scaled_dot_product_flash_attention_for_cpu": "planner/profile_module",
+        "_unsafe_view": "planner/profile_module",
+    },
+    "torch.optim.Optimizer": {
+        "_optimizer_state_dict_post_hooks": "optim/step",
+    },
+    "torch.testing._internal.distributed.fake_pg": {
+        "FakeStore": "dryrun/simulated_rank",
+    },
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": "dryrun/fake_device planner/profile_module usercode/shard_rules",
+        "_disable_current_modes": "dryrun/lone_rank",
+    },
+    "torch.utils._pytree": {
+        "tree_flatten": "tensor/sample tensor/trace",
+        "tree_leaves": "dryrun/fake_cache dryrun/fake_device sandbox/writes tensor/heads"
+        " tensor/late_gather usercode/between_steps usercode/remote_numbers usercode/shard_rules",
+        "tree_map": "tensor/forwards tensor/late_gather tensor/trace usercode/between_steps usercode/remote_numbers",
+        "tree_unflatten": "tensor/sample",
+    },
+    "torch.utils.checkpoint": {
+        "_checkpoint_without_reentrant_generator": "tensor/recompute",
+    },
+    "torch.utils.data.DataLoader": {
+        "_iterator": "data/position",
+    },
+    "torchmetrics.Metric": {
+        "_copy_state_dict": "sandbox/metric_replay",
+        "_filter_kwargs": "sandbox/metric_replay",
+        "_forward_cache": "sandbox/metric_replay",
+        "_to_sync": "sandbox/metric_replay",
+        "_update_count": "sandbox/metric_replay",
+    },
+    "torchmetrics.MetricCollection": {
+        "_enable_compute_groups": "sandbox/metric_replay",
+        "_groups": "sandbox/metric_replay",
+        "_groups_checked": "sandbox/metric_replay",
+    },
+}
+USES = {name: files.split() for names in PRIVATE.values() for name, files in names.items()}
+ONE_OF_TWO = {"_fsdp_param_group", "_fsdp_param_groups"}
+"""torch 2.11 has the first, torch 2.13 the second."""
+NOT_THEIRS = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_get", "_getframe"}
+"""Attributes of Python's own classes and modules, and of jsonargparse's."""
+NO_NAMES = {
+    "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_held", "_local_scalar",
+    "_logger", "_no_grad_", "_parallel_size", "_sum_over_ranks", "_us",
+}  # fmt: skip
+"""Beginnings and ends of names, and attributes that the package sets on objects of others."""
+
+
+def _is_private(name):
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def _own_names(trees):
+    """Names that the package defines."""
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.arg):
+                yield node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
+                yield node.attr
+
+
+def _foreign_names(tree, own):
+    """Private names that a file imports from the libraries, reads as attributes, or has as strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
+            private = any(map(_is_private, node.module.split(".")))
+            yield from (alias.name for alias in node.names if private or _is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
+            yield from {node.value} - own
+
+
+def _found():
+    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    own = set(_own_names(trees.values()))
+    for file, tree in trees.items():
+        place = file.relative_to(PACKAGE).with_suffix("").as_posix()
+        yield from {(name, place) for name in _foreign_names(tree, own)}
+
+
+def test_no_private_name_is_new():
+    known = NOT_THEIRS | NO_NAMES
+    new = sorted(
+        f"{place}: {name}" for name, place in _found() if name not in known and place not in USES.get(name, [])
+    )
+    assert new == []
+
+
+def _resolve(path):
+    module = path
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module = module.rpartition(".")[0]
+    for name in path.removeprefix(module).strip(".").split(".") if path != module else ():
+        found = getattr(found, name)
+    return found
+
+
+def _has(owner, name):
+    """Return True if `owner` has `name`, or code that sets it on its objects."""
+    if hasattr(owner, name):
+        return True
+    code = inspect.getmodule(owner)
+    return (
+        code is not None
+        and Path(code.__file__).is_file()
+        and re.search(rf"\b{name}\b", inspect.getsource(code)) is not None
+    )
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+def test_private_names_are_still_there(path):
+    owner = _resolve(path)
+    missing = [name for name in PRIVATE[path] if name not in ONE_OF_TWO and not _has(owner, name)]
+    assert missing == [], f"{path} of torch {torch.__version__} has no {', '.join(missing)}"
+
+
+def test_one_of_the_two_is_there():
+    (path,) = [path for path, names in PRIVATE.items() if names.keys() >= ONE_OF_TWO]
+    assert any(_has(_resolve(path), name) for name in ONE_OF_TWO)
+
+
+def test_few_files_import_private_names():
+    pattern = r"from ((?:lightning|torch|torchmetrics)\b[\w.]*) import (\(.*?\)|.*?$)"
+    files = {
+        file
+        for file in PACKAGE.rglob("*.py")
+        if not file.stem.endswith("_private")
+        for module, names in re.findall(pattern, file.read_text(), re.DOTALL | re.MULTILINE)
+        if re.search(r"\b_[A-Za-z]", f"{module} {names}".replace(".", " "))
+    }
+    assert len(files) <= 25, sorted(str(file.relative_to(PACKAGE)) for file in files)

@@ -1,13 +1,14 @@
 """`ckpt_path="last"` takes the newest checkpoint that is whole."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d import Strategy3D
+from lightning_3d.checkpoint import watching_last
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.trainings import build
 from tests.parity import QUIET
@@ -72,6 +73,10 @@ def _error(folder, path):
     return str(caught.value)
 
 
-def test_lightning_still_looks_for_the_last_one_where_we_listen():
-    assert ModelCheckpoint._find_last_checkpoints.tells
-    assert Path(ModelCheckpoint._find_last_checkpoints.__code__.co_filename).name == "last.py"
+def test_lightning_still_looks_for_the_last_one_where_we_watch(tmp_path):
+    original, found = ModelCheckpoint._find_last_checkpoints, []
+    trainer = Trainer(**{**QUIET, "enable_checkpointing": True}, callbacks=[ModelCheckpoint(dirpath=tmp_path)])
+    with watching_last(found.append), pytest.warns(UserWarning, match="no last checkpoint"):
+        trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, "last", False, True)
+    assert found == [[]]
+    assert ModelCheckpoint._find_last_checkpoints is original

@@ -70,7 +70,7 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
     """
     if split is None:
         return tensor
-    units, splits, whole = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
+    units, splits, whole = dict(tensor.units), dict(tensor.splits), dict(tensor.unsplit)
     for name in tensor.units:
         inside = f"{name}." if name else ""
         stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
@@ -82,7 +82,7 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
         elif stages and units[name].sequence is not None:
             units[name] = replace(units[name], sequence=None)
             whole[f"{inside}{SEQUENCE}"] = "the pipeline knows its parts one by one"
-    return replace(tensor, units=units, splits=splits, whole=whole)
+    return replace(tensor, units=units, splits=splits, unsplit=whole)
 
 
 @dataclass

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_3d.sandbox.trees import leaves
 
 
 class Ends(TorchFunctionMode):
@@ -51,4 +52,4 @@ class Ends(TorchFunctionMode):
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

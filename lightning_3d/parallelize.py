@@ -129,7 +129,7 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
     """
     if split is None:
         return tensor
-    units, splits, unsplit = dict(tensor.units), dict(tensor.splits), dict(tensor.whole)
+    units, splits, unsplit = dict(tensor.units), dict(tensor.splits), dict(tensor.unsplit)
     for name in tensor.units:
         inside = f"{name}." if name else ""
         stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
@@ -141,7 +141,7 @@ def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> Tenso
         elif stages and units[name].sequence is not None:
             units[name] = replace(units[name], sequence=None)
             unsplit[f"{inside}{SEQUENCE}"] = "the pipeline cuts between its children"
-    return replace(tensor, units=units, splits=splits, whole=unsplit)
+    return replace(tensor, units=units, splits=splits, unsplit=unsplit)
 
 
 @dataclass

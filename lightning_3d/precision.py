@@ -1,7 +1,7 @@
-"""Precision plugins that know about every axis: clipping over sharded, split and replicated parameters at once, and
-one decision of all ranks on whether scaled gradients have overflowed.
+"""Precision plugins for all axes: clipping over sharded, split and replicated parameters, and one overflow decision.
 
-`Trainer(precision="...")` gives the strategy one of Lightning's own plugins; `convert` returns ours that does the same.
+With scaled gradients all ranks must skip a step together, so they decide together. `Trainer(precision="...")` gives the
+strategy one of Lightning's own plugins, and `convert` returns ours that does the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,28 +24,30 @@ ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
 
 
 class Precision3D(Precision):
-    """What is computed in which dtype, the same in every layout.
+    """The dtypes of computation, equal in every layout.
 
-    `Trainer(precision="...")` is enough; to set the rest give a plugin: `plugins=[Precision3D("16-mixed", ...)]`.
+    `Trainer(precision="...")` is enough. To set the other arguments pass `plugins=[Precision3D("16-mixed", ...)]`.
 
     Args:
         precision: "32-true", "64-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed".
-        device: type of the device that autocast is for; that of the strategy if not given.
-        scaler: the loss scaler of "16-mixed", instead of one with torch's defaults.
+        device: device type for autocast. By default that of the strategy.
+        scaler: the loss scaler of "16-mixed". By default one with torch's defaults.
     """
 
     clip_norm: ClipNorm | None = None
     """Set by the strategy: clips in place, returns the norm."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Set by the strategy: at its end gradients are synchronised, before `on_after_backward` looks at them."""
+    """Set by the strategy: its end synchronises gradients, before `on_after_backward` reads them."""
     root_device: torch.device | None = None
-    """What this process computes on and the ranks communicate from, once `compute_on` has been told."""
+    """The device of this process's computation and communication, set by `compute_on`."""
 
     def __new__(cls, precision: Any = "32-true", *args: Any, **kwargs: Any) -> "Precision3D":
         if cls is not Precision3D:
             return super().__new__(cls)
         if precision not in _KINDS:
-            raise ConfigurationError(f"precision={precision!r} is none of {', '.join(map(repr, _KINDS))}.")
+            raise ConfigurationError(
+                f"precision={precision!r} is not supported. Use one of {', '.join(map(repr, _KINDS))}."
+            )
         return super().__new__(_KINDS[precision])
 
     def __init__(
@@ -54,11 +56,12 @@ class Precision3D(Precision):
         super().__init__()
         if scaler is not None:
             raise ConfigurationError(
-                f"precision={precision!r} scales no loss: leave the scaler out, or use '16-mixed'."
+                f"precision={precision!r} does not scale the loss, so a scaler has no effect. Omit the scaler, or use"
+                " '16-mixed'."
             )
 
     def compute_on(self, device: torch.device) -> None:
-        """Called by the strategy before anything is computed."""
+        """Set the device. The strategy calls this before any computation."""
         self.root_device = device
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -77,15 +80,15 @@ class Precision3D(Precision):
             local(grad).clamp_(-clip_val, clip_val)
 
     def loss_scale(self) -> float:
-        """What the loss is multiplied with before backward, against underflow."""
+        """The factor of the loss before backward, against underflow."""
         return 1.0
 
     def policy(self) -> MixedPrecisionPolicy:
-        """What FSDP2 casts parameters and gradients to: nothing.
+        """The dtypes that FSDP2 casts parameters and gradients to: none.
 
-        Mixed precision is autocast's business, so that the numbers are those of one device (norms and losses in fp32
-        with fp32 weights); gathering half-size parameters would save wire bytes but hand norms rounded weights, which
-        some kernels refuse.
+        Autocast does mixed precision, so that the numbers are those of one device: norms and losses in fp32 with fp32
+        weights. Gathering half-size parameters would save wire bytes. But norms would get rounded weights, which some
+        kernels refuse.
         """
         return MixedPrecisionPolicy()
 
@@ -112,11 +115,11 @@ class _Mixed(Precision3D, MixedPrecision):
         self._chosen = device
 
     def __reduce__(self) -> Any:
-        return Precision3D, (self.precision, self._chosen, self.scaler)  # under its own name it cannot be found
+        return Precision3D, (self.precision, self._chosen, self.scaler)  # pickle does not find it by its name
 
     def compute_on(self, device: torch.device) -> None:
         super().compute_on(device)
-        self.device = self._chosen or device.type  # on a machine with GPUs the Trainer may still be told to use the CPU
+        self.device = self._chosen or device.type  # a Trainer may use the CPU of a machine with GPUs
 
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
@@ -124,9 +127,9 @@ class _Mixed(Precision3D, MixedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """As Lightning's, but gradients of all kinds are unscaled, once, and all ranks step or none does.
+        """Step as Lightning does, but unscale gradients of all kinds once. All ranks step, or none does.
 
-        A fused optimizer could unscale by itself; it is given unscaled gradients too, and only skips.
+        A fused optimizer could unscale by itself. It gets unscaled gradients too, and only skips.
         """
         scaler = self.scaler
         if scaler is None or isinstance(optimizer, LBFGS):
@@ -144,16 +147,16 @@ class _Mixed(Precision3D, MixedPrecision):
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.device | None) -> None:
-    """Divide the gradients of `optimizer` by the loss scale; an overflow on one rank is one on all. Collective.
+    """Divide the gradients of `optimizer` by the loss scale. An overflow on one rank counts on all. Collective.
 
-    `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank may hold no gradient of this
-    optimizer, then it has no record yet and would refuse to step. Offloaded gradients have theirs on the CPU, which
-    NCCL does not send from.
+    `_found_inf_per_device` is the scaler's own record, read in torch 2.11 and 2.13. A rank without gradients of this
+    optimizer has no record, and the scaler would refuse to step. Offloaded gradients have their record on the CPU, and
+    NCCL cannot send from there.
 
     Args:
-        scaler: that the loss was scaled with.
-        optimizer: its states are left alone.
-        device: that the ranks communicate from; that of the record if none is known.
+        scaler: the loss scaler.
+        optimizer: the optimizer. Its states do not change.
+        device: the device of the ranks' communication. By default that of the record.
     """
     with _local_gradients(optimizer):
         scaler.unscale_(optimizer)
@@ -171,14 +174,14 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
 
 @contextmanager
 def _local_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """While entered, parameters of `optimizer` that ranks share are stood in for by what has this rank's gradient."""
-    held = [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, held, strict=True):
+    """Replace the sharded parameters of `optimizer` by tensors that have this rank's shard of the gradient."""
+    saved = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, saved, strict=True):
         group["params"] = [_with_local_gradient(parameter) for parameter in parameters]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        for group, parameters in zip(optimizer.param_groups, saved, strict=True):
             group["params"] = parameters
 
 
@@ -186,9 +189,9 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     if not isinstance(parameter.grad, DTensor):
         return parameter
     grad = local(parameter.grad)
-    bearer = grad.detach()  # any tensor of its shape and type
-    bearer.grad = grad
-    return bearer
+    carrier = grad.detach()  # any tensor of its shape and type
+    carrier.grad = grad
+    return carrier
 
 
 def _accelerator() -> str:
@@ -206,7 +209,7 @@ _KINDS: dict[str, type[Precision3D]] = {
 
 
 def convert(plugin: Precision | None) -> Precision3D:
-    """Our plugin that does what `plugin` says, or `plugin` itself where it is one of ours."""
+    """Our plugin with the precision of `plugin`, or `plugin` itself where it is ours."""
     if plugin is None or type(plugin) is Precision:
         return Precision3D("32-true")
     if isinstance(plugin, Precision3D):
@@ -218,6 +221,6 @@ def convert(plugin: Precision | None) -> Precision3D:
     if type(plugin) is MixedPrecision:
         return Precision3D(plugin.precision, plugin.device, plugin.scaler)
     raise ConfigurationError(
-        f"Strategy3D cannot keep the precision plugin {type(plugin).__name__}. Use one of precision="
-        f"{', '.join(map(repr, _KINDS))}."
+        f"Strategy3D does not support the precision plugin {type(plugin).__name__}, so its dtypes would be lost."
+        f" Use one of precision={', '.join(map(repr, _KINDS))}."
     )

@@ -1,7 +1,7 @@
 """`apply_tensor`: make a module compute by its plan, and undo it.
 
-`Trainer(detect_anomaly=True)` asks every gradient whether anything in it is NaN, which DTensor (torch 2.13) does not
-know how to answer: of a shard's, all tensor ranks do together, so that all of them raise.
+`Trainer(detect_anomaly=True)` checks every gradient for NaN by an operation that DTensor (torch 2.13) has no rule for.
+The rule registered here makes the tensor ranks answer together, so that all of them raise.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,24 +16,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_3d.tensor.autograd_collectives import gather_shards
-from lightning_3d.tensor.axis import GroupAxis, Ledger
+from lightning_3d.tensor.axis import ByteCounter, GroupAxis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.guards import guard_shards
-from lightning_3d.tensor.patch import Undo, patch_unit
+from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.tensor_plan import TensorPlan
+from lightning_3d.tensor.undo import Undo
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 
 
 @dataclass
 class AppliedTensor:
-    """A module in shards."""
+    """A sharded module."""
 
     module: nn.Module
     plan: TensorPlan
     mesh: DeviceMesh
     undo_patches: Undo
     originals: dict[str, nn.Parameter]
-    """The parameter objects that the shards replace, without their values, by first name."""
+    """The parameter objects that the shards replaced, by first name. They have no values."""
 
     @property
     def splits(self) -> Mapping[str, TensorSplit]:
@@ -42,54 +42,55 @@ class AppliedTensor:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Gather the shards into the parameter objects that were there before and take every patch off. Collective."""
-        wholes: dict[int, nn.Parameter] = {}
+        """Gather the shards into the original parameter objects and remove every patch. Collective."""
+        gathered: dict[int, nn.Parameter] = {}
         for name, owner, own_name in list(_owners(self.module, self.plan.splits)):
             shard = owner._parameters[own_name]
             if shard is None or not isinstance(shard, DTensor):
                 continue
-            if id(shard) not in wholes:
-                whole = self.originals[name]
-                whole.data = full_tensor(shard, self.plan.splits[name])
-                whole.requires_grad_(shard.requires_grad)
-                wholes[id(shard)] = whole
-            owner._parameters[own_name] = wholes[id(shard)]
+            if id(shard) not in gathered:
+                original = self.originals[name]
+                original.data = full_tensor(shard, self.plan.splits[name])
+                original.requires_grad_(shard.requires_grad)
+                gathered[id(shard)] = original
+            owner._parameters[own_name] = gathered[id(shard)]
         self.undo_patches.run()
 
 
 def apply_tensor(
-    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: Ledger | None = None
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: ByteCounter | None = None
 ) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
     Args:
-        module: the whole module, with equal values on every tensor rank. Parameters on meta (blocks of other pipeline
-            stages) are left alone.
+        module: the unsplit module, with equal values on every tensor rank. Parameters on meta (blocks of other pipeline
+            stages) stay unchanged.
         plan: from `plan_tensor` with the size of `mesh`.
         mesh: the one-dimensional tensor mesh.
-        ledger: told of every collective.
+        ledger: counts the bytes of every collective.
     """
     _answer_anomaly_checks()
     axis = GroupAxis(mesh.get_group(), ledger)
     undo, originals = Undo(), dict[str, nn.Parameter]()
     shards: dict[int, nn.Parameter] = {}
     for name, owner, own_name in list(_owners(module, plan.splits)):
-        whole = owner._parameters[own_name]
-        if whole is None or whole.is_meta or isinstance(whole, DTensor):  # the last: done, under another name of owner
+        full = owner._parameters[own_name]
+        if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
             continue
-        if id(whole) not in shards:
-            shards[id(whole)] = _shard(whole, plan.splits[name], mesh)
-        originals[name] = whole
-        owner._parameters[own_name] = shards[id(whole)]
-    for whole in {id(p): p for p in originals.values()}.values():
-        whole.data = whole.data.new_empty(0)
+        if id(full) not in shards:
+            shards[id(full)] = _shard(full, plan.splits[name], mesh)
+        originals[name] = full
+        owner._parameters[own_name] = shards[id(full)]
+    for full in {id(p): p for p in originals.values()}.values():
+        full.data = full.data.new_empty(0)
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
-            undo.steps.append(patch_unit(module.get_submodule(name), unit, axis).run)
-    guard_shards(module, plan, undo)
+            undo.steps.append(patch_unit(module.get_submodule(name), unit, axis, name).run)
     for child in module.modules():
         if plan.units and isinstance(child, nn.TransformerEncoder):
-            undo.set(child, "use_nested_tensor", False)  # torch's fused eval layers take nested tensors, shards do not
+            undo.set(
+                child, "use_nested_tensor", False
+            )  # shards cannot be nested tensors, as torch's fused eval layers use
     present = {name: split for name, split in plan.vocabulary.items() if not _is_elsewhere(module, [name])}
     undo.steps.append(patch_vocabulary(module, present, axis).run)
     return AppliedTensor(module, plan, mesh, undo, originals)
@@ -97,12 +98,12 @@ def apply_tensor(
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
-    """The whole of a parameter or gradient, in source order also where it is a fused matrix. Collective over its mesh.
+    """The full parameter or gradient. A fused matrix too is in source order. Collective over its mesh.
 
     Args:
-        tensor: plain, a shard on the tensor mesh, or what FSDP2 made of one: a shard on a mesh whose last axis is the
+        tensor: a plain tensor, a shard on the tensor mesh, or an FSDP2 shard of one, on a mesh whose last axis is the
             tensor axis.
-        split: how it is divided over the tensor ranks; None where it is not.
+        split: its split over the tensor ranks, None where there is none.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
@@ -115,7 +116,7 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
 
 
 def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:
-    """Undo what FSDP2 did along one mesh axis: it divides the tensor rank's shard in chunks."""
+    """Gather along one mesh axis, on which FSDP2 divides the tensor rank's shard into chunks."""
     placement, mesh = tensor.placements[axis], tensor.device_mesh
     if placement.is_replicate():
         return shard
@@ -131,22 +132,20 @@ def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) 
 
 
 def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:
-    """Whether another pipeline stage holds these parameters: here they are on meta, or gone."""
+    """Return True if another pipeline stage owns these parameters: here they are on meta or absent."""
     owned = dict(module.named_parameters(remove_duplicate=False))
     return any(name not in owned or owned[name].is_meta for name in names)
 
 
-def shard_of(whole: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
-    """The shard of `whole` that is this tensor rank's."""
-    local = local_part(whole, split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, mesh, [Shard(split.dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+def shard_of(full: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
+    """This tensor rank's shard of `full`."""
+    local = local_part(full, split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(local, mesh, [Shard(split.dim)], run_check=False, shape=full.shape, stride=full.stride())
 
 
-def _shard(whole: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
-    parameter = nn.Parameter(shard_of(whole.detach(), split, mesh), requires_grad=whole.requires_grad)
-    parameter.__dict__.update(whole.__dict__)
+def _shard(full: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
+    parameter = nn.Parameter(shard_of(full.detach(), split, mesh), requires_grad=full.requires_grad)
+    parameter.__dict__.update(full.__dict__)
     return parameter
 
 

@@ -1,7 +1,7 @@
-"""`nn.MultiheadAttention`, opened up so that it can run on some of its heads.
+"""A forward of `nn.MultiheadAttention` that can run on some of its heads.
 
-torch computes it in one call that derives the size of a head from the width of the input and reads the parameters of
-the output projection without calling it, and the encoder layer has a fused shortcut past it in eval mode. The forward
+torch computes it in one call. The call derives the size of a head from the width of the input, and reads the parameters
+of the output projection without calling it. In eval mode the encoder layer has a fused shortcut past it. The forward
 here computes the same from `num_heads`, `head_dim` and calls to modules. (Written against torch 2.13.)
 """
 
@@ -38,8 +38,8 @@ class OpenAttention:
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not module.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        q, k, v = (part.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for part in (q, k, v))
-        # torch takes the flag for the mask where it needs no weights and pads no keys.
+        q, k, v = (x.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2) for x in (q, k, v))
+        # torch uses the flag in place of the mask where it needs no weights and pads no keys.
         causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
         mask = self._mask(None if causal else attn_mask, key_padding_mask, q)
         rate = module.dropout if module.training else 0.0
@@ -84,7 +84,7 @@ class OpenAttention:
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         mask = _additive(attn_mask, q)
         if mask is not None and mask.dim() == 3:
-            # One mask for each row and head of the whole module; a shard cannot tell which heads are its own.
+            # One mask for each row and head of the unsplit module: a shard cannot find the masks of its heads.
             mask = mask.view(q.shape[0], -1, *mask.shape[1:])
         padding = _additive(padding, q)
         if padding is None:
@@ -94,7 +94,7 @@ class OpenAttention:
 
 
 def use_open_attention(module: nn.Module, put: Callable[[nn.Module, str, Any], None]) -> None:
-    """Open every attention in `module` and close torch's fused shortcuts past it.
+    """Give every attention in `module` an `OpenAttention`, and turn off torch's fused shortcuts past it.
 
     Args:
         module: the block.
@@ -110,7 +110,7 @@ def use_open_attention(module: nn.Module, put: Callable[[nn.Module, str, Any], N
 
 
 def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-    """Whether this is torch's own attention, as it is, with nothing added to the keys."""
+    """Return True for torch's own attention, unchanged and with nothing added to the keys."""
     if not isinstance(module, nn.MultiheadAttention) or "forward" in module.__dict__:
         return False
     plain = type(module).forward is nn.MultiheadAttention.forward

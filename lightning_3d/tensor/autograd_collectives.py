@@ -1,4 +1,4 @@
-"""What happens at the edges of a split region, as autograd functions over an `Axis`.
+"""Autograd functions over an `Axis` for the edges of a split region.
 
 =========  =======================  =======================
 function   forward                  backward
@@ -6,15 +6,15 @@ function   forward                  backward
 `copy`     identity                 sum over the ranks
 `reduce`   sum over the ranks       identity
 `share`    divide by the ranks      identity
-`take`     own part                 all parts, gathered
-`gather`   all parts, gathered      own part
+`take`     own shard                all shards, gathered
+`gather`   all shards, gathered     own shard
 =========  =======================  =======================
 
-Where the graph of a backward is kept (`create_graph`), that backward is differentiated in turn: so each is made of
-functions of this table, which come in pairs, each the backward of the other.
+With `create_graph` a backward is differentiated in turn. So each backward is made of functions of this table, which
+come in pairs: each is the backward of the other.
 
-`share` is for a bias that every rank adds before the sum: N times a N-th. Its gradient is that of the sum, which is
-the same on every rank, so that replicas stay equal with no communication.
+`share` is for a bias that every rank adds before the sum: N ranks each add an N-th. Its gradient is that of the sum,
+which is the same on every rank. So replicas stay equal without communication.
 """
 
 from functools import partial
@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
-from lightning_3d.tensor.overlap import Early
+from lightning_3d.tensor.overlap import EarlySum
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, early: Early | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, early: EarlySum | None) -> Tensor:
         ctx.axis, ctx.early = axis, early
         return tensor.view_as(tensor)
 
@@ -64,7 +64,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Unshare(torch.autograd.Function):
-    """The gradient of `share`, so that it has one of its own."""
+    """The backward of `share`, as a function that has a backward itself."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, axis: Axis) -> Tensor:
@@ -117,27 +117,27 @@ class _Local(torch.autograd.Function):
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter.
 
-    `DTensor.to_local` would give gradients strides of their own where shards are uneven, so that autograd clones them,
-    and a clone of a DTensor has the sizes that DTensor would have chosen.
+    Where shards are uneven, gradients of `DTensor.to_local` have other strides than the parameter, so autograd clones
+    them. A clone of a DTensor has the sizes that DTensor would have chosen, which are others.
     """
     return _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def gather_shards(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """The whole of what each rank holds a part of; autograd does not follow."""
+    """The full tensor of which each rank has a shard, without a graph."""
     shapes = [list(tensor.shape) for _ in range(axis.size)]
     for rank, shape in enumerate(shapes):
         shape[split.dim] = split.local_size(rank)
     return assemble(axis.all_gather(tensor, shapes), split)
 
 
-def copy(tensor: Tensor, axis: Axis, early: Early | None = None) -> Tensor:
-    """A whole activation or parameter enters a split region: its gradient is the sum of what each rank finds.
+def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
+    """An unsplit activation or parameter enters a split region: its gradient is summed over the ranks.
 
     Args:
-        tensor: what enters.
+        tensor: the activation or parameter.
         axis: the tensor axis.
-        early: where the sum may have begun before.
+        early: the sum of the gradient, which may have begun before.
     """
     return _Copy.apply(tensor, axis, early) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
@@ -148,15 +148,15 @@ def reduce(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def share(tensor: Tensor, axis: Axis) -> Tensor:
-    """A N-th of a bias that N ranks add before their results are summed."""
+    """An N-th of a bias that N ranks add before their results are summed."""
     return _Share.apply(tensor, axis)
 
 
 def take(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """Own part of a whole activation that enters a split region."""
+    """Own shard of an unsplit activation that enters a split region."""
     return _Take.apply(tensor, axis, split)
 
 
 def gather(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """The whole of an activation that leaves a split region in parts."""
+    """The full activation, from the shards in which it leaves a split region."""
     return _Gather.apply(tensor, axis, split)

@@ -1,7 +1,6 @@
-"""The tensor axis as the sharded modules see it: a rank, a size and three collectives.
+"""The tensor axis of sharded modules: a rank, a size and the collectives that they need.
 
-`GroupAxis` talks to a process group. The proof puts threads in its place (`simulate.py`), so what is proven is the very
-code that runs.
+`GroupAxis` uses a process group. A proof uses threads instead (`simulate.py`), so it proves the code that runs.
 """
 
 import math
@@ -15,26 +14,26 @@ from torch import Tensor
 from lightning_3d.layout import TENSOR_AXIS
 
 
-class Ledger(Protocol):
-    """Counts what goes over the wire."""
+class ByteCounter(Protocol):
+    """Counts bytes on the wire."""
 
     def add(self, axis: str, op: str, nbytes: int) -> None: ...
 
 
 class Axis(Protocol):
-    """What a sharded module needs to know of its peers. Results are new tensors; inputs are left alone."""
+    """The peers of a sharded module. Collectives return new tensors and leave their inputs unchanged."""
 
     rank: int
     size: int
     lazy: bool
-    """Whether a result that each rank has a part of may be gathered as late as when it is asked for."""
+    """True where a sharded result may be gathered as late as on its first use."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, bitwise equal on each."""
         ...
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """The same while something else is computed; what is returned waits for it."""
+        """Begin the same and return a function that waits for the result."""
         ...
 
     def all_max(self, tensor: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ class Axis(Protocol):
         ...
 
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Every rank's tensor; `shapes` says what each one has."""
+        """The tensors of all ranks, whose shapes are `shapes`."""
         ...
 
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
@@ -50,7 +49,7 @@ class Axis(Protocol):
         ...
 
     def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
-        """The same while something else is computed; what is returned waits for it."""
+        """Begin the same and return a function that waits for the result."""
         ...
 
 
@@ -59,12 +58,12 @@ class GroupAxis:
 
     lazy = True
 
-    def __init__(self, group: dist.ProcessGroup, ledger: Ledger | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, ledger: ByteCounter | None = None) -> None:
         self.group, self.ledger = group, ledger
         self.rank, self.size = group.rank(), group.size()
 
     def __deepcopy__(self, memo: Any) -> "GroupAxis":
-        return self  # a copied module talks to the same peers
+        return self  # a copied module has the same peers
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
@@ -106,21 +105,21 @@ class GroupAxis:
             return lambda: self._own(finish(), tensors)
         result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
         self._count("reduce_scatter", result)
-        parts = [tensor.contiguous() for tensor in tensors]
-        return _ending(dist.reduce_scatter(result, parts, group=self.group, async_op=True), result)
+        shards = [tensor.contiguous() for tensor in tensors]
+        return _ending(dist.reduce_scatter(result, shards, group=self.group, async_op=True), result)
 
     def _own(self, flat: Tensor, tensors: list[Tensor]) -> Tensor:
         return flat.split([tensor.numel() for tensor in tensors])[self.rank].view(tensors[self.rank].shape)
 
     def _count(self, op: str, tensor: Tensor, share: float = 1.0) -> None:
-        """What a ring sends: `share` of `tensor` to reach each other rank."""
+        """Count the bytes that a ring sends: `share` of `tensor` to each other rank."""
         if self.ledger is not None:
             sent = (self.size - 1) * tensor.numel() * tensor.element_size() * share
             self.ledger.add(TENSOR_AXIS, op, round(sent))
 
 
 def _uneven(tensors: list[Tensor]) -> bool:
-    """Neither library's reduce-scatter takes uneven parts."""
+    """Return True if shards are uneven, which no reduce-scatter (Gloo, NCCL) takes."""
     return len({tensor.shape for tensor in tensors}) > 1
 
 

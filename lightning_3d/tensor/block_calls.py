@@ -1,4 +1,4 @@
-"""What each block of a module is called with: the shapes that a proof runs on."""
+"""Recording of one batch: the arguments of each block's calls, on which a plan is proven."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,46 +18,44 @@ from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseDataAssignment
 from lightning_3d.tensor.blocks import find_units
-from lightning_3d.tensor.fallback import form_of
-from lightning_3d.tensor.guards import ShardsCalled
 from lightning_3d.tensor.heads import NoteHeads
-from lightning_3d.tensor.sample import Sample, recorded
+from lightning_3d.tensor.sample import Sample, form_of, recorded
 
 _IN_SHARDS = "which has no effect on parameters in shards"
 FORMS = 4
-"""Forms of calls of one block that are looked at."""
+"""Most forms of calls that are recorded for a block."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one run of a module showed."""
+    """Record of one run of a module."""
 
     samples: Mapping[str, tuple[Sample, ...]]
     """The first call of each form of each block, by name."""
     elsewhere: frozenset[str]
-    """Parameters of embeddings and linears that were read outside their own module's forward."""
-    in_parts: frozenset[str]
-    """Blocks of which a part was called by itself."""
+    """Parameters of embeddings and linears that were used outside their own module's forward."""
+    opened: frozenset[str]
+    """Blocks of which a module was called while the block was not."""
     heads: frozenset[str]
     """Linears as wide as an embedding has rows, whose results no other product took."""
 
 
 def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
-    """Watch `module` while `run()` runs: one batch through it, say. It runs as the module is and in eval mode.
+    """Record the calls of `module`'s blocks during `run()`, which passes one batch through it.
 
-    Runs without gradients and puts random state and buffers back, so that training starts as if it had not happened.
+    It runs in the current mode and in eval mode, without gradients. Random state and buffers are restored.
     """
     calls: dict[str, dict[Any, Sample]] = {}
     modes = [(child, child.training) for child in module.modules()]
-    held = [(child, dict(child._buffers)) for child in module.modules()]
+    saved = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
     units = find_units(module)
-    users, parts, heads = _Users(module), ShardsCalled(module, units), NoteHeads(module)
+    users, opened, heads = _Users(module), _OpenedBlocks(module, units), NoteHeads(module)
     reads = NoteReads(users.names, users.elsewhere)
     interceptor = Interceptor(RefuseDataAssignment(module.named_parameters, _IN_SHARDS), reads, heads)
     handles = [
         *users.handles,
-        *parts.handles,
+        *opened.handles,
         *heads.handles,
         *(
             module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
@@ -77,14 +75,40 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
             handle.remove()
         for child, training in modes:
             child.training = training
-        for child, buffers in held:  # one that is filled when it is first needed may have another shape by now
+        for child, buffers in saved:  # a buffer that is filled on first use may have another shape by now
             child._buffers.clear()
             child._buffers.update(buffers)
         for buffer in module.buffers():
             if id(buffer) in values:
                 buffer.copy_(values[id(buffer)])
     samples = {name: tuple(forms.values()) for name, forms in calls.items()}
-    return Recording(samples, frozenset(reads.found), frozenset(parts.found), heads.found)
+    return Recording(samples, frozenset(reads.found), frozenset(opened.found), heads.found)
+
+
+class _OpenedBlocks:
+    """Notes blocks of which a module is called while the block itself is not."""
+
+    def __init__(self, module: nn.Module, units: list[str]) -> None:
+        self.found: set[str] = set()
+        self.handles: list[Any] = []
+        self._running: list[str] = []
+        homes: dict[nn.Module, list[str]] = {}
+        for name in units:
+            unit = module.get_submodule(name)
+            self.handles.append(unit.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)))
+            self.handles.append(unit.register_forward_hook(self._end, always_call=True))
+            for inner in unit.modules():
+                if inner is not unit and inner._parameters:
+                    homes.setdefault(inner, []).append(name)
+        for inner, names in homes.items():
+            self.handles.append(inner.register_forward_pre_hook(lambda *_, names=names: self._called(names)))
+
+    def _end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _called(self, names: list[str]) -> None:
+        if not set(names).intersection(self._running):
+            self.found.update(names)
 
 
 class _Users:
@@ -127,11 +151,12 @@ def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., N
 
 
 def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any]) -> Recording | None:
-    """Run the step that is about to run on its first batch, without gradients, and watch the blocks.
+    """Run the coming step on its first batch, without gradients, and record the calls of the blocks.
 
-    Random streams, weights, buffers and plain attributes are as before afterwards and nothing is logged. None where
-    there is no block to split, the batch would be lost to training or the step cannot be run by itself; then inputs are
-    made up.
+    Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
+
+    Returns:
+        None where there is no block to split, or the step cannot run before training. Then inputs are made up.
     """
     if not find_units(module) or not module.automatic_optimization:
         return None
@@ -145,9 +170,9 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
         raise
     except Exception as error:
         warnings.warn(
-            f"{STEPS[trainer.state.fn]} could not be run on one batch ahead of training"
-            f" ({type(error).__name__}: {error}). What the blocks are called with is guessed from their sizes instead;"
-            " blocks that take more than one tensor stay whole.",
+            f"{STEPS[trainer.state.fn]} could not run on one batch before training ({type(error).__name__}: {error})."
+            " The arguments of the blocks are guessed from their sizes instead; blocks that take more than one tensor"
+            " stay unsplit.",
             stacklevel=2,
         )
         return None

@@ -1,9 +1,8 @@
-"""Which part of each parameter a rank needs, measured: its share of a row-split product's input is sent backward, and
-where gradients are exactly zero nothing is needed.
+"""Measured division of a region: which elements of each parameter a rank needs.
 
-So fused, interleaved, grouped or transposed layouts need no names and no guesses: the gradient shows which rows of a
-q/k/v
-matrix the first half of the heads depends on.
+A rank's share of a row-split product's input is sent backward. Where the gradient is exactly zero, the rank does not
+need the element. The gradient shows which rows of a q/k/v matrix the first half of the heads depends on. So fused,
+interleaved, grouped or transposed layouts need no names and no guesses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,32 +14,32 @@ from torch import Tensor
 from lightning_3d.tensor.geometry import Interval, TensorSplit
 from lightning_3d.tensor.regions import Flow, Region
 
-Touched = dict[str, list[list[Tensor]]]
-"""For each parameter and each rank, for each dimension, which indices have a gradient."""
+Reached = dict[str, list[list[Tensor]]]
+"""For each parameter, rank and dimension: True for the indices that have a gradient."""
 INPUT = "argument "
 """Prefix that tells arguments of the block from its parameters."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How one region can be divided."""
+    """Roles of the parameters and arguments of a divided region."""
 
     splits: Mapping[str, TensorSplit]
-    """Parameters that fall apart into one part for each rank."""
+    """Parameters that divide into one shard for each rank."""
     slices: Mapping[str, TensorSplit]
-    """Parameters of column products whose parts overlap."""
+    """Parameters of column products whose shards overlap."""
     summed: tuple[str, ...]
-    """Parameters that every rank needs whole."""
+    """Parameters that every rank needs in full."""
     shared: tuple[str, ...]
     """Parameters added at the end of the region: biases of row-split products."""
     inputs: Mapping[int, TensorSplit | None]
-    """Arguments of the block: whole, or the part of each rank."""
+    """Arguments of the block: their split, None where every rank needs all of it."""
     folded: tuple[int, ...] = ()
-    """Arguments whose split is that of one row: rows and heads are folded into one dimension."""
+    """Arguments with rows and heads folded into one dimension: their split is that of one row."""
 
     @property
     def fractions(self) -> list[tuple[tuple[int, int], ...]]:
-        """For each distinct way of dividing: (part, whole) on each rank."""
+        """For each distinct split: (size of the shard, full size) on each rank."""
         ways = []
         for split in (*self.splits.values(), *self.slices.values()):
             ways.append(tuple((split.local_size(rank), split.size) for rank in range(split.ranks)))
@@ -56,24 +55,28 @@ def measure(
     unit: int,
     ranks: int,
     generator: torch.Generator,
-) -> Touched | None:
-    """What each rank touches when dimension `dim` of what `region`'s sinks take is dealt out in multiples of `unit`."""
+) -> Reached | None:
+    """The elements that each rank needs if dimension `dim` of the sinks' input is divided in multiples of `unit`.
+
+    Returns:
+        None where that dimension cannot be divided so.
+    """
     own = {name: parameters[name] for sink in region.sinks for name in sink}
     names = dict.fromkeys((*(name for site in region.sources for name in site), *region.inner))
     upstream = {name: parameters[name] for name in names if name not in own}
     upstream |= {f"{INPUT}{index}": inputs[index] for index in region.inputs if inputs[index].requires_grad}
-    touched: Touched = {name: [] for name in (*upstream, *own)}
+    reached: Reached = {name: [] for name in (*upstream, *own)}
     for rank in range(ranks):
         dealt = _deal(flow, region, dim, unit, rank, ranks)
         if dealt is None:
             return None
-        _collect(touched, dealt[0], upstream, generator)
-        _collect(touched, dealt[1], own, generator)
-    return touched
+        _collect(reached, dealt[0], upstream, generator)
+        _collect(reached, dealt[1], own, generator)
+    return reached
 
 
-def merge(ours: Touched, theirs: Touched) -> Touched:
-    """What either run touched."""
+def merge(ours: Reached, theirs: Reached) -> Reached:
+    """The elements that either run reached."""
     pairs = {name: zip(ours[name], theirs[name], strict=True) for name in ours}
     return {
         name: [[a | b for a, b in zip(mine, other, strict=True)] for mine, other in pair]
@@ -84,10 +87,10 @@ def merge(ours: Touched, theirs: Touched) -> Touched:
 def _deal(
     flow: Flow, region: Region, dim: int, unit: int, rank: int, ranks: int
 ) -> tuple[list[Tensor], list[Tensor]] | None:
-    """`rank`'s share of each sink's input, as computed and as the product turns it into an output."""
+    """`rank`'s share of each sink's input, before the product and after it."""
     backward, forward = [], []
     for sink in region.sinks:
-        for call in flow.calls.get(sink, ()):  # an expert that no token went to in this run has none
+        for call in flow.calls.get(sink, ()):  # an expert without a token in this run has no calls
             if -dim > call.before.dim():
                 return None
             size = call.before.shape[dim]
@@ -101,18 +104,18 @@ def _deal(
     return backward, forward
 
 
-def _collect(touched: Touched, probes: list[Tensor], targets: Mapping[str, Tensor], generator: torch.Generator) -> None:
+def _collect(reached: Reached, probes: list[Tensor], targets: Mapping[str, Tensor], generator: torch.Generator) -> None:
     if not targets:
         return
     if not probes:
         for name, target in targets.items():
-            touched[name].append([torch.zeros(size, dtype=torch.bool) for size in target.shape])
+            reached[name].append([torch.zeros(size, dtype=torch.bool) for size in target.shape])
         return
     total = torch.stack([(probe * torch.randn(probe.shape, generator=generator)).sum() for probe in probes]).sum()
     grads = torch.autograd.grad(total, list(targets.values()), retain_graph=True, allow_unused=True)
     for (name, target), grad in zip(targets.items(), grads, strict=True):
         hit = torch.zeros(target.shape, dtype=torch.bool) if grad is None else grad != 0
-        touched[name].append([_along(hit, dim) for dim in range(hit.dim())])
+        reached[name].append([_along(hit, dim) for dim in range(hit.dim())])
 
 
 def _along(hit: Tensor, dim: int) -> Tensor:
@@ -120,17 +123,17 @@ def _along(hit: Tensor, dim: int) -> Tensor:
     return hit.any(dim=others) if others else hit
 
 
-def divide(region: Region, touched: Touched) -> Division | None:
-    """Each parameter's role; None where the region does not fall apart."""
+def divide(region: Region, reached: Reached) -> Division | None:
+    """The role of each parameter. None where the region cannot be divided."""
     splits, slices, summed, shared, inputs, folded = {}, {}, [], [], {}, []
     source_names = {name for site in region.sources for name in site}
     sink_names = {name for site in region.sinks for name in site}
-    for name, ranks in touched.items():
+    for name, ranks in reached.items():
         split, disjoint = _pieces(ranks)
         if name.startswith(INPUT):
             index = int(name.removeprefix(INPUT))
-            if disjoint and split is not None and len(split.parts) > 1:
-                split = split.period()  # of every row, whose number is another each batch
+            if disjoint and split is not None and len(split.sections) > 1:
+                split = split.period()  # the split of one row, because batches differ in rows
                 if split is None:
                     return None
                 folded.append(index)
@@ -143,23 +146,22 @@ def divide(region: Region, touched: Touched) -> Division | None:
             shared.append(name)
         elif split is not None and name in source_names:
             if not all(split.pieces):
-                return None  # A rank that needs nothing of a matrix has nothing to compute with it.
+                return None  # a rank that needs nothing of a matrix has nothing to compute
             slices[name] = split
         else:
             summed.append(name)
     divided = source_names & {*splits, *slices}
-    matrices = [name for name in splits if len(touched[name][0]) > 1]
+    matrices = [name for name in splits if len(reached[name][0]) > 1]
     if not divided or not matrices:
         return None
     return Division(splits, slices, tuple(summed), tuple(shared), inputs, tuple(folded))
 
 
-def _pieces(touched: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:
-    """The split along the first dimension where ranks touch different parts; whether the parts are disjoint and
-    complete."""
+def _pieces(reached: list[list[Tensor]]) -> tuple[TensorSplit | None, bool]:
+    """The split along the first dimension where ranks differ, and True where the shards are disjoint and complete."""
     overlapping = None
-    for dim in range(len(touched[0])):
-        hits = torch.stack([rank[dim] for rank in touched])
+    for dim in range(len(reached[0])):
+        hits = torch.stack([rank[dim] for rank in reached])
         if not hits.any(dim=0).all() or bool(hits.all()):
             continue
         split = TensorSplit(dim, tuple(_intervals(row) for row in hits))

@@ -1,8 +1,8 @@
-"""Dropout inside a split region: masks differ over the tensor ranks there, and agree everywhere else.
+"""Dropout inside a split region: masks differ by tensor rank there, and agree everywhere else.
 
-All tensor ranks draw from equal generators, so masks on whole activations agree by themselves. For a call on a shard
-the ranks draw a common seed from that generator, which keeps them in step, and make the mask from the seed and their
-rank. That holds on every device and again under recomputation, because nothing but the generator's state is involved.
+All tensor ranks draw from equal generators, so masks on unsplit activations agree. For a call on a shard the ranks draw
+a common seed from that generator, which keeps them in step. Seed and rank give the mask. This holds on every device and
+under recomputation, because only the generator's state matters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,12 +38,12 @@ class ShardDropout(TorchFunctionMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a random call takes anything from a generator, which one with a rate of 0 does not.
+    """Return True if a random call draws from a generator. With a rate of 0 it does not.
 
-    A seed for it would move the main stream, and the next order of the samples, away from one device's.
+    A seed for such a call would move the main stream, and so the order of samples, away from one device's.
     """
     if func is F.scaled_dot_product_attention:
-        return True  # `is_random` looked
+        return True  # `is_random` checked the rate
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and rate > 0
@@ -51,7 +51,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def own_stream(axis: Axis, like: Tensor) -> Iterator[None]:
-    """Random numbers of this tensor rank's own, from a seed that all ranks draw together."""
+    """A random stream of this tensor rank, from a seed that all ranks draw together."""
     seed = int(torch.randint(2**40, ()))
     devices = [like.device] if like.device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=like.device.type if devices else "cuda"):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.sandbox.interceptor import Call, Rule
+from lightning_3d.sandbox.trees import leaves
 
 
 class NoteHeads(Rule):
@@ -49,4 +49,4 @@ class NoteHeads(Rule):
 
 
 def _floating(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -1,10 +1,8 @@
-"""Tensors of which each tensor rank holds a part and that pass for whole.
+"""Sharded tensors that appear full to the user's code and are gathered on first need.
 
-They go through the user's own code. What can be done on the part is done on the part (`F.cross_entropy`, and the
-views and
-casts that lead to it); at anything else the parts are gathered, and that code sees the whole tensor. The gathering is a
-collective, so all tensor ranks must reach it, as they do: they run the same code on the same batch. Outside training,
-where code is likelier to differ by rank, layers return gathered tensors at once.
+`F.cross_entropy`, and the views and casts that lead to it, run on the shard. Any other operation gathers the shards and
+gets the full tensor. Gathering is a collective that all tensor ranks reach, since they run the same code on the same
+batch. Outside training, where code is likelier to differ by rank, layers return gathered tensors at once.
 """
 
 from collections.abc import Callable
@@ -13,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.tensor.autograd_collectives import gather
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
@@ -22,36 +20,35 @@ from lightning_3d.tensor.vocabulary_loss import parallel_cross_entropy
 
 
 class LateGather(Tensor):
-    """The whole tensor as far as anyone can see; `local` is what there is."""
+    """A tensor with the shape of the full one, of which this rank has the shard `local`."""
 
     local: Tensor
     division: TensorSplit
     axis: Axis
     passive: bool
-    whole: Tensor | None
+    full: Tensor | None
 
     @staticmethod
     def of(local: Tensor, split: TensorSplit, axis: Axis, *, passive: bool = False) -> "LateGather":
-        """A tensor of whole size for the part `local`.
+        """A tensor of full size for the shard `local`.
 
-        A passive one says that it needs no gradient: FSDP2 passes those that do through a function of autograd, which
-        would
-        see neither part nor whole. The gradient flows through the part all the same.
+        A passive tensor reports that it needs no gradient. FSDP2 passes tensors that do through an autograd function,
+        which would get neither shard nor full tensor. The gradient flows through the shard all the same.
         """
         shape = list(local.shape)
         shape[split.dim] = split.size
-        # It needs a gradient where the part does, so that what goes past `__torch_function__` (a function of autograd)
-        # fails in backward, where a gradient on meta is an error, and does not cut the gradient off in silence.
+        # It needs a gradient where the shard does. Code past `__torch_function__` (an autograd function) then fails in
+        # backward, where a gradient on meta is an error. Otherwise it would cut off the gradient in silence.
         stand_in = torch.empty(shape, device="meta", dtype=local.dtype, requires_grad=local.requires_grad)
         lazy = stand_in.as_subclass(LateGather)
-        lazy.local, lazy.division, lazy.axis, lazy.whole, lazy.passive = local, split, axis, None, passive
+        lazy.local, lazy.division, lazy.axis, lazy.full, lazy.passive = local, split, axis, None, passive
         return lazy
 
     def gathered(self) -> Tensor:
-        """The whole tensor. Collective the first time."""
-        if self.whole is None:
-            self.whole = gather(self.local, self.axis, self.division)
-        return self.whole
+        """The full tensor. Collective the first time."""
+        if self.full is None:
+            self.full = gather(self.local, self.axis, self.division)
+        return self.full
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,41 +58,40 @@ class LateGather(Tensor):
             if func == _getter("requires_grad") and first.passive:
                 return False
             if func == _getter("_base"):
-                return None  # FSDP2 asks whether a result is a view; this one is its own tensor
+                return None  # FSDP2 checks for views, and this tensor is none
             if func is Tensor.register_hook:
-                # FSDP2 hooks the results of one block and wraps the arguments of the next: it is done with this one.
+                # FSDP2 hooks the results of a block and then wraps the arguments of the next: it needs this no more.
                 first.passive = True
             if func in ON_EITHER:
-                return func(first.local if first.whole is None else first.whole, *args[1:], **kwargs)
+                return func(first.local if first.full is None else first.full, *args[1:], **kwargs)
             if func in OF_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if first.whole is None and func in ON_PARTS:
-                done = ON_PARTS[func](first, *args[1:], **kwargs)
+            if first.full is None and func in ON_SHARDS:
+                done = ON_SHARDS[func](first, *args[1:], **kwargs)
                 if done is not None:
                     return done
-        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        return func(*map_leaves(_gathered, args), **map_leaves(_gathered, kwargs))
 
 
-def whole(value: Any) -> Any:
-    """`value` with every tensor in it that only passes for whole gathered. For code that hands tensors to other
-    processes."""
-    return tree_map(_whole, value)
+def gather_late(value: Any) -> Any:
+    """`value` with every `LateGather` in it gathered, for code that cannot work with one."""
+    return map_leaves(_gathered, value)
 
 
 def pass_late_gather(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A hook before FSDP2's in front of a block: of what only passes for whole it is to see no gradient."""
-    for leaf in tree_leaves((args, kwargs)):
+    """A hook in front of a block, before FSDP2's, which must find no `LateGather` that needs a gradient."""
+    for leaf in leaves((args, kwargs)):
         if isinstance(leaf, LateGather):
             leaf.passive = True
 
 
 def _getter(name: str) -> Any:
-    """What `__torch_function__` is given where an attribute of a tensor is read."""
+    """The function that `__torch_function__` gets where an attribute of a tensor is read."""
     return getattr(Tensor, name).__get__
 
 
-def _whole(value: Any) -> Any:
+def _gathered(value: Any) -> Any:
     return value.gathered() if isinstance(value, LateGather) else value
 
 
@@ -183,7 +179,7 @@ def _cross_entropy(
 ) -> Tensor | None:
     classes = 1 if lazy.local.dim() > 1 else 0
     known = size_average is None and reduce is None and not target.is_floating_point()
-    if lazy.division.dim != classes or not known or isinstance(target, LateGather) or len(lazy.division.parts) > 1:
+    if lazy.division.dim != classes or not known or isinstance(target, LateGather) or len(lazy.division.sections) > 1:
         return None
     logits = lazy.local.movedim(classes, -1)
     device = logits.device.type
@@ -195,7 +191,7 @@ def _cross_entropy(
     )  # fmt: skip
 
 
-ON_PARTS: dict[Any, Callable[..., Any]] = {
+ON_SHARDS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     Tensor.view: _view, Tensor.reshape: _view, torch.reshape: _view,
     Tensor.flatten: _flatten, torch.flatten: _flatten, Tensor.__getitem__: _index,
@@ -207,7 +203,7 @@ ON_PARTS: dict[Any, Callable[..., Any]] = {
         Tensor.mul, Tensor.div, Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, torch.mul, torch.div,
     )},
 }  # fmt: skip
-"""What is done on the part. A None from one of these means: not in this case."""
+"""Functions that run on the shard. They return None for arguments that need the full tensor."""
 OF_SHAPE: frozenset[Any] = frozenset(
     {
         *map(_getter, ("shape", "ndim", "dtype")),
@@ -215,7 +211,7 @@ OF_SHAPE: frozenset[Any] = frozenset(
         *(Tensor.is_floating_point, torch.numel, torch.is_floating_point),
     }
 )
-"""What the tensor of whole size answers."""
+"""Functions that the tensor of full size answers."""
 ON_EITHER: frozenset[Any] = frozenset(
     {
         *map(_getter, ("device", "requires_grad", "grad_fn", "is_leaf", "layout")),
@@ -223,4 +219,4 @@ ON_EITHER: frozenset[Any] = frozenset(
         *(Tensor.register_hook, Tensor.get_device),
     }
 )
-"""What the part answers as well as the whole."""
+"""Functions that give the same for the shard and the full tensor."""

@@ -1,18 +1,18 @@
-"""A weight's gradient is computed while the gradient of its input is summed over the tensor ranks.
+"""Overlap of two things in backward: the sum of an input's gradient over the tensor ranks, and the weight's gradient.
 
-Autograd computes both gradients of a product in one step, so a sum that waits for the one waits for the other. Here the
-weight's gradient gets a step of its own:
+Autograd computes both gradients of a product in one step, so the sum waits for both. Here the weight's gradient gets a
+step of its own:
 
     forward     enter, token (of the weight), launch, product (of input, weight and token)
     backward    product (input's gradient), launch: the sum begins, token: the weight's gradient, enter: the sum ends
 
-That the token comes before the sum's end is autograd's habit of running first what was made last; without it gradients
-would be the same and nothing would overlap.
+The token comes before the end of the sum because autograd runs the newest nodes first. In another order the gradients
+would be the same, and nothing would overlap.
 
-For each region this is done with the first product alone (a fused one, queries, a gate): those that follow were made
-after the launch, so their gradients come before it.
+Only the first product of each region does this (a fused one, queries, a gate). The others were created after the
+launch, so their gradients are computed before it.
 
-Not on the CPU: there sums and products share the cores, so nothing is won, and the steps cost some 4% of a small
+On the CPU this is off: sums and products share the cores, so there is no gain, and the steps cost some 4% of a small
 block's time.
 """
 
@@ -25,37 +25,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ON_CPU = False
-"""For tests, which have no other device."""
+"""True in tests, which have no other device."""
 
 
-class Early:
-    """A sum over the ranks that may begin before its gradient comes to where it is asked for."""
+class EarlySum:
+    """The sum of a gradient over the ranks, which may begin before autograd needs it."""
 
     def __init__(self, start: Callable[[Tensor], Callable[[], Tensor]]) -> None:
         self.start = start
         self.begun: tuple[Tensor, Callable[[], Tensor]] | None = None
 
     def begin(self, grad: Tensor) -> None:
-        """Begin the sum of `grad`, which autograd hands on meanwhile."""
+        """Begin the sum of `grad` while autograd goes on."""
         self.begun = grad, self.start(grad)
 
     def end(self, grad: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum; `total` makes it of a gradient that is not the one that it began with."""
+        """The sum of `grad`. `total` computes it where the sum did not begin, or began with another tensor."""
         begun, self.begun = self.begun, None
         if begun is None:
             return total(grad)
-        found = begun[1]()
-        # Where something else took what entered, or a hook changed its gradient, it is another one by now.
-        return found if grad is begun[0] else total(grad)
+        result = begun[1]()
+        # It is another tensor where other code used the input too, or a hook changed the gradient.
+        return result if grad is begun[0] else total(grad)
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductKind:
     """How a module multiplies its input with its weight."""
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     turned: bool
-    """Whether the weight has outputs first, as torch's linear has."""
+    """True where the weight has outputs first, as in torch's linear."""
 
     def of_weight(self, grad: Tensor, input: Tensor) -> Tensor:
         """The weight's gradient."""
@@ -66,25 +66,25 @@ class Kind:
 class Deferral:
     """One product and its weight."""
 
-    def __init__(self, kind: Kind, weight: Tensor) -> None:
+    def __init__(self, kind: ProductKind, weight: Tensor) -> None:
         self.kind, self.weight = kind, weight
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.token: Tensor | None = None
 
-    def launch(self, tensor: Tensor, early: Early) -> Tensor:
-        """What the region's products take, of what entered it."""
+    def launch(self, tensor: Tensor, early: EarlySum) -> Tensor:
+        """The tensor for the region's products, from `tensor`, which entered the region."""
         self.weight = _as_autocast_would(self.weight)
         # The order of these two lines is that of their backwards, reversed.
         self.token = _Token.apply(self.weight, self.kind, self.kept)
         return _Launch.apply(tensor, early)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """What the module gives for what was launched."""
+        """The result of the module for a launched `input`."""
         return _Product.apply(_as_autocast_would(input), self.weight, bias, self.token, self.kind, self.kept)
 
 
 def defer(module: nn.Module, weight: Tensor) -> Deferral | None:
-    """A product of `module`, with `weight` for its own, that gives its weight's gradient later, where that can be."""
+    """A deferral of the gradient of `weight`, which `module` uses. None where that is not possible."""
     if not (weight.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return None
     kind = _kind_of(type(module)) if ON_CPU or not weight.is_cpu else None
@@ -93,22 +93,22 @@ def defer(module: nn.Module, weight: Tensor) -> Deferral | None:
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, early: Early) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, early: EarlySum) -> Tensor:
         ctx.early = early
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if not torch.is_grad_enabled():  # else the gradient's own graph is kept, and that does not know what has begun
+        if not torch.is_grad_enabled():  # with create_graph the sum needs a graph, which an early sum has not
             ctx.early.begin(grad)
         return grad, None
 
 
 class _Token(torch.autograd.Function):
-    """Stands for a weight in the graph; what its gradient is made of comes by the side."""
+    """Stands for a weight in the graph. `kept` brings the tensors that its gradient is computed from."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, kind: Kind, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, kind: ProductKind, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         ctx.kind, ctx.kept = kind, kept
         return weight.new_zeros(())
 
@@ -118,7 +118,10 @@ class _Token(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """It takes the weight too, whose gradient it leaves to the token, so that the input's depends on it in turn."""
+    """A product that leaves the weight's gradient to the token.
+
+    It takes the weight as an argument too: with `create_graph` the input's gradient depends on it.
+    """
 
     @staticmethod
     def forward(
@@ -127,21 +130,21 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         token: Tensor,
-        kind: Kind,
+        kind: ProductKind,
         kept: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
         ctx.kind, ctx.kept = kind, kept
         ctx.save_for_backward(input, weight)
-        # Detached, it is no view to autograd, which would not let the code that follows change it in place.
+        # Detached, the result is no view for autograd, so the code that follows may change it in place.
         return kind.forward(input, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
-        ctx.kept.clear()  # a backward that wanted inputs only left its own behind
+        ctx.kept.clear()  # a backward for inputs only left an entry
         of_weight = None
         if torch.is_grad_enabled():
-            of_weight = ctx.kind.of_weight(grad, input)  # kept, a gradient with a graph would keep itself alive
+            of_weight = ctx.kind.of_weight(grad, input)  # in a list, a gradient with a graph would keep itself alive
         else:
             ctx.kept.append((grad, input))
         rows = _rows(grad)
@@ -151,7 +154,7 @@ class _Product(torch.autograd.Function):
 
 
 def _as_autocast_would(tensor: Tensor) -> Tensor:
-    """What a product takes, in the precision that it computes in: so it is kept once."""
+    """`tensor` in the precision that the product computes in, so that autograd saves one copy."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
@@ -162,9 +165,9 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _kind_of(module: type[nn.Module]) -> Kind | None:
+def _kind_of(module: type[nn.Module]) -> ProductKind | None:
     if module.forward is nn.Linear.forward:
-        return Kind(F.linear, turned=True)
+        return ProductKind(F.linear, turned=True)
     if (module.__module__, module.__qualname__) == ("transformers.pytorch_utils", "Conv1D"):
-        return Kind(lambda input, weight, bias: F.linear(input, weight.T, bias), turned=False)
+        return ProductKind(lambda input, weight, bias: F.linear(input, weight.T, bias), turned=False)
     return None

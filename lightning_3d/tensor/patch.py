@@ -1,12 +1,11 @@
-"""Make one block compute in shards: its modules keep their own forward and find local parameters and attributes.
+"""Patches of one block: its modules keep their own forward and find local parameters and attributes.
 
-During a module's forward the parameters it uses are shadowed by local tensors in its `__dict__`, which attribute
-access looks at before `_parameters`. So nothing is captured: FSDP2 may exchange the parameters between calls.
+During a module's forward, local tensors in its `__dict__` shadow the parameters that it uses: attribute access reads
+`__dict__` before `_parameters`. So nothing is captured, and FSDP2 may exchange the parameters between calls.
 """
 
 import copy as copies_of
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,45 +13,37 @@ from torch import Tensor, nn
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.edges import Memo
-from lightning_3d.tensor.fallback import Change
-from lightning_3d.tensor.forwards import ShardedForward, UnitForward
+from lightning_3d.tensor.block_forward import BlockForward
 from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.module_forward import BlockState, ModuleForward
+from lightning_3d.tensor.recompute import save_states
 from lightning_3d.tensor.tensor_plan import UnitPlan
+from lightning_3d.tensor.undo import Undo
 
 
-@dataclass
-class Undo:
-    """What to put back, last change first."""
+def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, name: str = "") -> Undo:
+    """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`.
 
-    steps: list[Callable[[], None]] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    """Those of the steps that are attributes."""
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an instance attribute, past `nn.Module.__setattr__`, and remember what was there."""
-        self.changes.append(Change(owner, name, value))
-        self.steps.append(self.changes[-1].revert)
-
-    def run(self) -> None:
-        while self.steps:
-            self.steps.pop()()
-
-
-def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
-    """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`."""
-    undo, memo = Undo(), Memo(axis)
+    Args:
+        unit: the block.
+        plan: its plan.
+        axis: the tensor axis.
+        name: full name of the block, for messages.
+    """
+    undo, state = Undo(), BlockState(axis)
+    undo.steps.append(save_states())
     use_open_attention(unit, undo.set)
-    for (name, path), values in plan.attributes.items():
-        _set_attribute(undo, unit.get_submodule(name), path, values[axis.rank])
+    for (owner, path), values in plan.attributes.items():
+        _set_attribute(undo, unit.get_submodule(owner), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
-    forwards = {name: ShardedForward(unit.get_submodule(name), axis, memo) for name in plan.patched}
-    for name, forward in forwards.items():
-        forward.enters, forward.emits, forward.leaves = (
-            name in found for found in (plan.copies, plan.emits, plan.reduces)
+    inside = dict.fromkeys((*plan.patched, *(owner for owner, _ in plan.attributes if owner)))
+    forwards = {at: ModuleForward(unit.get_submodule(at), state, f"{name}.{at}" if name else at, name) for at in inside}
+    for at, forward in forwards.items():
+        forward.enters, forward.emits, forward.reduces = (
+            at in found for found in (plan.copies, plan.emits, plan.reduces)
         )
-        forward.gathers, forward.mixes = name in entries, plan.mixes.get(name)
-        forward.width = plan.decoys[name][axis.rank] if name in plan.decoys else None
+        forward.gathers, forward.mixes = at in entries, plan.mixes.get(at)
+        forward.width = plan.decoys[at][axis.rank] if at in plan.decoys else None
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")
         shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
@@ -60,14 +51,14 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis) -> Undo:
     for forward in forwards.values():
         undo.set(forward.module, "forward", forward)
         if isinstance(forward.module, nn.MultiheadAttention):
-            undo.set(forward.module, "_sum_over_ranks", forward._sum)
-    undo.set(unit, "forward", UnitForward(unit, plan, axis, memo, undo.changes))
+            undo.set(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
+    undo.set(unit, "forward", BlockForward(unit, plan, state, undo.changes))
     return undo
 
 
 @dataclass
 class _Shadow:
-    """The local tensor that stands for a parameter during a forward."""
+    """Makes the local tensor that stands for a parameter during a forward."""
 
     axis: Axis
     shared: bool
@@ -83,23 +74,23 @@ class _Shadow:
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:
-    """An attribute of a module or of an object it holds."""
+    """An attribute of a module or of an object that it holds."""
     value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
+    for step in path.split("."):
+        value = getattr(value, step)
     return value
 
 
 def _set_attribute(undo: Undo, module: nn.Module, path: str, value: Any) -> None:
     first, _, rest = path.partition(".")
     if rest:
-        # Objects such as a configuration are shared by many modules: this one gets its own.
+        # Many modules may share an object such as a configuration: this module gets a copy.
         value, changed = copies_of.copy(getattr(module, first)), value
         setattr(value, rest, changed)
     undo.set(module, first, value)
 
 
 def local_value(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
-    """What `rank` holds of a parameter."""
+    """The shard of a parameter that `rank` has: all of it where it is not split."""
     split = plan.splits.get(name)
     return value if split is None else local_part(value, split, rank)

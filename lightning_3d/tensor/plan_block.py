@@ -1,10 +1,9 @@
-"""Find the plan of one block: trace it, divide its regions, try the attributes, keep what is proven.
+"""The plan of one block: trace it, divide its regions, try the attributes, keep what is proven.
 
-Norms over all the channels of a split region (of queries over every head, say): each rank gathers what they take.
-
-What such a norm gives depends on every channel, so a gradient shows no division. To find one, the norm is replaced by
-its own weight alone, which acts on each channel by itself. The candidate that this suggests runs the true norm, whole,
-between a gathering and the taking of a part; the proof says whether that was all there was to it.
+A norm over all channels of a split region (over the queries of every head, for example) is a mixer. Its result depends
+on every channel, so no gradient shows a division. To find one, the norm is replaced by its weight alone, which acts on
+each channel by itself. The resulting candidate gathers the channels, runs the true norm unsplit and takes its shard.
+The proof shows if that computes the same.
 """
 
 import copy
@@ -17,38 +16,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.tensor.blocks import plan_idle_experts
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
-from lightning_3d.tensor.regions import Flow, Region, Site
+from lightning_3d.tensor.regions import BlockTrace, Flow, Region, Site, graph_leaves, trace_block
 from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
-from lightning_3d.tensor.siblings import with_siblings
 from lightning_3d.tensor.sizes import combinations, watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
-from lightning_3d.tensor.trace import Trace, leaves, trace
 from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written
 
-LOOKS = 4
-"""Runs whose gradients are put together: a unit that was off in one is on in another."""
+RUNS = 4
+"""Most runs whose gradients are merged: a ReLU that was off in one run is on in another."""
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """One traced run, with random parameters of its own."""
+class TracedRun:
+    """One traced run of the block with random parameters."""
 
-    trace: Trace
+    trace: BlockTrace
     flow: Flow
     parameters: Mapping[str, nn.Parameter]
 
 
 class Study:
-    """What is known of a block that is being planned.
+    """The facts about a block that is being planned.
 
     Args:
-        make: a scratch copy of the block, with random parameters from a seed.
-        original: the copy for seed 0, with all code as its author wrote it.
-        samples: calls to prove on.
+        make: returns a scratch copy of the block, with random parameters from a seed.
+        original: the copy for seed 0, with its author's code.
+        samples: calls for the proof.
         ranks: tensor ranks.
     """
 
@@ -56,43 +54,43 @@ class Study:
         self, make: Callable[[int], nn.Module], original: nn.Module, samples: Sequence[Sample], ranks: int
     ) -> None:
         self.make, self.samples, self.ranks = make, samples, ranks
-        self.looks: list[Candidates] = []
+        self.runs: list[TracedRun] = []
         self.mixers: tuple[str, ...] = ()
-        """Norms that the looks take for what acts on each channel alone."""
+        """Norms that are replaced by their weights in the runs."""
         self.scratch = make(0)
         with warnings.catch_warnings(), watch_reads(self.scratch) as read:
             warnings.simplefilter("ignore")
-            trace(self.scratch.train(), samples[0].fresh())
-            trace(self.scratch.eval(), samples[0].fresh())
+            trace_block(self.scratch.train(), samples[0].fresh())
+            trace_block(self.scratch.eval(), samples[0].fresh())
         self.read: Mapping[Attribute, Any] = dict(read)
-        """Plain values that the block's code read, in training or eval mode."""
+        """Plain values that the block's code reads in training or eval mode."""
         self.prover = Prover(self.scratch, original, samples, ranks)
         self.modules: Mapping[str, nn.Module] = dict(self.scratch.named_modules())
-        first = self.look(0)
+        first = self.run(0)
         self.flow, self.parameters, self.called = first.flow, first.parameters, first.trace.called
 
-    def look(self, number: int) -> Candidates:
+    def run(self, number: int) -> TracedRun:
         """The `number`-th traced run."""
-        while len(self.looks) <= number:
-            seed = len(self.looks)
+        while len(self.runs) <= number:
+            seed = len(self.runs)
             call = self.samples[0].random(torch.Generator().manual_seed(seed)).followed()
             twin = self.make(seed + 1).train()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                seen = trace(twin, call)
-            self.looks.append(Candidates(seen, Flow(seen, dict(names_of(twin))), dict(twin.named_parameters())))
-        return self.looks[number]
+                trace = trace_block(twin, call)
+            self.runs.append(TracedRun(trace, Flow(trace, dict(names_of(twin))), dict(twin.named_parameters())))
+        return self.runs[number]
 
 
 def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> tuple[UnitPlan | None, dict[str, str]]:
-    """The plan of the block, if any region of it can be split, and why what stays whole does.
+    """The plan of the block, None where no region can be split, and the reasons why parameters stay unsplit.
 
     Args:
-        known: the block.
-        ways: how some of its parameters are to be split, from the user or the module.
-        must: raise `Refused` where that does not compute the same thing, instead of looking for another way.
+        known: facts about the block.
+        ways: splits of some of its parameters, written by the user or the module.
+        must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """
-    plan, whole, used = UnitPlan(), {}, set[Site]()
+    plan, unsplit, used = UnitPlan(), {}, set[Site]()
     parameters = dict(known.scratch.named_parameters())
     for region in _regions(known, ways, parameters):
         sites = {*region.sources, *region.sinks}
@@ -104,21 +102,21 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
         else:
             found, reason = _split_region(known, region, plan, ways if asked else {}, must)
         if found is None:
-            whole.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
+            unsplit.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
         else:
             plan, used = found, used | sites
     for site in known.flow.calls:
         for name in site:
             if site not in used and parameters[name].dim() > 1:
-                whole.setdefault(name, known.flow.why_not(site))
+                unsplit.setdefault(name, known.flow.why_not(site))
     if not known.flow.calls:
-        whole[""] = "it has no product of an activation with a matrix"
-    plan = with_siblings(plan, known.scratch, known.called)
-    return (plan if plan.splits else None), {name: why for name, why in whole.items() if name not in plan.splits}
+        unsplit[""] = "it has no product of an activation with a matrix"
+    plan = plan_idle_experts(plan, known.scratch, known.called)
+    return (plan if plan.splits else None), {name: why for name, why in unsplit.items() if name not in plan.splits}
 
 
 def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
-    """`plan` with the residual stream divided too, if some way of that is proven."""
+    """`plan` with the residual stream divided too. None where no such candidate is proven."""
     call = known.prover.cases[0]
     shapes = {index: t.shape for index, t in enumerate(call[1].tensors()) if is_activation(t)}
     results = {index: tensor.shape for index, tensor in enumerate(call[2].outputs)}
@@ -126,13 +124,13 @@ def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
     for candidate in sequence_candidates(plan, shapes, results, trainable, known.prover.ranks):
         try:
             return known.prover.prove(candidate)
-        except Exception:  # a wrong candidate breaks the block's own code in any way it likes
+        except Exception:  # a wrong candidate makes the block's code fail in any way
             continue
     return None
 
 
 def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
-    """Regions to try: those that someone asked for first, then the largest; what is also a result of the block last."""
+    """Regions to try: those of a written plan, then the largest. Those that feed a result of the block are last."""
     count = lambda region: sum(parameters[name].numel() for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
     asked = lambda region: any(name in ways for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
     found = sorted(known.flow.regions(), key=lambda r: (not asked(r), known.flow.leaves_block(r), -count(r)))
@@ -148,24 +146,24 @@ def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping
 def _split_region(
     known: Study, region: Region, base: UnitPlan, ways: Mapping[str, WrittenSplit], must: bool
 ) -> tuple[UnitPlan | None, str]:
-    reason = "its parts depend on one another (a norm or a mix over all of them)"
-    given = divide_as_written(region, known.parameters, ways, known.modules, known.ranks) if ways else None
-    inferred = () if must and given else _divisions(known, region)
-    for division in chain([given] if given else [], inferred):
+    reason = "its channels depend on one another (a norm or a mix over all of them)"
+    written = divide_as_written(region, known.parameters, ways, known.modules, known.ranks) if ways else None
+    inferred = () if must and written else _divisions(known, region)
+    for division in chain([written] if written else [], inferred):
         refusals, broken = list[str](), list[str]()
         for candidate in _candidates(known, region, division):
             try:
                 return known.prover.prove(base.merged(candidate)), ""
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
-            except Exception as error:  # a wrong candidate breaks the block's own code in any way it likes
+            except Exception as error:  # a wrong candidate makes the block's code fail in any way
                 first = str(error).splitlines()[0] if str(error) else ""
                 broken.append(f"it does not run ({type(error).__name__}: {first})")
         tried = len(refusals) + len(broken)
-        if must and division is given and not refusals:
+        if must and division is written and not refusals:
             refusals = known.prover.difference(base.merged(_candidate(known, region, division)))
         reason = f"{tried} candidates tried, none computes the same: {(refusals or broken)[0]}"
-    if must and given:
+    if must and written:
         raise Refused(reason)
     mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
     if mixers:
@@ -175,9 +173,9 @@ def _split_region(
 
 
 def _divisions(known: Study, region: Region) -> Iterator[Division]:
-    """Ways to deal out the region's channels: those without repetition first, then those that divide most."""
+    """Divisions of the region's channels: those without overlapping slices first, then those that divide most."""
     if not region.sinks:
-        return  # half of a region, which only a written plan can ask for
+        return  # half of a region, which only a written plan names
     later: list[Division] = []
     sinks = [call.before for sink in region.sinks for call in known.flow.calls[sink]]
     bare = any(known.parameters[name].dim() > 2 for sink in region.sinks for name in sink)
@@ -198,34 +196,34 @@ def _divisions(known: Study, region: Region) -> Iterator[Division]:
 
 
 def _division(known: Study, region: Region, dim: int, unit: int) -> Division | None:
-    """Look again while something was off, until all of every matrix is some rank's."""
-    touched, division = None, None
+    """Merge more runs while some units were off, until every element of a matrix is some rank's."""
+    reached, division = None, None
     columns = {name for site in region.sources for name in site}
-    for number in range(LOOKS):
-        look = known.look(number)
+    for number in range(RUNS):
+        run = known.run(number)
         generator = torch.Generator().manual_seed(number)
         found = measure(
-            look.flow, region, look.trace.inputs, look.parameters, dim=dim, unit=unit, ranks=known.ranks,
+            run.flow, region, run.trace.inputs, run.parameters, dim=dim, unit=unit, ranks=known.ranks,
             generator=generator
         )  # fmt: skip
         if found is None:
             return None
-        touched = found if touched is None else merge(touched, found)
-        division = divide(region, touched)
+        reached = found if reached is None else merge(reached, found)
+        division = divide(region, reached)
         if division is not None and not division.slices and not columns & set(division.summed):
             return division
     return division
 
 
 def _units(known: Study, size: int) -> list[int]:
-    """Sizes of what must stay together: single channels, then heads of any size that the block's numbers suggest."""
+    """Sizes of groups that stay together: single channels, then heads of sizes that the block's numbers suggest."""
     numbers = {value for value in known.read.values() if type(value) is int and value > 1 and size % value == 0}
     units = {1} | {unit for number in numbers for unit in (number, size // number)}
     return sorted(unit for unit in units if size // unit >= known.ranks)
 
 
 def _candidates(known: Study, region: Region, division: Division) -> Iterator[UnitPlan]:
-    """Every combination of numbers that might shrink, first as they are read, then with the width of the input too."""
+    """Every combination of numbers that may shrink, first without decoys and then with them."""
     near, forced = _near(known, region), _forced(known, region, division)
     for plain in _with_tail(known, _candidate(known, region, division)):
         for decoys in ({}, _decoys(known, region, division)):
@@ -237,12 +235,12 @@ def _candidates(known: Study, region: Region, division: Division) -> Iterator[Un
 
 
 def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
-    """Also with what the modules of row products use after them: added to a partial sum, or multiplied with it."""
+    """`plain`, and before it plans with parameters that follow a row product: added to a partial sum or multiplied."""
     inside = {*plain.splits, *plain.slices, *plain.summed, *plain.shared}
     results = [
-        (f"{module}." if module else "", t) for module in plain.reduces for t in known.looks[0].trace.results[module]
+        (f"{module}." if module else "", t) for module in plain.reduces for t in known.runs[0].trace.results[module]
     ]
-    used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in leaves(t)}
+    used = {(at, known.flow.names.get(id(leaf), "")) for at, t in results for leaf in graph_leaves(t)}
     tail = tuple(sorted({name for at, name in used if name and name.startswith(at)} - inside))
     holders = (*plain.holders, *((name, _holder(name, known.called)) for name in tail))
     if tail:
@@ -252,7 +250,7 @@ def _with_tail(known: Study, plain: UnitPlan) -> Iterator[UnitPlan]:
 
 
 def _decoys(known: Study, region: Region, division: Division) -> dict[str, tuple[int, ...]]:
-    """The module around the region sees its input as wide as the shard of the row product's input."""
+    """Decoys for the module around the region: its input as wide as the shard of the row product's input."""
     if not region.sinks or not region.sources:
         return {}
     module = _around(known, region)
@@ -298,25 +296,25 @@ def _holder(name: str, called: set[str]) -> str:
 
 
 def _near(known: Study, region: Region) -> dict[Attribute, Any]:
-    """The numbers read by the smallest module around the region and what is in it."""
+    """The numbers read by the smallest module around the region, and by modules inside it."""
     prefix = _around(known, region)
     inside = lambda name: not prefix or name == prefix or name.startswith(prefix + ".")  # noqa: E731
     return {key: value for key, value in known.read.items() if inside(key[0])}
 
 
 def _around(known: Study, region: Region) -> str:
-    """The smallest module that ran and holds the whole region."""
+    """The smallest module that ran and contains the region."""
     names = [name for site in (*region.sources, *region.sinks) for name in site]
     common = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
+    for steps in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(steps)) > 1:
             break
-        common.append(parts[0])
+        common.append(steps[0])
     return _holder(".".join((*common, "parameter")), known.called)
 
 
 def _forced(known: Study, region: Region, division: Division) -> dict[Attribute, Any]:
-    """Numbers of a column product's own module that say how wide it is."""
+    """Numbers of a column product's own module that are its width, such as `out_features`."""
     found: dict[Attribute, Any] = {}
     for site in region.sources:
         split = division.splits.get(site[0])
@@ -332,25 +330,25 @@ def _has_children(module: nn.Module, name: str) -> bool:
 
 
 def find_mixers(known: "Study", region: Region) -> list[str]:
-    """Modules in `region` with nothing but vectors as wide as a column product: they may mix its channels."""
-    results = known.looks[0].trace.results
+    """Modules in `region` whose parameters are vectors as wide as a column product: they may mix its channels."""
+    results = known.runs[0].trace.results
     widths = {t.shape[-1] for site in region.sources for t in results[known.flow.calls[site][0].module]}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in region.inner)
     return [name for name in owners if name in known.called and _is_norm(known.modules[name], widths)]
 
 
 def without_mixing(known: "Study", mixers: Collection[str]) -> "Study":
-    """What is known of the block if `mixers` acted on each channel alone."""
+    """Facts about the block with `mixers` replaced by their weights, which act on each channel alone."""
     twin = copy.copy(known)
     make = known.make
-    twin.make, twin.looks, twin.mixers = lambda seed: _act_alone(make(seed), mixers), [], tuple(mixers)
-    first = twin.look(0)
+    twin.make, twin.runs, twin.mixers = lambda seed: _act_alone(make(seed), mixers), [], tuple(mixers)
+    first = twin.run(0)
     twin.flow, twin.parameters = first.flow, first.parameters
     return twin
 
 
 def gather_around(plan: UnitPlan, mixers: Collection[str]) -> UnitPlan:
-    """The candidate `plan`, in which `mixers` are split, with them computed whole on gathered channels instead."""
+    """`plan` with `mixers`, which are split in it, computed unsplit on gathered channels instead."""
     mixes = {
         name: next(split for parameter, split in plan.splits.items() if parameter.rpartition(".")[0] == name)
         for name in mixers

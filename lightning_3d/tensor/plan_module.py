@@ -1,4 +1,4 @@
-"""`plan_tensor`: the plan for a whole module, one kind of block at a time."""
+"""`plan_tensor`: the plan for a module, one kind of block at a time."""
 
 import inspect
 import re
@@ -27,19 +27,19 @@ from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_p
 
 SEED = 20_240_229
 SEQUENCE = "(sequence parallelism)"
-"""Stands for the residual stream among the names of what stays whole."""
+"""Stands for the residual stream among the names of unsplit modules."""
 WORTH = 0.005
-"""Share of the module's parameters from which a matrix that stays whole is worth a warning."""
+"""Share of the module's parameters from which an unsplit matrix is worth a warning."""
 
 
 @dataclass
 class _Kind:
-    """A block that has been planned, and what others must share with it to use its plan."""
+    """A planned block, and the facts that another block must share to use its plan."""
 
     read: Mapping[Attribute, Any]
     signature: str
     plan: UnitPlan | None
-    whole: Mapping[str, str]
+    unsplit: Mapping[str, str]
 
 
 def plan_tensor(
@@ -50,28 +50,28 @@ def plan_tensor(
     sequence_parallel: bool = False,
     calls: Recording | None = None,
 ) -> TensorPlan:
-    """Find out how `module` can be split over `size` tensor ranks.
+    """Find a proven plan of splitting `module` over `size` tensor ranks.
 
-    Reads the whole module (on any device, also meta) and changes nothing; needs no process group, leaves the global
-    random state alone and gives the same answer on every rank.
+    The module may be on any device, also meta, and does not change. No process group is needed. The global random state
+    stays, and every rank gets the same plan.
 
     Args:
-        module: the module to split, with nothing split off it yet.
+        module: the module, unsplit.
         size: ranks on the tensor axis.
         tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or
-            "whole". It overrides what would be inferred, is proven too, and is an error if it computes something else.
-        sequence_parallel: also divide the residual stream between the split parts of a block, where that can be proven.
-        calls: what each block is called with, from `record_calls`. Without it an input is made up for blocks that
-            take one tensor.
+            "whole". It overrides the inferred plan. It is proven too, and an error if it computes something else.
+        sequence_parallel: also divide the residual stream between the split regions of a block, where that is proven.
+        calls: arguments of each block, from `record_calls`. Without it an input is made up for blocks that take one
+            tensor.
     """
     units: dict[str, UnitPlan] = {}
-    whole: dict[str, str] = {}
+    unsplit: dict[str, str] = {}
     kinds: dict[tuple[object, ...], list[_Kind]] = {}
     samples = calls.samples if calls else {}
-    told = read_plan(module, tensor_plan or {})
+    written = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
-    vocabulary, headed = _vocabulary(module, told, calls, size)
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):  # what is looked at must run
+    vocabulary, headed = _vocabulary(module, written, calls, size)
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):  # hooks must run
         torch.manual_seed(SEED)
         for name in find_units(module):
             if name in headed:
@@ -79,38 +79,38 @@ def plan_tensor(
             unit = module.get_submodule(name)
             made_up = None if name in samples else _made_up(unit)
             calls_of = samples.get(name, ()) if made_up is None else (made_up,)
-            theirs = _under(told, name)
+            ways = _under(written, name)
             try:
-                if calls and name in calls.in_parts:
-                    whole[name] = _in_parts(theirs)
+                if calls and name in calls.opened:
+                    unsplit[name] = _opened(ways)
                     continue
                 plan, reasons = _plan_unit(
-                    unit, calls_of, size, kinds, theirs or _under(declared, name), bool(theirs), sequence_parallel
+                    unit, calls_of, size, kinds, ways or _under(declared, name), bool(ways), sequence_parallel
                 )
             except Refused as refusal:
                 raise TensorPlanError(
-                    f"tensor_plan: {name or type(module).__name__} does not compute the same thing when split as given:"
-                    f" {refusal}"
+                    f"tensor_plan: {name or type(module).__name__} does not compute the same when split as written:"
+                    f" {refusal}. Correct the plan, or leave this block out of it."
                 ) from None
             if plan is not None:
                 units[name] = plan if made_up is None else replace(plan, forms=())
-            whole |= {_join(name, inner): why for inner, why in reasons.items()}
-    result = _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, whole=whole))
-    _warn_whole(module, result.whole)
+            unsplit |= {_join(name, inner): why for inner, why in reasons.items()}
+    result = _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, unsplit=unsplit))
+    _warn_unsplit(module, result.unsplit)
     return result
 
 
 def _vocabulary(
-    module: nn.Module, told: Mapping[str, WrittenSplit], calls: Recording | None, size: int
+    module: nn.Module, written: Mapping[str, WrittenSplit], calls: Recording | None, size: int
 ) -> tuple[dict[str, TensorSplit], list[str]]:
-    """What is split by vocabulary, and blocks that are nothing but a split head and what is before it."""
+    """Parameters split by vocabulary, and blocks that are a split head with the layers before it."""
     units = find_units(module)
     headed = [] if calls is None else holding_heads(module, units, calls.heads, size)
-    elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in told.items() if way.kind == "whole")}
+    elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in written.items() if way.kind == "whole")}
     blocks = [unit for unit in units if unit not in headed]
     found = find_vocabulary(module, blocks, elsewhere, size, ends=None if calls is None else calls.heads)
     headed = [unit for unit in headed if any(name.startswith(f"{unit}.") for name in found)]
-    for name, way in told.items():
+    for name, way in written.items():
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
         if not inside and way.kind != "whole" and not (name in found and way == WrittenSplit("column")):
             raise TensorPlanError(
@@ -130,48 +130,48 @@ def _plan_unit(
     sequence: bool,
 ) -> tuple[UnitPlan | None, Mapping[str, str]]:
     if not calls and must:
-        raise Refused("it was not called in the recorded run, so there is nothing to prove it on")
+        raise Refused("it was not called in the recorded run, so its plan cannot be proven")
     if not calls:
         return None, {"": "it was not called in the recorded run, and takes more than one tensor"}
     same = kinds.setdefault((structure(unit), must, *ways.items()), [])
     signature = " ".join(call.signature() for call in calls)
     for kind in same:
         if kind.signature == signature and _reads_same(unit, kind.read):
-            return kind.plan, kind.whole
+            return kind.plan, kind.unsplit
     try:
         samples = _samples(unit, calls[0])
         for call in calls[1:]:
-            with suppress(Exception):  # one that cannot be run alone computes whole
+            with suppress(Exception):  # a call that cannot run alone computes unsplit
                 samples += _samples(unit, call, most=1)
         original = scratch_copy(unit, SEED, opened=False)
         known = Study(lambda seed: scratch_copy(unit, SEED + seed), original, samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     try:
-        plan, whole = _like(known, same) or find_plan(known, ways, must=must)
+        plan, unsplit = _like(known, same) or find_plan(known, ways, must=must)
     except (Refused, TensorPlanError):
         raise
-    except Exception as error:  # whatever the block's code does while it is looked at, whole it is right
-        return None, {"": f"looking for a plan failed ({type(error).__name__}: {error})"}
+    except Exception as error:  # unsplit the block is right, whatever its code does here
+        return None, {"": f"the search for a plan failed ({type(error).__name__}: {error})"}
     if sequence and plan is not None and plan.sequence is None:
         divided = with_sequence(known, plan)
         if divided is None:
-            whole = {**whole, SEQUENCE: "no way of dividing its sequence too computes the same"}
+            unsplit = {**unsplit, SEQUENCE: "no division of its sequence computes the same"}
         plan = divided or plan
-    same.append(_Kind(known.read, signature, plan, whole))
-    return plan, whole
+    same.append(_Kind(known.read, signature, plan, unsplit))
+    return plan, unsplit
 
 
-def _in_parts(ways: Mapping[str, WrittenSplit]) -> str:
-    """Why a block whose parts are called by themselves stays whole."""
-    reason = "parts of it are called by themselves, so what is between them is needed whole"
+def _opened(ways: Mapping[str, WrittenSplit]) -> str:
+    """Why a block whose modules are called from outside stays unsplit."""
+    reason = "modules inside it are called from outside, which need full activations"
     if any(way.kind != "whole" for way in ways.values()):
         raise Refused(reason)
     return reason
 
 
 def _under(ways: Mapping[str, WrittenSplit], unit: str) -> dict[str, WrittenSplit]:
-    """What concerns one block, by names relative to it."""
+    """The written splits of one block, by names relative to it."""
     prefix = f"{unit}." if unit else ""
     return {name.removeprefix(prefix): way for name, way in ways.items() if name.startswith(prefix)}
 
@@ -182,10 +182,8 @@ def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]]
         if kind.plan is None:
             continue
         try:
-            return known.prover.prove(kind.plan), kind.whole
-        except Refused:
-            continue
-        except Exception:
+            return known.prover.prove(kind.plan), kind.unsplit
+        except Exception:  # `Refused`, or the block's code fails under a wrong plan
             continue
     return None
 
@@ -195,11 +193,11 @@ def _samples(unit: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
     found: list[Sample] = []
     cuts = shortened(sample)
     for number, cut in enumerate(cuts):
-        made = cut.random(torch.Generator().manual_seed(SEED + number))
-        if any(made.signature() == other.signature() for other in found):
+        drawn = cut.random(torch.Generator().manual_seed(SEED + number))
+        if any(drawn.signature() == other.signature() for other in found):
             continue
         try:
-            call = made.fresh()
+            call = drawn.fresh()
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 scratch_copy(unit, SEED)(*call.args, **call.kwargs)
@@ -207,14 +205,14 @@ def _samples(unit: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
             if number == len(cuts) - 1 and not found:
                 raise
             continue
-        found.append(made)
+        found.append(drawn)
         if len(found) == most:
             break
     return found
 
 
 def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
-    """Whether every plain value that the planned block's code read is the same here."""
+    """Return True if every plain value that the planned block's code read is the same in `unit`."""
     missing = object()
 
     def value(name: str, path: str) -> object:
@@ -223,7 +221,7 @@ def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
         except AttributeError:
             return missing
 
-    return all(value(name, path) == seen for (name, path), seen in read.items())
+    return all(value(name, path) == known for (name, path), known in read.items())
 
 
 def _made_up(unit: nn.Module) -> Sample | None:
@@ -237,11 +235,13 @@ def _made_up(unit: nn.Module) -> Sample | None:
 
 
 def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
-    """List the splits under every name, and give up blocks that share a module, or parameters that they split
-    otherwise."""
+    """`plan` with the splits under every name.
+
+    Blocks that share a split module, or a parameter with another split, stay unsplit.
+    """
     sharing = _sharing(module, plan)
     if sharing:
-        return _without(module, plan, sharing, "a module inside of it is inside of another block too")
+        return _without(module, plan, sharing, "a module inside it is also inside another block")
     splits = {_join(unit, name): split for unit, found in plan.units.items() for name, split in found.splits.items()}
     splits |= plan.vocabulary
     owners = dict(module.named_modules(remove_duplicate=False))
@@ -249,21 +249,21 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
         ways: dict[tuple[int, str], TensorSplit | None] = {}
         for name in group:
             owner, _, own_name = name.rpartition(".")
-            place = id(owners[owner]), own_name  # a module that has two names is one place
+            place = id(owners[owner]), own_name  # a module with two names is one place
             ways[place] = splits.get(name) or ways.get(place)
         if len(set(ways.values())) > 1:
             users = {unit for unit, found in plan.units.items() for name in found.splits if _join(unit, name) in group}
-            return _without(module, plan, users, "it shares a parameter with a module that is not split the same way")
+            return _without(module, plan, users, "it shares a parameter with a module that is split differently")
         splits |= {name: way for name in group for way in ways.values() if way is not None}
-    return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.whole)
+    return TensorPlan(plan.size, plan.units, plan.vocabulary, splits, plan.unsplit)
 
 
 def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
-    """Blocks with a divided module that another block has too: for the other it would be divided, or summed, again."""
+    """Blocks with a patched module that is inside another block too, which would split or sum it again."""
     homes: dict[nn.Module, set[str]] = {}
     for unit in find_units(module):
-        for part in module.get_submodule(unit).modules():
-            homes.setdefault(part, set()).add(unit)
+        for inner in module.get_submodule(unit).modules():
+            homes.setdefault(inner, set()).add(unit)
     return {
         unit
         for unit, found in plan.units.items()
@@ -274,19 +274,19 @@ def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
 def _without(module: nn.Module, plan: TensorPlan, refused: set[str], reason: str) -> TensorPlan:
     """The plan without these blocks."""
     units = {name: found for name, found in plan.units.items() if name not in refused}
-    whole = {**plan.whole, **dict.fromkeys(refused, reason)}
-    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, whole))
+    unsplit = {**plan.unsplit, **dict.fromkeys(refused, reason)}
+    return _with_splits(module, TensorPlan(plan.size, units, plan.vocabulary, {}, unsplit))
 
 
-def _warn_whole(module: nn.Module, whole: Mapping[str, str]) -> None:
-    """Say once what stays whole, blocks of a kind in one line and small matrices (a router, an adapter) not at all."""
+def _warn_unsplit(module: nn.Module, unsplit: Mapping[str, str]) -> None:
+    """Warn about unsplit modules: one line for blocks of a kind, none for small matrices (a router, an adapter)."""
     total = sum(parameter.numel() for parameter in module.parameters())
-    worth = {name: why for name, why in whole.items() if SEQUENCE in name or _numel(module, name) >= WORTH * total}
+    worth = {name: why for name, why in unsplit.items() if SEQUENCE in name or _numel(module, name) >= WORTH * total}
     lines = dict.fromkeys(
         f"  {re.sub(r'[0-9]+', '*', name) or type(module).__name__}: {why}" for name, why in worth.items()
     )
     if lines:
-        warnings.warn("These stay whole on every tensor rank:\n" + "\n".join(lines), stacklevel=3)
+        warnings.warn("These stay unsplit on every tensor rank:\n" + "\n".join(lines), stacklevel=3)
 
 
 def _numel(module: nn.Module, name: str) -> int:

@@ -1,9 +1,8 @@
-"""Checkpoints inside of a block: what backward computes again is computed as it was in forward.
+"""Checkpoints inside of a block: backward repeats the forward in the same state.
 
-`torch.utils.checkpoint` keeps a function that the block's code gave it, and not that the block was called whole, which
-dropouts acted on shards or how the sequence was divided: that is over when backward comes to it. Hugging Face's
-`gradient_checkpointing_enable()` is of this kind. So it is noted when a checkpoint begins, and put around the function
-for backward.
+`torch.utils.checkpoint` keeps the function to repeat, but not the state that we set around the block's forward (unsplit
+or in shards, dropout, sequence split). In backward that state is gone. We save it when a checkpoint begins and restore
+it around the recomputation. Hugging Face's `gradient_checkpointing_enable()` needs this.
 """
 
 import threading
@@ -14,8 +13,16 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from lightning_3d.tensor.undo import ABSENT
+
 Resume = Callable[[Sequence[tuple[Any, Any]]], AbstractContextManager[None]]
-"""What to enter around the function in backward, given its arguments as they were and as they are then."""
+"""Makes the context of the recomputation, from pairs (argument in forward, argument in backward)."""
+BEGINNINGS: tuple[tuple[Any, str], ...] = (
+    (checkpoint, "_checkpoint_without_reentrant_generator"),
+    (checkpoint.CheckpointFunction, "apply"),
+)
+"""Functions that begin a checkpoint. Read in torch 2.13: `checkpoint` gets both by name at each call, also where a
+library has imported `checkpoint` itself."""
 
 
 class _Call:
@@ -28,7 +35,34 @@ class _Here(threading.local):
         self.calls: list[_Call] = []
 
 
-_here = _Here()  # a proof runs the ranks as threads
+_here = _Here()  # of each thread, because a proof runs the ranks as threads
+_lock = threading.Lock()
+_replaced: list[Any] = []
+"""One entry for each user of the replaced functions: the originals."""
+
+
+def save_states() -> Callable[[], None]:
+    """Replace the functions that begin a checkpoint. Returns a function that puts them back after their last user."""
+    with _lock:
+        originals = _replaced[0] if _replaced else [vars(owner).get(name, ABSENT) for owner, name in BEGINNINGS]
+        if not _replaced:
+            for owner, name in BEGINNINGS:
+                wrapped = _noting(getattr(owner, name))
+                setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
+        _replaced.append(originals)
+
+    def restore() -> None:
+        with _lock:
+            last = _replaced.pop()
+            if _replaced:
+                return
+            for (owner, name), original in zip(BEGINNINGS, last, strict=True):
+                if original is ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+
+    return restore
 
 
 class _CheckpointsNoted:
@@ -64,7 +98,7 @@ _checkpoints_noted = _CheckpointsNoted()
 
 @contextmanager
 def noted(note: Callable[[], Resume]) -> Iterator[None]:
-    """A block runs inside, and `note` says how when a checkpoint begins."""
+    """Call `note` for the state of the block that runs inside, whenever a checkpoint begins."""
     call = _Call(note)
     _here.calls.append(call)
     try:
@@ -76,7 +110,7 @@ def noted(note: Callable[[], Resume]) -> Iterator[None]:
 
 
 def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """`begin`, which keeps its first argument for backward; the last ones are what that is called with."""
+    """`begin` with its first argument wrapped, the function to repeat. Its last arguments are the function's."""
 
     @wraps(begin)
     def noting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

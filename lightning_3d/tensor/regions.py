@@ -1,19 +1,140 @@
-"""Regions: products that feed products, so that the first can be split by columns and the last by rows."""
+"""Regions of a block: products that feed products, so that the first is split by columns and the last by rows.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+They are found by one run that is cut at its matrix products. Each product of an activation with a parameter (a "site")
+gets its activation as a new leaf of autograd. Autograd then reaches from a site's input only what was computed since
+the products before it. So the graph shows which products feed which, and what else takes part (norms, position tables,
+arguments of the block), whatever the modules are called.
+"""
 
-from torch import Tensor
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_3d.tensor.trace import Call, Trace, leaves
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.tensor.sample import Sample, tensors_in
+from lightning_3d.tensor.scratch import names_of
+
+PRODUCTS: frozenset[Any] = frozenset({
+    F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm, torch.einsum, torch.mv,
+    torch.bilinear,
+    Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
+    *(getattr(space, name) for space in (torch, F) for name in ("_grouped_mm", "grouped_mm") if hasattr(space, name)),
+})  # fmt: skip
 Site = tuple[str, ...]
-"""The parameters of a product: the same ones in every call of it."""
+"""The parameters of a product, which are the same in every call of it."""
+
+
+@dataclass
+class TracedCall:
+    """One call of a product."""
+
+    parameters: Site
+    """Its parameters, matrices first."""
+    module: str
+    """The module whose forward was running."""
+    before: Tensor
+    """The activation, with the graph that computed it."""
+    leaf: Tensor
+    """The activation as the product took it: a leaf."""
+    again: Callable[[Tensor], Tensor]
+    """The product of another activation."""
+
+
+@dataclass
+class BlockTrace:
+    """Record of one run of a block."""
+
+    calls: list[TracedCall] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    results: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Tensors that each module returned."""
+    called: set[str] = field(default_factory=set)
+    """Modules whose forward ran."""
+
+
+def trace_block(module: nn.Module, sample: Sample) -> BlockTrace:
+    """Run `module`, a scratch copy, once, with a new leaf in front of each product."""
+    cutter = _Cutter(dict(names_of(module)))
+    handles = []
+    for name, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(lambda *_, n=name: cutter.enter(n)))
+        handles.append(child.register_forward_hook(lambda _, __, out, n=name: cutter.leave(out, n), always_call=True))
+    try:
+        with torch.enable_grad(), Interceptor(SilenceRandom(), cutter):
+            cutter.trace.inputs = sample.tensors()
+            cutter.trace.outputs = tensors_in(module(*sample.args, **sample.kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return cutter.trace
+
+
+class _Cutter(Rule):
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names, self.trace, self.stack = names, BlockTrace(), [""]
+
+    def enter(self, name: str) -> None:
+        self.stack.append(name)
+        self.trace.called.add(name)
+
+    def leave(self, result: Any, name: str) -> None:
+        self.stack.pop()
+        self.trace.results.setdefault(name, []).extend(tensors_in(result))
+
+    def before(self, call: Call) -> Call:
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if func not in PRODUCTS:
+            return call
+        operands = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+        weights = [x for x in operands if self._parameters_of(x)]
+        others = [x for x in operands if not self._parameters_of(x) and x.dim() > 1]
+        if len(others) != 1 or not any(weight.dim() > 1 for weight in weights):
+            return call
+        before = others[0]
+        leaf = before.detach().clone().requires_grad_()
+
+        def again(value: Tensor) -> Tensor:
+            swap = lambda x: value if x is before else x  # noqa: E731
+            return func(*map_leaves(swap, args), **map_leaves(swap, kwargs))
+
+        matrices = [name for w in weights if w.dim() > 1 for name in self._parameters_of(w)]
+        vectors = [name for w in weights if w.dim() == 1 for name in self._parameters_of(w)]
+        self.trace.calls.append(TracedCall((*matrices, *vectors), self.stack[-1], before, leaf, again))
+        return call._replace(func=again, args=(leaf,), kwargs={})
+
+    def _parameters_of(self, tensor: Tensor) -> list[str]:
+        """Names of the parameters that `tensor` is computed from. Empty where anything else takes part."""
+        found = graph_leaves(tensor)
+        return [self.names[id(leaf)] for leaf in found] if all(id(leaf) in self.names for leaf in found) else []
+
+
+def graph_leaves(tensor: Tensor) -> list[Tensor]:
+    """The leaves of autograd that `tensor` was computed from."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found: dict[int, Tensor] = {}
+    visited, todo = {tensor.grad_fn}, [tensor.grad_fn]
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            todo.append(node)
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class Region:
-    """What lies between column-split and row-split products."""
+    """Column-split products, row-split products that they feed, and what is in between."""
 
     sources: tuple[Site, ...]
     """Products that would be split by columns."""
@@ -24,18 +145,20 @@ class Region:
     inputs: tuple[int, ...]
     """Tensor arguments of the block used in between."""
     joints: tuple[Site, ...] = ()
-    """Products that stay whole and whose result enters the region, also what a column product takes: keys and values
-    expanded from a latent that the heads share a part of."""
+    """Products that stay unsplit and feed the region and one of its column products.
+
+    Keys and values expanded from a latent, of which the heads share a part, are an example.
+    """
     joined: tuple[Site, ...] = ()
-    """Column products that take what joints give and nothing else."""
+    """Column products that only joints feed."""
 
 
 class Flow:
-    """Which site feeds which, read from a trace."""
+    """A map of which site feeds which, read from a trace."""
 
-    def __init__(self, trace: Trace, names: dict[int, str]) -> None:
+    def __init__(self, trace: BlockTrace, names: dict[int, str]) -> None:
         self.names = names
-        self.calls: dict[Site, list[Call]] = {}
+        self.calls: dict[Site, list[TracedCall]] = {}
         for call in trace.calls:
             self.calls.setdefault(call.parameters, []).append(call)
         self.leaf_site = {id(call.leaf): call.parameters for call in trace.calls}
@@ -54,7 +177,7 @@ class Flow:
         return list(found.values())
 
     def leaves_block(self, region: Region) -> bool:
-        """Whether what the column products give is also among the block's results."""
+        """Return True if the result of a column product is also a result of the block."""
         return bool(self.exits.keys() & set(region.sources))
 
     def why_not(self, site: Site) -> str:
@@ -62,8 +185,8 @@ class Flow:
         if not self.sources[site]:
             return "no other product feeds it"
         if self.exits.keys() & self.sources[site].keys():
-            return "what feeds it is also a result of the block, so it is needed whole"
-        return "what feeds it also feeds the products before it"
+            return "the product that feeds it is also a result of the block, which must be complete"
+        return "the product that feeds it also feeds the products before it"
 
     def _grow(self, seed: Site) -> Region | None:
         joints = dict[Site, None]()
@@ -85,7 +208,7 @@ class Flow:
         return Region(tuple(sources), tuple(sinks), tuple(inner), tuple(inputs), tuple(joints), tuple(joined))
 
     def _closed(self, seed: Site, joints: dict[Site, None]) -> tuple[dict[Site, None], dict[Site, None]]:
-        """The products that what feeds `seed` feeds too, and everything that feeds them, but for `joints`."""
+        """Two sets without `joints`: all products fed by a source of `seed`, and all that feed those."""
         feeding = {site: [s for s in found if s not in joints] for site, found in self.sources.items()}
         sinks, sources = {seed: None}, dict.fromkeys(feeding[seed])
         grown = True
@@ -97,11 +220,11 @@ class Flow:
         return sinks, sources
 
     def _arguments(self, site: Site) -> list[int]:
-        """Arguments of the block that `site` takes."""
+        """Indices of the block's arguments that `site` takes."""
         return [self.input_index[id(leaf)] for leaf in self.reached[site] if id(leaf) in self.input_index]
 
     def _leaves(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return list({id(leaf): leaf for tensor in tensors for leaf in leaves(tensor)}.values())
+        return list({id(leaf): leaf for tensor in tensors for leaf in graph_leaves(tensor)}.values())
 
     def _sites(self, found: list[Tensor]) -> dict[Site, None]:
         return {self.leaf_site[id(leaf)]: None for leaf in found if id(leaf) in self.leaf_site}

@@ -1,4 +1,4 @@
-"""A tensor plan as text: a tree of what is split how, and what stays whole and why."""
+"""A tensor plan as text: a tree of splits, and of unsplit modules with the reasons."""
 
 import re
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ from lightning_3d.tensor.tensor_plan import TensorPlan, UnitPlan
 
 
 def render_plan(plan: TensorPlan, module: nn.Module) -> str:
-    """The plan for `module`, which may be on meta: blocks of one kind together, parameters on a rank, bytes on the
-    wire."""
+    """The plan for `module`, which may be on meta, as text.
+
+    Blocks of one kind share an entry. Parameters on a rank and bytes on the wire are counted.
+    """
     lines = [f"{type(module).__name__}: tensor parallel over {plan.size} ranks"]
     for names, unit in _kinds(plan):
         title = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} blocks)"
@@ -22,13 +24,13 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
         lines.append(f"│   └── {sent}{', its sequence divided in between' if unit.sequence is not None else ''}")
     for name, split in plan.vocabulary.items():
         lines.append(f"├── {name}: by vocabulary, {_sizes(split)}")
-    whole: dict[tuple[str, str], int] = {}
-    for name, why in plan.whole.items():
+    unsplit: dict[tuple[str, str], int] = {}
+    for name, why in plan.unsplit.items():
         key = (re.sub(r"\d+", "*", name) or "(the module itself)", why)
-        whole[key] = whole.get(key, 0) + 1
+        unsplit[key] = unsplit.get(key, 0) + 1
     lines += [
-        f"├── {name} stays whole{f' ({count} of them)' if count > 1 else ''}: {why}"
-        for (name, why), count in whole.items()
+        f"├── {name} stays unsplit{f' ({count} of them)' if count > 1 else ''}: {why}"
+        for (name, why), count in unsplit.items()
     ]
     total, local = count_parameters(plan, module)
     lines.append(f"└── parameters on a rank: {local:,} of {total:,} ({local / max(total, 1):.0%})")
@@ -36,7 +38,7 @@ def render_plan(plan: TensorPlan, module: nn.Module) -> str:
 
 
 def count_parameters(plan: TensorPlan, module: nn.Module) -> tuple[int, int]:
-    """Elements of all parameters, and of what the first tensor rank holds of them."""
+    """Number of elements of all parameters, and of those on the first tensor rank."""
     total = local = 0
     for name, parameter in module.named_parameters():
         split = plan.splits.get(name)
@@ -65,18 +67,18 @@ def _kinds(plan: TensorPlan) -> Iterator[tuple[list[str], UnitPlan]]:
 
 def _unit_lines(unit: UnitPlan) -> Iterator[str]:
     for name, split in unit.splits.items():
-        parts = f" in {len(split.parts)} fused sections {split.parts}" if len(split.parts) > 1 else ""
-        yield f"{name}: dimension {split.dim}{parts}, {_sizes(split)}"
+        sections = f" in {len(split.sections)} fused sections {split.sections}" if len(split.sections) > 1 else ""
+        yield f"{name}: dimension {split.dim}{sections}, {_sizes(split)}"
     for name, split in unit.slices.items():
-        yield f"{name}: whole on each rank, which computes with {_sizes(split)}"
+        yield f"{name}: full on each rank, which computes with {_sizes(split)}"
     for name in unit.mixes:
-        yield f"{name}: whole, on the channels of every rank, which are gathered for it"
+        yield f"{name}: unsplit, on the gathered channels of all ranks"
     for name in unit.emits:
-        yield f"{name}: whole on each rank, which computes its own part with the result"
+        yield f"{name}: unsplit on each rank, which computes its shard from the result"
     for (name, path), values in unit.attributes.items():
         yield f"{name}{'.' if name else ''}{path}: {', '.join(map(str, dict.fromkeys(values)))}"
     for name, widths in unit.decoys.items():
-        yield f"{name or 'the block'} sees its input {', '.join(map(str, dict.fromkeys(widths)))} wide"
+        yield f"{name or 'the block'} gets its input {', '.join(map(str, dict.fromkeys(widths)))} wide"
 
 
 def _sizes(split: TensorSplit) -> str:

@@ -1,4 +1,4 @@
-"""The inputs a block is proven on: those of a recorded call, made small, with random numbers for activations."""
+"""Calls that a block is proven on: those of a recorded run, cut short, with random numbers for activations."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
@@ -16,33 +17,29 @@ LONG = 12
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of one call. Activations are distinguished from masks and tables by `Sample.random`."""
+    """Arguments of one call. `random` tells activations from masks and tables."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     training: bool = True
-    """Mode of the block when it was called so."""
+    """Mode of the block in the recorded call."""
+
+    @property
+    def form(self) -> Any:
+        """Form of the arguments."""
+        return form_of((self.args, self.kwargs))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments, in a fixed order."""
-        return [leaf for leaf in tree_flatten((self.args, self.kwargs))[0] if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
     def mapped(self, change: Callable[[int, Tensor], Tensor]) -> "Sample":
-        """The same call with `change(index, tensor)` for each tensor; other objects are copied, since calls change
-        them."""
-        leaves, spec = tree_flatten((self.args, self.kwargs))
-        index, changed = 0, []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                changed.append(change(index, leaf))
-                index += 1
-            else:
-                changed.append(copy.deepcopy(leaf))
-        args, kwargs = tree_unflatten(changed, spec)
+        """The call with `change(index, tensor)` for each tensor. Other objects are copied: calls may change them."""
+        args, kwargs = each_numbered(change, unshared((self.args, self.kwargs)), copy.deepcopy)
         return Sample(args, kwargs, self.training)
 
     def random(self, generator: torch.Generator) -> "Sample":
-        """Fresh normal numbers in place of activations; masks, indices and flags as they are."""
+        """The call with new normal numbers for activations. Masks, indices and flags keep their values."""
         return self.mapped(
             lambda _, tensor: (
                 torch.randn(tensor.shape, generator=generator).to(tensor.dtype).requires_grad_()
@@ -56,18 +53,43 @@ class Sample:
         return self.mapped(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
     def followed(self) -> "Sample":
-        """The same values, with every floating tensor, also masks, visible to autograd."""
+        """The same values, all floating tensors (masks too) as leaves that need a gradient."""
         return self.mapped(lambda _, tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
 
     def signature(self) -> str:
-        """What decides the code path of a call: structure and shapes, not values."""
+        """Structure and shapes, which decide the code path of a call. Values do not count."""
         describe = lambda leaf: f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else _plain(leaf)  # noqa: E731
-        leaves, nesting = tree_flatten((self.args, self.kwargs))
-        return repr(([describe(leaf) for leaf in leaves], nesting))
+        arguments = (self.args, self.kwargs)
+        return repr(([describe(leaf) for leaf in leaves(arguments)], form(arguments)))
+
+
+def form_of(value: Any) -> Any:
+    """Structure, dimensions and flags of an argument: they decide what a block's code does with it. No sizes, no
+    values."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.is_floating_point()
+    if isinstance(value, tuple | list):
+        return isinstance(value, tuple), *map(form_of, value)
+    if isinstance(value, dict):
+        return tuple((key, form_of(item)) for key, item in value.items())
+    return value if isinstance(value, bool | str | None) else type(value).__qualname__
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in the arguments or the result of a module."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def each_numbered(
+    change: Callable[[int, Tensor], Tensor], value: Any, other: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """`value` with `change(index, tensor)` for its tensors, counted in order, and `other(leaf)` for other leaves."""
+    count = iter(range(1_000_000))
+    return map_leaves(lambda leaf: change(next(count), leaf) if isinstance(leaf, Tensor) else other(leaf), value)
 
 
 def is_activation(tensor: Tensor) -> bool:
-    """Whether a floating tensor may carry any value (a mask may not)."""
+    """True for a floating tensor that may have any value. A mask may not."""
     if not tensor.is_floating_point() or tensor.dim() < 2:
         return False
     if tensor.is_meta:
@@ -78,14 +100,13 @@ def is_activation(tensor: Tensor) -> bool:
 
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Sample:
-    """A snapshot of a call, on the CPU and in fp32, or fp64 where it is so."""
+    """A snapshot of a call, on the CPU and in fp32 (fp64 stays fp64)."""
     return Sample(args, kwargs, training).mapped(lambda _, tensor: plain_tensor(tensor))
 
 
 def shortened(sample: Sample) -> list[Sample]:
-    """The call at smaller sizes, the preferred ones first: other rows and positions, and at the end as recorded."""
-    tensors = sample.tensors()
-    hidden = next((tensor for tensor in tensors if is_activation(tensor)), None)
+    """The call at smaller sizes (other rows and positions), preferred ones first, and the recorded size last."""
+    hidden = next((tensor for tensor in sample.tensors() if is_activation(tensor)), None)
     if hidden is None:
         return [sample]
     batch = hidden.shape[0]
@@ -104,11 +125,12 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
+    """A detached copy on the CPU, in the working precision."""
     return tensor.detach().to("cpu", working_dtype(tensor.dtype), copy=True)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which tensors of `dtype` are looked at: floats in fp32 at least."""
+    """The precision in which blocks are studied: fp32 for all floats but fp64."""
     return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
 
 

@@ -1,7 +1,7 @@
-"""Throw-away copies of a block to try things on: on the CPU, in fp32 (fp64 where it is so), with random parameters.
+"""Scratch copies of a block for proofs: on the CPU, in fp32 (fp64 stays fp64), with random parameters.
 
-Random, because fresh parameters are often zero (biases, the second matrix of an adapter, the last layer of a residual
-branch), and where a weight is zero every split of its neighbours looks right.
+Fresh parameters are often zero (biases, the second matrix of an adapter, the last layer of a residual branch). Where a
+weight is zero, every split of its neighbours computes the same, so the copies have random ones.
 """
 
 import copy
@@ -16,12 +16,12 @@ from lightning_3d.tensor.sample import working_dtype
 
 
 def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
-    """`module` with random parameters of its own; the original, which may live on meta, is not touched.
+    """A copy of `module`, which may be on meta, with random parameters.
 
     Args:
         module: the block.
-        seed: of its parameters.
-        opened: with torch's attention opened up; without, all code is as its author wrote it.
+        seed: seed of the parameters.
+        opened: replace torch's attention by an `OpenAttention`. Otherwise all code is its author's.
     """
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}
@@ -33,10 +33,10 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
         memo[id(buffer)] = _buffer(buffer)
     memo |= _computed(module)
     for child in module.modules():
-        # A LightningModule knows its trainer, which knows everything else; a copy of a forward needs neither.
-        for held in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
-            if held is not None:
-                memo[id(held)] = object()
+        # A LightningModule references its trainer, and so everything else. The copy of a forward needs neither.
+        for owner in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
+            if owner is not None:
+                memo[id(owner)] = object()
     twin = copy.deepcopy(module, memo)
     if opened:
         use_open_attention(twin, lambda owner, name, value: owner.__dict__.update({name: value}))
@@ -44,8 +44,7 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
 
 
 def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """The structure of `scratch` again, with `local(name, value)` for its parameters; unchanged values are not
-    copied."""
+    """A copy of `scratch` with `local(name, value)` for its parameters. Unchanged values are not copied."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(local(name, parameter.detach()), requires_grad=parameter.requires_grad)
         for name, parameter in scratch.named_parameters()
@@ -54,9 +53,11 @@ def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn
 
 
 def _computed(module: nn.Module) -> dict[int, Any]:
-    """Results that modules keep (a state, a reparametrized weight), which autograd does not let anybody copy."""
-    kept = (value for child in module.modules() for value in child.__dict__.values())
-    return {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
+    """Results that modules keep (a state, a reparametrized weight): autograd does not allow deep copies of them."""
+    attributes = (value for child in module.modules() for value in child.__dict__.values())
+    return {
+        id(value): value.detach().clone() for value in attributes if isinstance(value, Tensor) and not value.is_leaf
+    }
 
 
 def names_of(module: nn.Module) -> Mapping[int, str]:

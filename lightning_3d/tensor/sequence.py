@@ -1,9 +1,9 @@
-"""Sequence parallelism: between split regions each tensor rank holds a part of the sequence.
+"""Sequence parallelism: between split regions each tensor rank has a shard of the sequence.
 
-The residual stream enters a block in parts, is gathered where it enters a split region, and what leaves the region is
-summed and divided in one go. Norms, dropout and residual sums in between run on the parts. Parameters used there find
-a part of their gradient on each rank: one sum for all of a block's. Blocks pass the parts to each other as `LateGather`
-tensors, so code between them that does anything else with the stream sees it whole.
+The residual stream enters a block in shards and is gathered at the input of a split region. The region's output is
+summed and divided in one collective (reduce-scatter). Norms, dropout and residual sums in between run on shards. The
+gradients of parameters used there are partial, and one sum completes those of a block. Blocks pass the shards to each
+other as `LateGather` tensors, so other code between them gets the full stream.
 """
 
 import itertools
@@ -18,15 +18,15 @@ from torch import Tensor
 from lightning_3d.tensor.autograd_collectives import gather_shards, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.overlap import Early
+from lightning_3d.tensor.overlap import EarlySum
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
 
 class _Enter(torch.autograd.Function):
-    """Parts of the sequence -> the whole; the gradient is summed and divided."""
+    """Shards of the sequence -> the full sequence. The gradient is summed and divided."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit, early: Early | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit, early: EarlySum | None) -> Tensor:
         ctx.axis, ctx.split, ctx.early = axis, split, early
         return gather_shards(tensor, axis, split)
 
@@ -37,7 +37,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Partial sums -> own part of the sum; the gradient is gathered."""
+    """Partial sums -> own shard of the sum. The gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
@@ -50,7 +50,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _CopyAll(torch.autograd.Function):
-    """Several whole parameters; their gradients are summed in one buffer."""
+    """Identity of several unsplit parameters. Their gradients are summed in one buffer."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -61,22 +61,22 @@ class _CopyAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         filled = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True)]
         flat = reduce(torch.cat([grad.reshape(-1) for grad in filled]), ctx.axis)
-        parts = flat.split([grad.numel() for grad in filled])
-        return None, *(part.view_as(grad) for part, grad in zip(parts, filled, strict=True))
+        sums = flat.split([grad.numel() for grad in filled])
+        return None, *(total.view_as(grad) for total, grad in zip(sums, filled, strict=True))
 
 
-def enter(tensor: Tensor, axis: Axis, split: TensorSplit, early: Early | None = None) -> Tensor:
-    """The whole sequence, from every rank's part; the sum of its gradient may have begun `early`."""
+def enter(tensor: Tensor, axis: Axis, split: TensorSplit, early: EarlySum | None = None) -> Tensor:
+    """The full sequence, from the shards of all ranks. The sum of its gradient may begin `early`."""
     return _Enter.apply(tensor, axis, split, early)
 
 
 def leave(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
-    """This rank's part of the sequence, from every rank's partial sum of all of it."""
+    """This rank's shard of the sequence, from the partial sums of all ranks."""
     return _Leave.apply(tensor, axis, split)
 
 
 def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
-    """Whole parameters that each rank uses on its part of the sequence."""
+    """Unsplit parameters, for use on this rank's shard of the sequence."""
     return list(_CopyAll.apply(axis, *tensors)) if tensors and torch.is_grad_enabled() else tensors
 
 
@@ -87,14 +87,14 @@ def sequence_candidates(
     parameters: list[str],
     ranks: int,
 ) -> Iterator[UnitPlan]:
-    """`plan` with the residual stream in parts, in every way that may be right.
+    """`plan` with the residual stream divided, in every way that may be right.
 
     Args:
-        plan: proven without.
-        shapes: of the block's activation arguments, by index among its tensors.
+        plan: a proven plan without this division.
+        shapes: shapes of the block's activation arguments, by index among its tensors.
         results: shapes of the block's results.
         parameters: the block's trainable parameters.
-        ranks: that share the stream. Along a dimension with fewer elements nothing would be divided, nor proven.
+        ranks: tensor ranks. A dimension with fewer elements would not be divided, so its proof would prove nothing.
     """
     stream = next((index for index, shape in shapes.items() if len(shape) == 3), None)
     if stream is None or not plan.edges:
@@ -109,5 +109,5 @@ def sequence_candidates(
 
 
 def shards_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> list[Tensor]:
-    """Every rank's part."""
+    """The shards of all ranks."""
     return [local_part(tensor, split, rank) for rank in range(axis.size)]

@@ -1,7 +1,7 @@
-"""Every rank of a tensor axis in one process: threads that take turns and meet at the collectives.
+"""All ranks of a tensor axis in one process: threads that take turns and meet at the collectives.
 
-Exactly one thread runs at a time: each runs until it waits in a collective, so code that is not thread-safe (a user's
-module, global generators) is safe here, and every run is the same. Backward on CPU runs in the thread that called it.
+Exactly one thread runs at a time, until it waits in a collective. So code that is not thread-safe (a user's module,
+global generators) is safe here, and every run is the same. Backward on CPU runs in the thread that called it.
 """
 
 import threading
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class _Broken(Exception):
-    """Another shard failed, so the collective that this one waits in cannot complete."""
+    """Another shard failed, so this shard's collective cannot complete."""
 
 
 class _Table:
-    """Where the threads leave what they contribute, and wait for their turn."""
+    """Exchange of the threads' contributions to collectives, in turns."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,7 +31,7 @@ class _Table:
         self.failure: BaseException | None = None
 
     def exchange(self, rank: int, what: str, value: Any) -> list[Any]:
-        """Every rank's value, once all have posted theirs."""
+        """The values of all ranks, when all are posted."""
         with self.condition:
             if any(self.done):
                 self.fail(RuntimeError(f"one shard ended while another waits in {what}"))
@@ -79,14 +79,14 @@ class _Table:
 
 
 class ThreadAxis:
-    """One simulated rank. It posts copies: its own tensors may change (in an optimizer's step) before others look."""
+    """One simulated rank. It posts copies, because its tensors may change before other ranks read them."""
 
     lazy = True
 
     def __init__(self, table: _Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, table.size
         self.summed = 0
-        """Elements that went through `all_reduce`."""
+        """Number of elements that `all_reduce` summed."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.summed += tensor.numel()
@@ -111,18 +111,18 @@ class ThreadAxis:
         return lambda: result
 
 
-def _total(parts: list[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0].clone())
+def _total(tensors: list[Tensor]) -> Tensor:
+    return sum(tensors[1:], tensors[0].clone())
 
 
 def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
-    """`job(axis)` on each of `size` simulated ranks; the first failure is raised here."""
+    """Run `job(axis)` on each of `size` simulated ranks and raise the first failure."""
     table = _Table(size)
     results: dict[int, T] = {}
     threads_before = torch.get_num_threads()
 
     def serve(rank: int) -> None:
-        torch.set_num_threads(threads_before)  # a setting of the thread, not of the process
+        torch.set_num_threads(threads_before)  # this setting is of the thread, not of the process
         try:
             table.start(rank)
             results[rank] = job(ThreadAxis(table, rank))

@@ -1,4 +1,4 @@
-"""Which numbers a block's code reads, and which of them may have to shrink with the shard."""
+"""Numbers that a block's code reads, and those that may have to shrink with the shard."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,24 +11,24 @@ from torch import nn
 from lightning_3d.tensor.tensor_plan import Attribute
 
 MOST = 600
-"""Combinations of attributes that are tried for one region."""
+"""Most combinations of attributes that are tried for one region."""
 Ways = Sequence[tuple[tuple[int, int], ...]]
 
 
 @contextmanager
 def watch_reads(module: nn.Module) -> Iterator[dict[Attribute, Any]]:
-    """Collect the plain values that `module`'s code reads from its modules while this is open."""
+    """Collect the plain values that `module`'s code reads from its modules."""
     found: dict[Attribute, Any] = {}
     watched: list[tuple[Any, type]] = []
     settings: dict[int, tuple[Any, list[Attribute]]] = {}
     for name, child in module.named_modules():
-        for key, held in child.__dict__.items():
-            if _is_settings(key, held):
-                settings.setdefault(id(held), (held, []))[1].append((name, key))
+        for key, value in child.__dict__.items():
+            if _is_settings(key, value):
+                settings.setdefault(id(value), (value, []))[1].append((name, key))
         _watch(child, [(name, "")], found, watched)
-    for held, places in settings.values():
-        # Many modules may hold one configuration: any of them may be the reader.
-        _watch(held, [(name, f"{key}.") for name, key in places], found, watched)
+    for config, places in settings.values():
+        # Many modules may share one configuration: any of them may be the reader.
+        _watch(config, [(name, f"{key}.") for name, key in places], found, watched)
     try:
         yield found
     finally:
@@ -39,7 +39,7 @@ def watch_reads(module: nn.Module) -> Iterator[dict[Attribute, Any]]:
 def combinations(
     read: Mapping[Attribute, Any], ways: Ways, forced: Mapping[Attribute, Any]
 ) -> Iterator[dict[Attribute, Any]]:
-    """Changes to try, those that change least first. Each is attribute -> value on each rank."""
+    """Changes to try, the smallest first. Each maps an attribute to its value on each rank."""
     options = {key: _shrunk(value, ways) for key, value in read.items() if key not in forced and _is_number(value)}
     options = {key: values for key, values in options.items() if values}
     tried = 0
@@ -53,8 +53,8 @@ def combinations(
 
 
 def _shrunk(value: Any, ways: Ways) -> list[tuple[Any, ...]]:
-    """`value` in proportion to each way of dividing, and to one way over another, where that gives whole numbers."""
-    factors = [[Fraction(part, whole) for part, whole in way] for way in ways]
+    """`value` scaled by each split, and by the ratio of two, where that gives integers."""
+    factors = [[Fraction(local, full) for local, full in way] for way in ways]
     factors += [[a / b for a, b in zip(x, y, strict=True)] for x in factors for y in factors if x != y]
     found = []
     for way in factors:
@@ -89,13 +89,13 @@ def _watch(
             owner, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read, "__slots__": ()})
         )
     except TypeError:
-        return  # A class with a layout of its own cannot be watched; nothing it holds is then a candidate.
+        return  # a class with a layout of its own cannot be watched, so its values are no candidates
     watched.append((owner, kind))
 
 
-def _is_settings(key: str, held: Any) -> bool:
-    plain = not isinstance(held, nn.Module | type | int | float | str | bool | dict | list | tuple | set | None)
-    return plain and not key.startswith("_") and not callable(held) and bool(getattr(held, "__dict__", None))
+def _is_settings(key: str, value: Any) -> bool:
+    plain = not isinstance(value, nn.Module | type | int | float | str | bool | dict | list | tuple | set | None)
+    return plain and not key.startswith("_") and not callable(value) and bool(getattr(value, "__dict__", None))
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,29 +1,30 @@
-"""`TensorPlan`: what is split how, and what stays whole and why. Pure data, equal on every rank."""
+"""`TensorPlan`: how each block is split, and why some matrices stay unsplit. Pure data, equal on every rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_3d.tensor.geometry import TensorSplit
 
+V = TypeVar("V")
 Attribute = tuple[str, str]
 """Name of a module and path of one of its attributes ("num_heads", "config.n_head")."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """How a block's residual stream is divided between its split regions."""
+    """Division of a block's residual stream between its split regions."""
 
     dim: int
     """The dimension of positions."""
     stream: int
-    """Which tensor argument is the stream."""
+    """Index of the stream among the tensor arguments."""
     results: tuple[int, ...]
-    """Which results are."""
+    """Indices of the results that are the stream."""
     entries: tuple[str, ...]
-    """Modules at whose input the whole sequence is gathered."""
+    """Modules at whose input the full sequence is gathered."""
     outer: tuple[str, ...]
-    """Parameters used on parts of the sequence."""
+    """Parameters used on shards of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,32 +32,31 @@ class UnitPlan:
     """How one block is computed in shards. Every name is relative to the block."""
 
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
-    """Parameters of which each rank holds a shard."""
+    """Parameters that are sharded."""
     slices: Mapping[str, TensorSplit] = field(default_factory=dict)
-    """Parameters that every rank holds whole but computes with its own, overlapping, part of: key heads fewer than
-    ranks."""
+    """Unsplit parameters of which each rank uses a slice. Slices overlap: key heads fewer than ranks."""
     summed: tuple[str, ...] = ()
-    """Whole parameters used inside a split region: each rank finds a part of their gradient."""
+    """Unsplit parameters used inside a split region: the gradient is the sum over the ranks."""
     shared: tuple[str, ...] = ()
-    """Biases added before a sum over the ranks: each rank adds its share."""
+    """Biases added before a sum over the ranks: each rank adds a fraction."""
     copies: tuple[str, ...] = ()
     """Modules whose input enters a split region."""
     emits: tuple[str, ...] = ()
     """Modules whose output enters a split region."""
     mixes: Mapping[str, TensorSplit] = field(default_factory=dict)
-    """Modules inside a split region that take all of its channels: gathered before them, own part taken after."""
+    """Modules inside a split region that need all of its channels: gathered before, own shard taken after."""
     reduces: tuple[str, ...] = ()
     """Modules whose output is a partial sum."""
     holders: tuple[tuple[str, str], ...] = ()
-    """(parameter, module in whose forward it is used) for every parameter that is not used as it is."""
+    """(parameter, module in whose forward it is used) for every parameter that does not enter unchanged."""
     inputs: Mapping[int, TensorSplit | None] = field(default_factory=dict)
-    """Tensor arguments of the block used inside a region: None where whole, else each rank takes its part."""
+    """Tensor arguments of the block used inside a region: their split, or None where they stay unsplit."""
     folded: tuple[int, ...] = ()
     """Those of `inputs` whose rows and heads are folded into one dimension: each row is divided."""
     outputs: Mapping[int, TensorSplit] = field(default_factory=dict)
-    """Tensor results of the block that each rank has a part of: they are gathered."""
+    """Tensor results of the block that are sharded, and gathered at its end."""
     results: int = 0
-    """How many tensors the block gives back."""
+    """Number of tensors that the block returns."""
     attributes: Mapping[Attribute, tuple[Any, ...]] = field(default_factory=dict)
     """Attributes that shrink with the shard: the value on each rank."""
     edges: tuple[tuple[tuple[str, ...], ...], ...] = ()
@@ -64,15 +64,14 @@ class UnitPlan:
     sequence: SequencePlan | None = None
     """Set where the residual stream is divided too (`sequence_parallel`)."""
     decoys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Modules that read the width of a head's or hidden dimension off their input: the width that they see on each
-    rank."""
+    """Modules that read the width of a head or hidden dimension off their input: the width they find on each rank."""
     summed_per_position: int = 0
     """Elements that one forward and backward sum over the ranks, for each position of the batch."""
     dropouts: tuple[bool, ...] = ()
-    """For each random call of a training forward, in order: whether it acts on a shard (masks differ over ranks)."""
+    """For each random call of a training forward, in order: True where it acts on a shard (masks differ by rank)."""
 
     forms: tuple[Any, ...] = ()
-    """(training mode, form of the arguments) of the calls that are proven; without any, every call is trusted."""
+    """(training mode, form of the arguments) of the proven calls. Where empty, every call is trusted."""
 
     @property
     def patched(self) -> tuple[str, ...]:
@@ -103,10 +102,39 @@ class UnitPlan:
             decoys={**self.decoys, **other.decoys},
         )
 
+    def renamed(self, old: str, new: str) -> "UnitPlan":
+        """The plan of the module `old` alone, under the name `new`."""
+
+        def is_inside(name: str) -> bool:
+            return name == old or name.startswith(f"{old}.")
+
+        def rename(name: str) -> str:
+            return new + name.removeprefix(old) if is_inside(name) else name
+
+        def names(found: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(rename(name) for name in found if is_inside(name))
+
+        def keys(found: Mapping[str, V]) -> dict[str, V]:
+            return {rename(name): value for name, value in found.items() if is_inside(name)}
+
+        return UnitPlan(
+            splits=keys(self.splits),
+            slices=keys(self.slices),
+            summed=names(self.summed),
+            shared=names(self.shared),
+            copies=names(self.copies),
+            emits=names(self.emits),
+            mixes=keys(self.mixes),
+            reduces=names(self.reduces),
+            holders=tuple((rename(name), rename(holder)) for name, holder in self.holders if is_inside(name)),
+            attributes={(rename(name), path): v for (name, path), v in self.attributes.items() if is_inside(name)},
+            decoys=keys(self.decoys),
+        )
+
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan for a whole module."""
+    """The plan for a module."""
 
     size: int
     """Ranks on the tensor axis."""
@@ -116,5 +144,5 @@ class TensorPlan:
     """Parameters of embeddings and output heads that are split by vocabulary."""
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
     """Every split parameter of the module, by its full name (each name of a tied parameter)."""
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """Modules with large matrices that stay whole, and why."""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
+    """Modules with large matrices that stay unsplit, and why."""

@@ -12,38 +12,39 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_gather import LateGather, whole
-from lightning_3d.tensor.overlap import Early, defer
-from lightning_3d.tensor.patch import Undo
-from lightning_3d.tensor.vocabulary_loss import held_elsewhere
+from lightning_3d.tensor.late_gather import LateGather, gather_late
+from lightning_3d.tensor.overlap import EarlySum, defer
+from lightning_3d.tensor.undo import Undo
+from lightning_3d.tensor.vocabulary_loss import on_other_rank
 
 WORTH = 0.02
-"""Share of the module's parameters from which an embedding is split: a smaller one is not worth a sum over the
+"""Share of the module's parameters from which an embedding is split. A smaller one does not repay a sum over the
 ranks."""
 
 
 def find_vocabulary(
     module: nn.Module, units: Collection[str], elsewhere: Collection[str], size: int, *, ends: Collection[str] | None
 ) -> dict[str, TensorSplit]:
-    """Parameters of embeddings and heads to split, by name: embeddings outside the blocks, the largest or those with a
-    head, and their heads.
+    """Parameters of embeddings and heads to split, by name.
+
+    These are the largest embeddings outside the blocks, or those with a head, and their heads.
 
     Args:
-        module: the whole module.
-        units: blocks, which are left alone.
-        elsewhere: parameters that are read outside their own module's forward, which are left alone too.
+        module: the unsplit module.
+        units: blocks. Their parameters are not split here.
+        elsewhere: parameters that are used outside their own module's forward. They are not split either.
         size: tensor ranks.
-        ends: linears that a run showed to be heads. None without a run: then every linear outside the blocks that is
-            as wide as an embedding is taken for one, and only torch's own classes for what they seem.
+        ends: heads that a run showed. None without a run: then every linear outside the blocks that is as wide as an
+            embedding counts as a head, and subclasses of torch's embedding are not split.
     """
-    seen = ends is not None
+    recorded = ends is not None
     total = sum(parameter.numel() for parameter in module.parameters())
     users = _users(module)
     outside = {
         name: child for name, child in module.named_modules(remove_duplicate=False)
         if not any(name == unit or name.startswith(unit + ".") or not unit for unit in units)
     }  # fmt: skip
-    embeddings = {name: child for name, child in outside.items() if _can_split_embedding(child, seen)}
+    embeddings = {name: child for name, child in outside.items() if _can_split_embedding(child, recorded)}
     tables = {id(child.weight) for child in embeddings.values()}
     heads = {
         name: child for name, child in outside.items()
@@ -61,7 +62,7 @@ def find_vocabulary(
     matrices = (nn.Embedding, nn.Linear)
     free = {f"{other}.{own}" if other else own for other in chosen for own in ("weight", "bias")} | {
         name for names in users.values() for name in names
-        if seen and not isinstance(module.get_submodule(name.rpartition(".")[0]), matrices)
+        if recorded and not isinstance(module.get_submodule(name.rpartition(".")[0]), matrices)
     }  # fmt: skip
     splits: dict[str, TensorSplit] = {}
     for child in chosen.values():
@@ -73,7 +74,7 @@ def find_vocabulary(
 
 
 def holding_heads(module: nn.Module, units: Collection[str], ends: Collection[str], size: int) -> list[str]:
-    """Those of `units` with a head of an embedding outside of them, one of `ends` or tied: it and what is before."""
+    """Those of `units` that contain a head of an embedding outside of them: one of `ends`, or a tied one."""
     inside = lambda name: any(not unit or name.startswith(f"{unit}.") for unit in units)  # noqa: E731
     outside = [m for name, m in module.named_modules() if isinstance(m, nn.Embedding) and not inside(name)]
     rows = {embedding.num_embeddings for embedding in outside if embedding.num_embeddings >= 4 * size}
@@ -91,7 +92,7 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
     for name in dict.fromkeys(name.rpartition(".")[0] for name in splits):
         owner = module.get_submodule(name)
         if not isinstance(owner, nn.Embedding | nn.Linear):
-            continue  # holds another module's bias under a name of its own, and does not use it
+            continue  # it names another module's bias and does not use it
         kind = ShardedEmbedding if isinstance(owner, nn.Embedding) else ShardedHead
         if not isinstance(owner.__dict__.get("forward"), kind):
             undo.set(owner, "forward", kind(owner, splits[f"{name}.weight" if name else "weight"], axis))
@@ -99,7 +100,7 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
 
 
 class ShardedEmbedding:
-    """The forward of an `nn.Embedding` of which this rank has some rows."""
+    """The forward of an `nn.Embedding` with sharded rows."""
 
     def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
         self.module, self.axis = module, axis
@@ -110,15 +111,15 @@ class ShardedEmbedding:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.original is None:
             return self.look_up(*args, **kwargs)
-        with _LookUp(self):  # a class of its own does more than look up: it scales what it found, say
+        with _LookUp(self):  # a subclass does more than look up: it may scale the rows
             return self.original(*args, **kwargs)
 
     def look_up(self, input: Tensor) -> Tensor:
-        """The rows that the whole embedding has for `input`."""
-        # What no rank has is left to raise on every rank, as it does where the embedding is whole.
-        elsewhere = held_elsewhere(input, self.start, self.stop, self.module.num_embeddings)
+        """The rows of the full embedding for `input`."""
+        # An index that no rank has raises on every rank, as in an unsplit embedding.
+        elsewhere = on_other_rank(input, self.start, self.stop, self.module.num_embeddings)
         index = (input - self.start).masked_fill(elsewhere, 0)
-        # Rows asked for on behalf of another rank are masked, so the padding row needs no care but its own gradient.
+        # Rows of other ranks are masked, so only the padding row's own gradient needs care.
         padding = self.module.padding_idx
         padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
         found = F.embedding(index, local_shard(self.module.weight), padding)
@@ -126,7 +127,7 @@ class ShardedEmbedding:
 
 
 class _LookUp(TorchFunctionMode):
-    """Inside of an embedding's own forward, a look-up in its weight is one over the ranks."""
+    """Inside an embedding's own forward, make a look-up in its weight a sharded one."""
 
     def __init__(self, sharded: ShardedEmbedding) -> None:
         super().__init__()
@@ -140,21 +141,21 @@ class _LookUp(TorchFunctionMode):
 
 
 class ShardedHead:
-    """The forward of an `nn.Linear` of which this rank has some outputs."""
+    """The forward of an `nn.Linear` with sharded outputs."""
 
     def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
         self.module, self.split, self.axis = module, split, axis
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
-        logits = self._logits(whole(input))
+        logits = self._logits(gather_late(input))
         split = TensorSplit(logits.dim() - 1, self.split.pieces)
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():
             return LateGather.of(logits, split, self.axis)
         return gather(logits, self.axis, split)
 
     def _logits(self, input: Tensor) -> Tensor:
-        early = Early(self.axis.begin_all_reduce)
+        early = EarlySum(self.axis.begin_all_reduce)
         inside = copy(input, self.axis, early)
         weight, bias = local_shard(self.module.weight), self.module.bias
         bias = None if bias is None else local_shard(bias)
@@ -164,11 +165,11 @@ class ShardedHead:
         return deferral.product(deferral.launch(inside, early), bias)
 
 
-def _can_split_embedding(module: nn.Module, seen: bool) -> bool:
+def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
     return (
         isinstance(module, nn.Embedding)
         and "weight" in module._parameters
-        and (seen or type(module).forward is nn.Embedding.forward)
+        and (recorded or type(module).forward is nn.Embedding.forward)
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
@@ -176,7 +177,7 @@ def _can_split_embedding(module: nn.Module, seen: bool) -> bool:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Torch's own, with a weight of its own: to look at one that is computed (spectral_norm) is to compute it again."""
+    """Return True for torch's linear with a parameter as weight. A computed one (spectral_norm) changes on access."""
     plain = isinstance(module, nn.Linear) and "weight" in module._parameters
     return plain and type(module).forward is nn.Linear.forward
 

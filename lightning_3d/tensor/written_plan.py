@@ -1,7 +1,7 @@
-"""Plans that someone wrote down: the user's `tensor_plan` and the one a Hugging Face module declares.
+"""Written plans: the user's `tensor_plan`, and the plan that a Hugging Face module declares.
 
-Both are proven like what is inferred. A user's plan that does not compute the same thing is an error; a declared one is
-only tried first.
+Both are proven like inferred plans. A user's plan that does not compute the same is an error. A declared plan is only
+tried first.
 """
 
 import difflib
@@ -21,7 +21,7 @@ KINDS = ("column", "row", "whole")
 
 @dataclass(frozen=True)
 class WrittenSplit:
-    """How one parameter is to be split."""
+    """The written split of one parameter."""
 
     kind: str
     """One of `KINDS`."""
@@ -30,17 +30,17 @@ class WrittenSplit:
 
 
 def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, WrittenSplit]:
-    """The user's plan by parameter name; later patterns win. Raises `TensorPlanError` for one that means nothing."""
+    """The user's plan by parameter name. Later patterns win. Raises `TensorPlanError` for a pattern without a match."""
     ways: dict[str, WrittenSplit] = {}
     modules = {name for name, _ in module.named_modules()} - {""}
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern, text in tensor_plan.items():
         way = _parse(pattern, text)
-        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in around(name))]
+        matched = [name for name in names if any(fnmatchcase(at, pattern) for at in around(name))]
         if not matched:
             near = difflib.get_close_matches(pattern, sorted({*modules, *names}), n=3, cutoff=0.4)
             raise TensorPlanError(
-                f"tensor_plan: {pattern!r} matches no module or parameter with parameters of {type(module).__name__}."
+                f"tensor_plan: {pattern!r} matches no parameter of {type(module).__name__}, and no module that has any."
                 + (f" Near misses: {', '.join(near)}." if near else "")
             )
         ways |= dict.fromkeys(matched, way)
@@ -48,7 +48,7 @@ def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Wr
 
 
 def declared_plan(module: nn.Module) -> dict[str, WrittenSplit]:
-    """What the configurations of Hugging Face modules inside `module` declare (`base_model_tp_plan`)."""
+    """Splits declared in the configurations of Hugging Face modules in `module` (`base_model_tp_plan`)."""
     known = {
         "colwise": WrittenSplit("column"),
         "rowwise": WrittenSplit("row"),
@@ -61,7 +61,7 @@ def declared_plan(module: nn.Module) -> dict[str, WrittenSplit]:
             continue
         for name, _ in child.named_parameters():
             text = next(
-                (how for glob, how in declared.items() if any(fnmatchcase(part, glob) for part in around(name))), None
+                (how for glob, how in declared.items() if any(fnmatchcase(at, glob) for at in around(name))), None
             )
             if text in known:
                 ways[f"{prefix}.{name}" if prefix else name] = known[text]
@@ -75,8 +75,7 @@ def divide_as_written(
     modules: Mapping[str, nn.Module],
     ranks: int,
 ) -> Division:
-    """The division of `region` that `ways` asks for; products that it leaves open take the role they have in the
-    region."""
+    """The division of `region` written in `ways`. Other products get the role that they have in the region."""
     splits, shared = dict[str, TensorSplit](), list[str]()
     for sites, kind in ((region.sources, "column"), (region.sinks, "row")):
         for name in (name for site in sites for name in site):
@@ -92,7 +91,7 @@ def divide_as_written(
                     f"tensor_plan: {name} has {size} {way.kind}s, which are not {way.groups} equal sections of at least"
                     f" {ranks} (tensor_parallel_size)."
                 )
-            splits[name] = TensorSplit.even(dim, size, ranks, parts=[size // way.groups] * way.groups)
+            splits[name] = TensorSplit.even(dim, size, ranks, sections=[size // way.groups] * way.groups)
     return Division(splits, {}, region.inner, tuple(shared), dict.fromkeys(region.inputs))
 
 
@@ -107,17 +106,17 @@ def _parse(pattern: str, text: str) -> WrittenSplit:
 
 
 def around(name: str) -> Iterator[str]:
-    """A parameter's name and those of the modules around it."""
+    """A name, and the names of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _out_dim(module: nn.Module, parameter: Tensor) -> int:
-    """The dimension of outputs: first, except where the module says how wide they are and it is the last."""
+    """The dimension of outputs: the first, or the last where the module has its width as an attribute."""
     if parameter.dim() < 2:
         return 0
-    width = getattr(module, "nf", None)  # Hugging Face's Conv1D stores its matrix the other way round
+    width = getattr(module, "nf", None)  # Hugging Face's Conv1D stores its matrix transposed
     return (
         parameter.dim() - 1
         if width == parameter.shape[-1] and not isinstance(module, nn.Linear)

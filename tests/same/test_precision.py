@@ -134,9 +134,9 @@ def test_the_loss_scale_resumes_from_and_into_one_device(tmp_path, layout):
 
 
 def test_precision_is_checked_when_built():
-    with pytest.raises(ConfigurationError, match="'8-true' is none of"):
+    with pytest.raises(ConfigurationError, match="'8-true' is not supported"):
         Precision3D("8-true")
-    with pytest.raises(ConfigurationError, match="scales no loss"):
+    with pytest.raises(ConfigurationError, match="does not scale the loss"):
         Precision3D("32-true", scaler=_scaler())
 
 

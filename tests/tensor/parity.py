@@ -75,7 +75,7 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     again = loss_of(module.eval(), batches[0]).item() - loss_of(reference.eval(), batches[0]).item()
     return {
         "loss": worst, "drift": drift, "collectives": collectives, "before": before, "local": local,
-        "whole": dict(plan.whole),
+        "whole": dict(plan.unsplit),
         "replicated": replicated, "undone": undone, "again": abs(again), "units": list(plan.units),
         "ops": collections.Counter(ledger.calls),
     }  # fmt: skip

@@ -70,7 +70,7 @@ def _one(name, size, steps, options, mesh) -> dict[str, Any]:
         "drift": (drift[worst], worst),
         "eval": eval_gap,
         "share": share,
-        "whole": dict(plan.whole),
+        "whole": dict(plan.unsplit),
         "replicated": replicated,
         "planning": planning,
         "sequence": sum(u.sequence is not None for u in plan.units.values()),

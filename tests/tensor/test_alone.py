@@ -73,13 +73,13 @@ def plan(module, **options):
     return plan_tensor(module, 2, calls=record_calls(module, lambda: module(X)), **options)
 
 
-@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.filterwarnings("ignore:These stay unsplit")
 @pytest.mark.parametrize(("module", "names"), [(Tapped(True), ["layers"]), (Parent(), ["blocks.0", "blocks.1"])])
 def test_a_block_whose_parts_are_called_stays_whole(module, names):
     found = plan(module)
     assert not found.splits
-    assert list(found.whole) == names
-    assert all("parts of it are called by themselves" in why for why in found.whole.values())
+    assert list(found.unsplit) == names
+    assert all("modules inside it are called from outside" in why for why in found.unsplit.values())
 
 
 def test_a_module_that_is_one_block_gives_what_it_always_gives_while_it_is_watched():
@@ -92,7 +92,7 @@ def test_one_that_is_called_itself_is_split():
     assert plan(Tapped(False)).splits
 
 
-@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.filterwarnings("ignore:These stay unsplit")
 def test_blocks_that_hold_the_same_layers_stay_whole():
     assert not plan(SharedMemory()).splits
 
@@ -127,10 +127,10 @@ def test_a_block_under_two_names_is_divided_once():
     run(_under_two_names, world=2, group=True)
 
 
-@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.filterwarnings("ignore:These stay unsplit")
 def test_a_plan_given_for_it_is_refused():
     with pytest.raises(
-        TensorPlanError, match=r"layers does not compute the same.*parts of it are called by themselves"
+        TensorPlanError, match=r"layers does not compute the same.*modules inside it are called from outside"
     ):
         plan(Tapped(True), tensor_plan={"layers.0": "column", "layers.2": "row"})
     assert not plan(Tapped(True), tensor_plan={"layers": "whole"}).splits
@@ -144,9 +144,9 @@ def _later():
     for each in (module, copy.deepcopy(module)):
         torch.testing.assert_close(each(X), reference(X))
         each.tap = True
-        with pytest.raises(TensorPlanError, match=r'layers\.0 is called by itself.*tensor_plan={"layers": "whole"}'):
+        with pytest.raises(TensorPlanError, match=r'layers\.0 was called outside of.*tensor_plan={"layers": "whole"}'):
             each(X)
-    with pytest.raises(TensorPlanError, match=r"layers\.2 is called by itself"):
+    with pytest.raises(TensorPlanError, match=r"layers\.2 was called outside of"):
         module.layers[2:](torch.ones(2, 16))
     applied.undo()
     reference.tap = True

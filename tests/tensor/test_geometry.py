@@ -18,10 +18,10 @@ def test_shards_assemble_in_source_order(ranks, parts, dim):
     shape = [3, 3]
     shape[dim] = sum(parts)
     whole = torch.arange(3 * sum(parts)).view(shape)
-    split = TensorSplit.even(dim, sum(parts), ranks, parts=parts)
+    split = TensorSplit.even(dim, sum(parts), ranks, sections=parts)
     shards = [local_part(whole, split, rank) for rank in range(ranks)]
     assert torch.equal(assemble(shards, split), whole)
-    assert split.parts == tuple(parts)
+    assert split.sections == tuple(parts)
     for rank, shard in enumerate(shards):
         assert shard.shape[dim] == split.local_size(rank)
         for (start, stop), (low, high) in split.boxes(rank):

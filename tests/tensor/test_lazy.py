@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
-from lightning_3d.tensor.late_gather import OF_SHAPE, LateGather, whole
+from lightning_3d.tensor.late_gather import OF_SHAPE, LateGather, gather_late
 from lightning_3d.tensor.simulate import run_shards
 
 CLASSES, RANKS = 11, 3
@@ -35,7 +35,7 @@ def both(logits, function):
         lazy = LateGather.of(part, SPLIT, axis)
         found = function(lazy)
         found.sum().backward()
-        return found.detach(), part.grad, lazy.whole is not None
+        return found.detach(), part.grad, lazy.full is not None
 
     results = run_shards(RANKS, job)
     for found, _, _ in results:
@@ -105,7 +105,7 @@ def test_questions_gather_nothing(logits):
     def job(axis):
         lazy = LateGather.of(local_part(logits, SPLIT, axis.rank).requires_grad_(), SPLIT, axis)
         answers = lazy.shape, lazy.size(-1), lazy.dtype, lazy.device.type, lazy.ndim, len(lazy), lazy.requires_grad
-        return answers, lazy.whole is None
+        return answers, lazy.full is None
 
     expected = ((3, 5, CLASSES), CLASSES, torch.float32, "cpu", 3, 3, True)
     for answers, untouched in run_shards(RANKS, job):
@@ -115,7 +115,7 @@ def test_questions_gather_nothing(logits):
 
 def test_whole_gathers_inside_containers(logits):
     def job(axis):
-        made = whole({"logits": LateGather.of(local_part(logits, SPLIT, axis.rank), SPLIT, axis), "n": 1})
+        made = gather_late({"logits": LateGather.of(local_part(logits, SPLIT, axis.rank), SPLIT, axis), "n": 1})
         return type(made["logits"]), made["logits"], made["n"]
 
     for kind, found, number in run_shards(RANKS, job):

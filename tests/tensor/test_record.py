@@ -43,18 +43,26 @@ def test_buffers_that_are_filled_when_they_are_needed_are_as_before():
 
 
 class Taught(nn.Module):
-    def __init__(self, registered):
+    def __init__(self, registered, convert=True):
         super().__init__()
+        self.convert = convert
         self.block, self.teacher = nn.Linear(4, 4), [nn.Linear(4, 4)]
         if registered:
             self.held = self.teacher[0]
 
     def forward(self, x):
-        return self.block(x) - self.teacher[0].to(x.dtype)(x)
+        dtype = torch.float64 if self.convert else x.dtype
+        return self.block(x) - self.teacher[0].to(dtype)(x.to(dtype))
 
 
 def test_moving_a_module_that_is_not_part_of_it_is_no_write():
     module = Taught(False)
+    record_calls(module, lambda: module(torch.randn(2, 4)))
+
+
+def test_converting_to_the_dtype_it_has_is_no_write():
+    """`module.to` assigns each parameter to its own `.data`, as the router of Switch Transformers does in forward."""
+    module = Taught(True, convert=False)
     record_calls(module, lambda: module(torch.randn(2, 4)))
 
 

@@ -18,7 +18,7 @@ def plan(tensor_plan, module=None, size=2):
 
 def test_right_plan_is_used():
     made = plan({"blocks.*.attn.c_attn": "column:3", "blocks.*.attn.c_proj": "row"})
-    assert made.splits["blocks.1.attn.c_attn.weight"].parts == (16, 16, 16)
+    assert made.splits["blocks.1.attn.c_attn.weight"].sections == (16, 16, 16)
     assert made.splits["blocks.1.mlp.0.weight"].dim == 0  # the rest is inferred
 
 
@@ -48,11 +48,11 @@ def test_sections_that_do_not_divide_are_refused():
         plan({"*.attn.c_attn": "column:5"})
 
 
-@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.filterwarnings("ignore:These stay unsplit")
 def test_whole_is_kept_whole():
     made = plan({"*.attn": "whole"})
     assert not any("attn" in name for name in made.splits)
-    assert "the tensor plan says so" in made.whole["blocks.0.attn.c_attn.weight"]
+    assert "the tensor plan says so" in made.unsplit["blocks.0.attn.c_attn.weight"]
 
 
 def test_a_column_with_no_row_is_refused():

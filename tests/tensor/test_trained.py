@@ -29,7 +29,7 @@ def test_the_quick_ones_have_every_family_layout_and_optimizer():
         assert set(values) == set(wanted)
 
 
-@pytest.mark.filterwarnings("ignore:These stay whole")
+@pytest.mark.filterwarnings("ignore:These stay unsplit")
 @pytest.mark.parametrize(("family", "layout", "optimizer"), list(cases()))
 def test_twenty_steps_are_those_of_one_device(family, layout, optimizer):
     world = layout["tensor_parallel_size"] * layout.get("data_parallel_size", 1)

@@ -12,10 +12,10 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
-from lightning_3d.tensor.fallback import form_of
 from lightning_3d.tensor.geometry import assemble
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.plan_module import plan_tensor
+from lightning_3d.tensor.sample import form_of
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.workers import run
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_users_own_is_refused_where_it_would_compute_with_shar
 def test_it_is_said_once_and_shards_go_on_as_before():
     block, x, state = Stateful(), torch.randn(2, 8, 16), torch.rand(32)
     plan = planned(block, lambda: block(x))
-    with pytest.warns(UserWarning, match="Stateful is called in a way that it was not when it was planned"):
+    with pytest.warns(UserWarning, match="Stateful is called in a way that the recorded run did not show"):
         in_shards(block, plan, lambda shard: shard(x, state) + shard(x))
     found, _ = in_shards(block, plan, lambda shard: shard(x))  # without a warning, which would be an error
     torch.testing.assert_close(found, block(x).detach())

@@ -100,7 +100,7 @@ def test_whole_ones_say_why(name):
     options, why = WHOLE[name]
     plan = planned(build(name, **options))
     assert not plan.splits
-    assert any(why in reason for reason in plan.whole.values()), plan.whole
+    assert any(why in reason for reason in plan.unsplit.values()), plan.unsplit
 
 
 def test_warning_names_a_kind_once():
@@ -117,7 +117,7 @@ def test_blocks_that_share_a_module_stay_whole():
     first, second = module.blocks
     second.out = first.out  # patched for each of them, it would sum over the ranks twice
     calls = record_calls(module, lambda: module(torch.randn(2, 8, 16)))
-    with pytest.warns(UserWarning, match="a module inside of it is inside of another block too"):
+    with pytest.warns(UserWarning, match="a module inside it is also inside another block"):
         plan = plan_tensor(module, 2, calls=calls)
     assert not plan.splits
     assert not plan.units
@@ -147,7 +147,7 @@ def test_meta_modules_are_planned():
     with torch.device("meta"):
         module = models.nano_gpt()
     plan = plan_tensor(module, 2)
-    assert plan.splits["blocks.1.attn.c_attn.weight"].parts == (16, 16, 16)
+    assert plan.splits["blocks.1.attn.c_attn.weight"].sections == (16, 16, 16)
 
 
 class Root(LightningModule):

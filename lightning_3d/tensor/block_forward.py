@@ -1,0 +1,204 @@
+"""The forward of a split block: in shards for the calls that were proven, unsplit for all others.
+
+A proof covers the forms of calls that were recorded when the module was planned. A later call may hand the block
+something else (a cache, a mask for each head) whose division over the ranks is unknown. Then the block computes unsplit
+on gathered parameters, as one device would.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
+from lightning_3d.tensor.dropout import ShardDropout
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.late_gather import LateGather, gather_late
+from lightning_3d.tensor.module_forward import BlockState
+from lightning_3d.tensor.recompute import Resume, noted
+from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
+from lightning_3d.tensor.sequence import copy_all
+from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
+from lightning_3d.tensor.undo import Change
+
+
+class BlockForward:
+    """The forward of one block.
+
+    Args:
+        module: the block.
+        plan: its plan.
+        state: of its forwards.
+        changes: attributes that the plan changed in the block. An unsplit call reverts them for its duration.
+    """
+
+    def __init__(self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change]) -> None:
+        self.module, self.plan, self.axis, self.state, self.changes = module, plan, state.axis, state, changes
+        self.forms = frozenset(plan.forms)
+        self.original = module.__dict__.get("forward")
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
+            self._warn_unsplit()
+            self.state.repeatable = False
+            with self._unsplit():
+                return self.module.forward(*gather_late(args), **gather_late(kwargs))
+        if self.plan.sequence is not None:
+            args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
+        if self.plan.inputs:
+            args, kwargs = each_numbered(self._enter, (args, kwargs))
+        sequence = self.state.sequence
+        if sequence is not None or (self.module.training and any(self.plan.dropouts)):
+            self.state.repeatable = False
+        with self._in_shards(sequence, self.state.dims, self.state.others, self.plan.dropouts):
+            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        if sequence is not None:
+            result = each_numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
+        if not self.plan.outputs:
+            return result
+        count = len(tensors_in(result))
+        if count != self.plan.results:
+            raise TensorPlanError(
+                f"{type(self.module).__name__} returned {self.plan.results} tensors when it was planned and returns"
+                f" {count} now. It is unknown which of them are sharded over the tensor ranks. Plan the module with a"
+                " batch like those of training."
+            )
+        return each_numbered(self._leave, result)
+
+    def _warn_unsplit(self) -> None:
+        """Warn once for each kind of block."""
+        warnings.warn(
+            f"{type(self.module).__name__} is called in a way that the recorded run did not show (other arguments or"
+            " another mode). These calls compute it unsplit on every tensor rank, which is correct but slow. If they"
+            " are frequent, plan the module with a batch of each kind.",
+            stacklevel=3,
+        )
+
+    @contextmanager
+    def _unsplit(self) -> Iterator[None]:
+        """Compute the block unsplit inside, and when a checkpoint that begins inside is repeated.
+
+        Its parameters are gathered, and its attributes and forwards are the original ones.
+        """
+        current = [(change, change.now()) for change in self.changes]  # a pipeline may have replaced a forward since
+        for change in reversed(self.changes):
+            change.revert()
+        shadows: list[Change] = []
+        try:
+            with self._running(), noted(lambda: lambda _: self._unsplit()):
+                for name, split in self.plan.splits.items():
+                    owner_name, _, own_name = name.rpartition(".")
+                    owner = self.module.get_submodule(owner_name)
+                    full = gather(local_shard(owner._parameters[own_name]), self.axis, split)  # type: ignore[arg-type]
+                    shadows.append(Change(owner, own_name, full))
+                yield
+        finally:
+            for shadow in shadows:
+                shadow.revert()
+            for change, value in current:
+                change.put(value)
+
+    @contextmanager
+    def _in_shards(
+        self, sequence: TensorSplit | None, dims: int, others: list[Tensor], dropouts: Sequence[bool]
+    ) -> Iterator[None]:
+        """Compute the block in shards inside, and when a checkpoint that begins inside is repeated."""
+        state, dropout = self.state, ShardDropout(dropouts, self.axis)
+
+        def note() -> Resume:
+            left, known = tuple(dropout.left), list(state.others)
+
+            def resume(arguments: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+                # A checkpoint hands a copy of each argument to the function.
+                copies = [now for then, now in arguments if any(then is other for other in known)]
+                return self._in_shards(sequence, dims, [*known, *copies], left)
+
+            return resume
+
+        state.sequence, state.dims, state.others = sequence, dims, list(others)
+        shadows: list[tuple[dict[str, Any], str]] = []
+        try:
+            with self._running():
+                shadows = self._shadow_outer()
+                with dropout if self.module.training and any(dropouts) else nullcontext(), noted(note):
+                    yield
+        finally:
+            state.clear()
+            for space, name in shadows:
+                space.pop(name, None)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.state.running += 1
+        try:
+            yield
+        finally:
+            self.state.running -= 1
+
+    def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
+        """Sum the gradients of all parameters that are used on shards of the sequence in one go."""
+        if self.state.sequence is None or self.plan.sequence is None:
+            return []
+        places = [
+            (self.module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in self.plan.sequence.outer
+        ]
+        copied = copy_all([owner._parameters[name] for owner, name in places], self.axis)  # type: ignore[misc]
+        for (owner, name), value in zip(places, copied, strict=True):
+            owner.__dict__[name] = value
+        return [(owner.__dict__, name) for owner, name in places]
+
+    def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Later code finds the stream among the arguments by identity, which a gathering on use would break.
+        args, kwargs = each_numbered(lambda index, t: t if index == plan.stream else gather_late(t), (args, kwargs))
+        tensors = tensors_in((args, kwargs))
+        stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
+        if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
+            return args, kwargs
+        split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
+        lengths = {split.local_size(rank) for rank in range(self.axis.size)}
+        if any(t.dim() == stream.dim() and t.shape[plan.dim] in lengths for t in others):
+            return args, kwargs  # its results could be mistaken for a shard of the stream
+        self.state.sequence, self.state.others, self.state.dims = split, others, stream.dim()
+        return each_numbered(lambda index, t: self._shard(t, split) if index == plan.stream else t, (args, kwargs))
+
+    def _shard(self, tensor: Tensor, split: TensorSplit) -> Tensor:
+        if isinstance(tensor, LateGather) and tensor.division == split and tensor.full is None:
+            return tensor.local  # as another block left it
+        return take(gather_late(tensor), self.axis, split)
+
+    def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        if self.plan.sequence is None or index not in self.plan.sequence.results:
+            return tensor
+        return LateGather.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
+
+    def _enter(self, index: int, tensor: Tensor) -> Tensor:
+        if index not in self.plan.inputs:
+            return tensor
+        split = self.plan.inputs[index]
+        if split is None or tensor.shape[split.dim] == 1:
+            return self.state.enter(tensor)
+        if index in self.plan.folded and tensor.shape[split.dim] % split.size == 0:
+            rows = gather_late(tensor).unflatten(split.dim, (-1, split.size))
+            return take(rows, self.axis, TensorSplit(split.dim + 1, split.pieces)).flatten(split.dim, split.dim + 1)
+        if tensor.shape[split.dim] != split.size:
+            raise TensorPlanError(
+                f"{type(self.module).__name__} was planned for an argument of size {split.size} in dimension"
+                f" {split.dim}, which the tensor ranks divide. It is now called with shape {tuple(tensor.shape)}. Plan"
+                " the module with a batch like those of training."
+            )
+        return self._shard(tensor, split)
+
+    def _leave(self, index: int, tensor: Tensor) -> Tensor:
+        split = self.plan.outputs.get(index)
+        if split is None:
+            return tensor
+        if self.axis.lazy and self.module.training and torch.is_grad_enabled():
+            # Attention weights, for example, which the caller may never read.
+            return LateGather.of(tensor, split, self.axis, passive=True)
+        return gather(tensor, self.axis, split)

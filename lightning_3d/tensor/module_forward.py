@@ -1,0 +1,225 @@
+"""Forwards of modules inside a split block, and the state that they share while the block runs."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.autograd_private import in_backward
+from lightning_3d.sandbox.trees import map_leaves
+from lightning_3d.tensor.autograd_collectives import copy, reduce
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.late_gather import gather_late
+from lightning_3d.tensor.overlap import Deferral, EarlySum, defer
+from lightning_3d.tensor.sample import tensors_in
+from lightning_3d.tensor.sequence import enter, leave, shards_of
+
+Shadow = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class _Entered:
+    """A tensor that entered a region."""
+
+    source: Tensor
+    grad_mode: bool
+    inside: Tensor
+    """The copy that the region's code gets."""
+    taken: Tensor
+    """The copy that its products take."""
+    early: EarlySum | None
+    """None once a product took the tensor: from then on its sum cannot be launched early."""
+
+
+class BlockState:
+    """State of one forward of a block. Products of one input share one copy, and so one sum in backward."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.entered: list[_Entered] = []
+        self.decoys: list[tuple[Tensor, Tensor]] = []
+        self.sequence: TensorSplit | None = None
+        """Split of the residual stream in the running forward."""
+        self.dims = 0
+        """Dimensions of the stream."""
+        self.others: list[Tensor] = []
+        """The block's other arguments, which are not divided."""
+        self.running = 0
+        """Number of running forwards of the block. More than one where it calls itself."""
+        self.repeatable = True
+        """True while modules of the block may be recomputed alone: no unsplit call, dropout or split stream so far."""
+
+    def decoy(self, tensor: Tensor, width: int) -> Tensor:
+        """A narrower tensor to read sizes off. A column product takes `tensor` in its place."""
+        narrow = tensor.detach().narrow(-1, 0, width)
+        self.decoys.append((narrow, tensor))
+        return narrow
+
+    def clear(self) -> None:
+        self.entered.clear()
+        self.decoys.clear()
+        self.others.clear()
+        self.sequence = None
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """`tensor` for use inside a split region: its gradient is summed over the ranks."""
+        for decoy, real in self.decoys:
+            if decoy is tensor:
+                tensor = real
+        tensor = gather_late(tensor)  # autograd functions do not see through a `LateGather`
+        if not tensor.requires_grad:
+            return tensor
+        if self.sequence is not None and not any(tensor is other for other in self.others):
+            return tensor  # the gathering at the start of the region sums the gradient
+        early = EarlySum(self.axis.begin_all_reduce)
+        return self._once(tensor, early, lambda: copy(tensor, self.axis, early))
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The full sequence of a shard of the residual stream. Other tensors are returned as they are."""
+        split = self.sequence
+        if split is None or any(tensor is other for other in self.others):
+            return tensor
+        if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
+            return tensor
+        early = EarlySum(lambda grad: self.axis.begin_reduce_scatter(shards_of(grad, self.axis, split)))
+        return self._once(tensor, early, lambda: enter(tensor, self.axis, split, early))
+
+    def taken(self, tensor: Tensor, deferral: Deferral | None) -> Tensor:
+        """The copy of `tensor` for a product. The first product launches the sum if its weight's gradient can wait."""
+        entered = self._find(lambda entered: entered.inside is tensor)
+        if entered is None:
+            return tensor
+        if entered.early is not None and deferral is not None:
+            entered.taken = deferral.launch(tensor, entered.early)
+        entered.early = None
+        return entered.taken
+
+    def _once(self, tensor: Tensor, early: EarlySum, make: Callable[[], Tensor]) -> Tensor:
+        found = self._find(lambda entered: entered.source is tensor)
+        if found is None:
+            inside = make()
+            found = _Entered(tensor, torch.is_grad_enabled(), inside, inside, early)
+            self.entered.append(found)
+        return found.inside
+
+    def _find(self, wanted: Callable[[_Entered], bool]) -> _Entered | None:
+        grad = torch.is_grad_enabled()
+        return next((entered for entered in self.entered if entered.grad_mode == grad and wanted(entered)), None)
+
+    def __deepcopy__(self, memo: Any) -> "BlockState":
+        return BlockState(self.axis)
+
+
+class ModuleForward:
+    """The forward of one module at the edge of, or inside, a split region.
+
+    It raises where the module is called outside of its block: a plan is proven for the block, not for its modules, and
+    the module would compute with shards alone. Layers of an `nn.Sequential` that are called one by one are an example.
+
+    Args:
+        module: the module.
+        state: of the block.
+        name: full name of the module, for messages.
+        block: full name of the block, for messages.
+    """
+
+    def __init__(self, module: nn.Module, state: BlockState, name: str = "", block: str = "") -> None:
+        self.module, self.axis, self.state, self.name, self.block = module, state.axis, state, name, block
+        self.original = module.__dict__.get("forward")
+        self.enters = self.emits = self.reduces = self.gathers = False
+        self.mixes: TensorSplit | None = None
+        self.width: int | None = None
+        self.shadows: list[tuple[nn.Module, str, Shadow]] = []
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.state.running:
+            self._refuse()
+        if self.gathers and self.state.sequence is not None:
+            args, kwargs = each_floating(self.state.gathered, (args, kwargs))
+        if self.width is not None:
+            args, kwargs = each_floating(self._narrow, (args, kwargs))
+        if self.enters:
+            args, kwargs = each_floating(self.state.enter, (args, kwargs))
+        try:
+            for owner, name, shadow in self.shadows:
+                owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
+            result = self._product(*args, **kwargs) if self.enters else self._forward(*args, **kwargs)
+        finally:
+            for owner, name, _ in self.shadows:
+                owner.__dict__.pop(name, None)
+        if self.emits:
+            result = each_floating(self.state.enter, result)
+        return each_floating(self._reduce, result) if self.reduces else result
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return reduce(tensor, self.axis)
+
+    def _refuse(self) -> None:
+        block = self.block or "the module that holds it"
+        remedy = f'tensor_plan={{"{self.block or self.name}": "whole"}}'
+        if not in_backward():
+            raise TensorPlanError(
+                f"{self.name} was called outside of {block}. It is sharded over the tensor ranks, and the plan was"
+                f" proven for calls of {block}, so the result would be wrong. Call {block}, or keep it unsplit:"
+                f" {remedy}."
+            )
+        if not self.state.repeatable:  # else a checkpoint that is not torch's repeats some of the block's forward
+            raise TensorPlanError(
+                f"Backward computes {self.name} again, but not through torch.utils.checkpoint.checkpoint. How {block}"
+                " ran in forward (unsplit or not, its dropout, its split sequence) is unknown there. Use that function,"
+                f" or keep the block unsplit: {remedy}."
+            )
+
+    def _product(self, *args: Any, **kwargs: Any) -> Any:
+        deferral = self._deferral()
+        args, kwargs = each_floating(partial(self.state.taken, deferral=deferral), (args, kwargs))
+        if deferral is None or deferral.token is None:
+            return self._forward(*args, **kwargs)
+        (input,), bias = tensors_in((args, kwargs)), self.module.bias
+        return deferral.product(input, bias)  # type: ignore[arg-type]
+
+    def _deferral(self) -> Deferral | None:
+        """A deferral for torch's own forward with a weight that is a parameter of the module."""
+        plain = self.original is None and "weight" in self.module._parameters
+        shadow = self.module.__dict__.get("weight") if plain else None
+        return None if shadow is None else defer(self.module, shadow)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mixes is not None:
+            args, kwargs = each_floating(self._all_channels, (args, kwargs))
+        result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        return result if self.mixes is None else each_floating(self._own_channels, result)
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        split = self.state.sequence
+        return reduce(tensor, self.axis) if split is None else leave(tensor, self.axis, split)
+
+    def _all_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.local_size(self.axis.rank):
+            return tensor
+        return enter(tensor, self.axis, TensorSplit(tensor.dim() - 1, split.pieces))
+
+    def _own_channels(self, tensor: Tensor) -> Tensor:
+        split = self.mixes
+        if split is None or tensor.shape[-1] != split.size:
+            return tensor
+        return local_part(tensor, TensorSplit(tensor.dim() - 1, split.pieces), self.axis.rank)
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        width = self.width
+        return self.state.decoy(tensor, width) if width is not None and tensor.shape[-1] > width else tensor
+
+
+def each_floating(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every floating tensor in it changed."""
+    return map_leaves(
+        lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value
+    )

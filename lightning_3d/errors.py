@@ -1,4 +1,4 @@
-"""What this package raises.
+"""The errors of this package, and `explain_shard_errors` for torch's errors about shards.
 
 ::
 
@@ -15,10 +15,8 @@
         ├── DivergenceError               ranks that must agree (data, replicas, layout) do not
         └── CheckpointError               a checkpoint is incomplete, damaged, or does not fit the module
 
-A message says what is wrong, with the numbers, and the remedy. Configuration errors are raised on every rank before
+A message contains the problem with its numbers, and the remedy. Configuration errors are raised on every rank before
 training starts.
-
-Steps that compute with weights of which a rank holds only a part: what torch says of it, in a user's words.
 """
 
 import re
@@ -39,7 +37,7 @@ class LayoutError(ConfigurationError):
 
 
 class TensorPlanError(ConfigurationError):
-    """A tensor plan matches nothing, or does not compute the same thing as the whole module."""
+    """A tensor plan matches nothing, or does not compute the same thing as the unsplit module."""
 
 
 class PipelineSplitError(ConfigurationError):
@@ -82,7 +80,7 @@ _MIXED = ("DTensor", "sharding strategy", "DeviceMesh")
 
 @contextmanager
 def explain_shard_errors(layout: object) -> Iterator[None]:
-    """Entered around a training step and its backward, in `layout`."""
+    """Replace torch's errors about shards in a training step or its backward by errors that name the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -92,27 +90,27 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(
                 "training_step differentiates through blocks (torch.autograd.grad, as in a gradient penalty or a"
-                f" physics-informed loss), and backward needs weights again that are freed by then ({layout}). Use"
+                f" physics-informed loss), and its backward needs weights that are already freed ({layout}). Use"
                 " zero_stage=0; tensor parallelism can do this."
             ) from error
         if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
             raise UnsupportedError(
-                f"training_step changes weights in place of which this rank holds a part ({layout}; {_first(text)}). A"
-                " network that follows another (an EMA teacher) mixes parts with whole weights there. Do so in"
-                " on_train_batch_start or on_train_batch_end, where each rank changes its part."
+                f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
+                " another (an EMA teacher) would mix shards with full weights. Do so in on_train_batch_start or"
+                " on_train_batch_end, where each rank changes its shard."
             ) from error
         if any(word in text for word in _MIXED):
             raise UnsupportedError(
-                f"training_step computes with weights of which this rank holds a part ({layout}; {_first(text)}). A"
-                " penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to 2 and"
-                " tensor_parallel_size=1. Of a single block that the step reads the weight of, under tensor"
-                ' parallelism: tensor_plan={"name of the block": "whole"}.'
+                f"training_step computes with sharded weights ({layout}; {_first(text)}), which would mix shards with"
+                " full tensors. A penalty on weights belongs in the optimizer (weight_decay), or needs zero_stage=0 to"
+                " 2 and tensor_parallel_size=1. Under tensor parallelism, if the step reads the weight of a single"
+                ' block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
 
 
 def is_meta_error(error: Exception) -> bool:
-    """Whether torch says that a tensor is on meta, where only those of other stages are."""
+    """True for torch's errors about meta tensors: only tensors of other stages are on meta."""
     return any(text in str(error) for text in ("meta tensor", "on meta", "device meta", "meta device"))
 
 

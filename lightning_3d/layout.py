@@ -1,4 +1,4 @@
-"""`Layout`: how many ranks each axis has, and which rank sits where. Pure data, no process group."""
+"""`Layout`: the number of ranks of each axis and the place of each rank. Pure data, no process group."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ AXES = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank sits on each axis."""
+    """The place of one rank on each axis."""
 
     pipeline: int
     data: int
@@ -30,30 +30,30 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes and what is done along each. Sizes are numbers here: `Layout.fit` turns "auto" into one."""
+    """Sizes of the axes and settings of each. Sizes are numbers here: `Layout.fit` turns "auto" into one."""
 
     data_parallel_size: int = 1
     """Ranks that see different data."""
     tensor_parallel_size: int = 1
     """Ranks that share every large matrix."""
     pipeline_parallel_size: int = 1
-    """Ranks that hold different blocks."""
+    """Ranks that own different blocks."""
     zero_stage: ZeroStage = 1
-    """What the data axis shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """States that the data axis shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zero_shard_size: int | None = None
     """Data ranks that share one sharded copy (hybrid shard where smaller than `data_parallel_size`)."""
     schedule: Schedule = "1f1b"
     """Order of forwards and backwards in the pipeline."""
     stages_per_rank: int = 1
-    """Virtual stages each pipeline rank holds (more than one only for the interleaved and V schedules)."""
+    """Virtual stages of each pipeline rank (more than one only for the interleaved and V schedules)."""
     num_microbatches: int | Literal["auto"] = "auto"
-    """Pieces that one batch is cut into for the pipeline."""
+    """Microbatches of one batch for the pipeline."""
     sequence_parallel: bool = False
-    """Also split norms and dropout along the sequence, over the tensor axis."""
+    """Also shard norms and dropout along the sequence, over the tensor axis."""
     recompute: Recompute = "none"
-    """Which activations are computed again in backward instead of kept."""
+    """Activations that are computed again in backward instead of stored."""
     offload: Offload = "none"
-    """What lives in host memory: "all" moves parameters, gradients and optimizer states of sharded stages there."""
+    """States in host memory: "all" moves parameters, gradients and optimizer states of sharded stages there."""
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "stages_per_rank"):
@@ -92,12 +92,12 @@ class Layout:
 
     @property
     def holds_parts(self) -> bool:
-        """Whether a rank holds only a part of the parameters."""
+        """True where a rank has only a shard of the parameters."""
         split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
         return split or (self.data_parallel_size > 1 and self.zero_stage > 0)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where global `rank` sits."""
+        """The place of global `rank`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} ranks.")
         rest, tensor = divmod(rank, self.tensor_parallel_size)

@@ -51,12 +51,12 @@ def test_tied_parameters_stay_tied_and_the_rest_keeps_its_values():
 def test_what_has_no_first_values_is_told():
     module = nn.Module()
     module.scale = nn.Parameter(torch.empty(3, device="meta"))
-    with pytest.warns(UserWarning, match=r"Module were built on meta .* 1 parts"):
+    with pytest.warns(UserWarning, match=r"Module were built on meta .* 1 submodules"):
         materialize(module, torch.device("cpu"))
 
 
 def test_what_a_failed_run_has_left_in_parts_is_not_filled_with_other_values():
     module = GPT()
     apply_split(module, plan_split(module, num_stages=2), [0])
-    with pytest.raises(UnsupportedError, match=r"left the module in parts"):
+    with pytest.raises(UnsupportedError, match=r"left the module sharded"):
         materialize(module, torch.device("cpu"))

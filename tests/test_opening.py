@@ -43,7 +43,7 @@ def test_the_layout_and_the_memory_of_the_fullest_rank_are_told():
     split, tensor = plan_split(module, num_stages=2), plan_tensor(module, 2)
     text = opening(module, layout, split, tensor)
     assert text.startswith("Strategy3D on 8 ranks: data 2 x tensor 2 x pipeline 2, ZeRO 1\n")
-    assert "parameters divided" in text
+    assert "parameters split" in text
     said = memory_line(expected_states(module, layout, split, tensor), [torch.optim.Adam(module.parameters())])
     assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", said)
 

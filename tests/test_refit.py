@@ -33,7 +33,7 @@ def test_data_goes_first_and_the_global_batch_stays(tensor, pipeline, windows, w
 
 
 def test_where_nothing_fits_it_says_what_would():
-    with pytest.raises(LayoutError, match=r"5 ranks cannot go on.*4 batches.*Start 1, 2, 4 ranks"):
+    with pytest.raises(LayoutError, match=r"5 ranks cannot resume.*4 batches.*Start 1, 2, 4 ranks"):
         refit(Layout(), 4, 5, blocks=2)
 
 

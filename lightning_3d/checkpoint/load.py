@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.collect import parameter_names, parameters_of, to_numbers
 from lightning_3d.checkpoint.placement import Splits, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
-from lightning_3d.module.state_dict import in_parts
+from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
 
 BATCH_BYTES = 2**30
@@ -67,7 +67,7 @@ def load_optimizer(
         for key, value in numbered["state"].items()
         if not isinstance(key, int) or not parameters[key].is_meta  # of other pipeline stages
     }
-    with in_parts():
+    with as_shards():
         optimizer.load_state_dict(numbered)
 
 

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class DataBatchNorm(LayerSync):
     """Synchronise batch norm over `group`.
 
-    torch's own SyncBatchNorm needs a CUDA-like device and, unless told otherwise, sums over tensor and pipeline peers,
-    which hold the same samples or never call the layer.
+    torch's own SyncBatchNorm needs a CUDA-like device. By default it sums over tensor and pipeline peers too, which
+    have the same samples or never call the layer.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

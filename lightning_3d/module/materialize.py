@@ -9,46 +9,46 @@ from torch import Tensor, nn
 from lightning_3d.errors import UnsupportedError
 
 ABSENT = "_lightning_3d_absent"
-"""Attribute of a tensor on meta that stands in for one of another rank: it has values, elsewhere."""
+"""Attribute of a meta tensor that stands in for a tensor of another rank."""
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give what is on meta memory on `device` and its first values, those that `reset_parameters` draws.
+    """Give meta tensors memory on `device` and their first values, those that `reset_parameters` draws.
 
-    Tied parameters stay tied. The user is told of parts that have no such method: they hold whatever the memory held
-    until a checkpoint is loaded.
+    Tied parameters stay tied. Warns of submodules without that method: their values are undefined until a checkpoint is
+    loaded.
     """
-    made: dict[int, Tensor] = {}
-    begun: list[nn.Module] = []
+    filled: dict[int, Tensor] = {}
+    resettable: list[nn.Module] = []
     bare: list[str] = []
-    for name, part in module.named_modules():
-        found = [_fill(tensors, device, made) for tensors in (part._parameters, part._buffers)]
-        if any(found):
-            if callable(getattr(part, "reset_parameters", None)):
-                begun.append(part)
+    for name, child in module.named_modules():
+        absent = [_fill(tensors, device, filled) for tensors in (child._parameters, child._buffers)]
+        if any(absent):
+            if callable(getattr(child, "reset_parameters", None)):
+                resettable.append(child)
             else:
-                bare.append(name or type(part).__name__)
-    for part in begun:
-        part.reset_parameters()  # type: ignore[operator]
+                bare.append(name or type(child).__name__)
+    for child in resettable:
+        child.reset_parameters()  # type: ignore[operator]
     if bare:
         rank_zero_warn(
             f"{', '.join(bare[:5])}{', ...' if bare[5:] else ''} were built on meta and have no reset_parameters():"
-            f" {len(bare)} parts of {type(module).__name__} have no values until a checkpoint gives them some. Write"
-            " reset_parameters() for them, or build them on the CPU."
+            f" {len(bare)} submodules of {type(module).__name__} have undefined values until a checkpoint is loaded."
+            " Write reset_parameters() for them, or build them on the CPU."
         )
 
 
-def _fill(tensors: dict[str, Any], device: torch.device, made: dict[int, Tensor]) -> bool:
+def _fill(tensors: dict[str, Any], device: torch.device, filled: dict[int, Tensor]) -> bool:
     absent = [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
     for name in absent:
         old = tensors[name]
         if hasattr(old, ABSENT):
             raise UnsupportedError(
-                "An earlier run failed and left the module in parts: blocks of it were on other ranks, whose weights"
-                " are gone with them. Build the module anew, or load it from a checkpoint."
+                "An earlier run failed and left the module sharded: some of its blocks were on other ranks, and their"
+                " weights are lost with these ranks. Build the module again, or load it from a checkpoint."
             )
-        if id(old) not in made:
+        if id(old) not in filled:
             new = torch.empty_like(old, device=device)
-            made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        tensors[name] = made[id(old)]
+            filled[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        tensors[name] = filled[id(old)]
     return bool(absent)

@@ -1,4 +1,4 @@
-"""Metrics reduce over the data axis only: tensor and pipeline peers hold the same samples."""
+"""Metrics reduce over the data axis only: tensor and pipeline peers have the same samples."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +12,15 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_3d.layout import Layout
 
 _DEFAULT = "gather_all_tensors"
-"""What `torchmetrics.metric` calls for metrics that were given no way to gather (read in torchmetrics 1.9).
+"""The function of `torchmetrics.metric` that gathers for metrics without their own (read in torchmetrics 1.9).
 
-Replaced, and not set on metrics one by one: callbacks and helpers of the user's have some too, and some are made during
-the run. `tests/same/test_metrics.py` fails when it is called something else.
+It is replaced, not set on each metric: callbacks and helpers of the user have metrics too, and some are created during
+the run. `tests/same/test_metrics.py` fails when torchmetrics renames it.
 """
 
 
 def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
-    """Have metrics that have no group of their own gather over `data`; returns what undoes it."""
+    """Let metrics without their own group gather over `data`; returns a function that undoes it."""
     if layout.data_parallel_size == layout.world_size:
         return lambda: None  # the world is the data axis
     before = getattr(torchmetrics.metric, _DEFAULT)
@@ -33,8 +33,10 @@ def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
 
 
 def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
-    """Metrics and collections in submodules and in plain attributes, lists, tuples, sets and dicts of them: outer ones
-    before what is in them, with names that are alike on every rank."""
+    """Metrics and collections in submodules and in plain attributes, lists, tuples, sets and dicts of them.
+
+    Outer ones come before inner ones. Names are equal on every rank.
+    """
     seen: set[int] = set()
     for prefix, submodule in module.named_modules():
         yield from _once(prefix, submodule, seen)
@@ -49,7 +51,7 @@ def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
         for inner, module in value.named_modules(prefix=name):
             yield from _once(inner, module, seen)
     elif depth and isinstance(value, list | tuple | set):
-        # a set's own order is another on every rank
+        # the order of a set differs between ranks
         items = sorted(value, key=lambda item: type(item).__name__) if isinstance(value, set) else value
         for index, item in enumerate(items):
             yield from _search(f"{name}.{index}", item, seen, depth - 1)

@@ -1,7 +1,7 @@
-"""The state of the module and its optimizers in one piece, whatever the layout, and back.
+"""Full states of a sharded module and of its optimizers, in every layout.
 
-While a module is in parts, `state_dict()` of it and of its optimizers still gives whole tensors, and
-`load_state_dict()` takes them, so that checkpoints and the user's own code see what they would on one device.
+While a module is sharded, `state_dict()` of it and of its optimizers returns full tensors. `load_state_dict()` takes
+full tensors too. Checkpoints and the user's own code get the same states as on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,82 +15,82 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
-"""What a tensor shaped like the parameter becomes: whole, or this rank's part."""
+"""Converts a tensor that is shaped like the parameter: to the full tensor, or to this rank's shard."""
 Meet = Callable[[str], None]
-"""Raises unless every rank asks for the same now: making a tensor whole takes all of them."""
+"""Raises unless every rank asks for the same state now: gathering takes all ranks."""
 
 
 class Stages(Protocol):
     """The stages of a pipeline, each of which has the state of its own blocks."""
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank provides `parameter` to the others."""
+        """True where this rank provides `parameter` to the others."""
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
         """The entries of all ranks of the pipeline. Collective."""
 
 
-_as_they_are: ContextVar[bool] = ContextVar("_as_they_are", default=False)
+_as_shards: ContextVar[bool] = ContextVar("_as_shards", default=False)
 
 
 @contextmanager
-def in_parts() -> Iterator[None]:
-    """Within, states are left as this rank holds them: nothing is gathered, nothing dealt out."""
-    token = _as_they_are.set(True)
+def as_shards() -> Iterator[None]:
+    """Inside, states contain this rank's shards: nothing is gathered or sharded."""
+    token = _as_shards.set(True)
     try:
         yield
     finally:
-        _as_they_are.reset(token)
+        _as_shards.reset(token)
 
 
 def full_module_state(
-    module: nn.Module, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+    module: nn.Module, full: Convert, shard: Convert, stages: Stages | None, meet: Meet
 ) -> list[RemovableHandle]:
-    """Have `state_dict()` gather and `load_state_dict()` deal out, in `module` and everything below it.
+    """Let `state_dict()` gather and `load_state_dict()` shard, in `module` and everything below it.
 
-    What other pipeline stages hold is in the state of the whole `module` only; in that of a part of it, it is on meta.
+    Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
     """
-    owners = [owner for owner in module.modules() if any(_in_parts(p) for p in owner._parameters.values())]
+    owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in owner._parameters.values())]
     if not owners and stages is None:
         return []
 
     def gather_soon(*_: object) -> None:
-        if not _as_they_are.get():
+        if not _as_shards.get():
             meet("state_dict() of the module")
 
     handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(gather_soon)]
 
     def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        if _as_they_are.get():
+        if _as_shards.get():
             return
         for name, parameter in owner._parameters.items():
             if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
-                state[prefix + name] = whole(parameter, state[prefix + name])
+                state[prefix + name] = full(parameter, state[prefix + name])
 
-    def deal_out(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    def take_shards(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None and prefix + name in state:
-                state[prefix + name] = _convert(parameter, state[prefix + name], part)
+                state[prefix + name] = _convert(parameter, state[prefix + name], shard)
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 state[prefix + name] = buffer
 
     for owner in owners:
         handles.append(owner.register_state_dict_post_hook(gather))
-        handles.append(owner.register_load_state_dict_pre_hook(deal_out))
+        handles.append(owner.register_load_state_dict_pre_hook(take_shards))
     if stages is not None:
         handles.append(module.register_state_dict_post_hook(_from_all_stages(stages)))
     return handles
 
 
-def _in_parts(parameter: nn.Parameter | None) -> bool:
-    """Whether this rank holds only a part of `parameter`, or none of it."""
+def _is_sharded(parameter: nn.Parameter | None) -> bool:
+    """True where this rank has only a shard of `parameter`, or nothing of it."""
     return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
 
 
 def _from_all_stages(stages: Stages) -> Callable[..., None]:
     def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        if _as_they_are.get():
+        if _as_shards.get():
             return
         parameters = dict(module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False))
         mine = {
@@ -108,20 +108,20 @@ def _from_all_stages(stages: Stages) -> Callable[..., None]:
 
 
 def full_optimizer_state(
-    optimizer: Optimizer, whole: Convert, part: Convert, stages: Stages | None, meet: Meet
+    optimizer: Optimizer, full: Convert, shard: Convert, stages: Stages | None, meet: Meet
 ) -> list[RemovableHandle]:
-    """Have `state_dict()` gather and `load_state_dict()` deal out, in `optimizer`."""
-    if stages is None and not any(_in_parts(p) for group in optimizer.param_groups for p in group["params"]):
+    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`."""
+    if stages is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return []
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if _as_they_are.get():
+        if _as_shards.get():
             return state
         meet("state_dict() of an optimizer")
-        return _converted(optimizer, state, whole, stages)
+        return _converted(optimizer, state, full, stages)
 
-    def deal_out(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if _as_they_are.get():
+    def take_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if _as_shards.get():
             return state
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         here = {
@@ -129,9 +129,9 @@ def full_optimizer_state(
             for key, value in state.get("state", {}).items()
             if not (isinstance(key, int) and parameters[key].is_meta)  # another stage steps it
         }
-        return _converted(optimizer, {**state, "state": here}, part, None)
+        return _converted(optimizer, {**state, "state": here}, shard, None)
 
-    return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(deal_out)]
+    return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(take_shards)]
 
 
 def _converted(
@@ -139,7 +139,7 @@ def _converted(
 ) -> dict[str, Any]:
     """`state` with the entries that are numbered by parameter converted."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if isinstance(optimizer, LBFGS):  # its state is of all parameters together, and whole on every rank
+    if isinstance(optimizer, LBFGS):  # its state is one vector of all parameters, and full on every rank
         return {**state}
     entries = {
         key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
@@ -151,11 +151,11 @@ def _converted(
     return {**state, "state": entries}
 
 
-def full_optimizer_entries(optimizer: Optimizer, whole: Convert, stages: Stages | None) -> dict[int, Any]:
-    """The state of each parameter in one piece, by its place in `param_groups`. Collective."""
+def full_optimizer_entries(optimizer: Optimizer, full: Convert, stages: Stages | None) -> dict[int, Any]:
+    """The full state of each parameter, by its place in `param_groups`. Collective."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
-    return dict(_converted(optimizer, {"state": state}, whole, stages)["state"])
+    return dict(_converted(optimizer, {"state": state}, full, stages)["state"])
 
 
 def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:
@@ -168,11 +168,11 @@ def swap_parameters(
     swaps: Mapping[nn.Parameter, nn.Parameter],
     entries: Sequence[Mapping[int, Any]] | None = None,
 ) -> None:
-    """Have `optimizers` hold the new parameters in place of the old, and `entries` for their state (else none)."""
+    """Give `optimizers` the new parameters in place of the old, with `entries` as their state (else none)."""
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
-            held = group["params"]
-            held[:] = [swaps.get(parameter, parameter) for parameter in held]  # in place: LBFGS keeps the list
+            current = group["params"]
+            current[:] = [swaps.get(parameter, parameter) for parameter in current]  # in place: LBFGS keeps the list
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for old in [parameter for parameter in swaps if parameter in optimizer.state]:
             del optimizer.state[old]

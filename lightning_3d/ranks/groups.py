@@ -1,7 +1,7 @@
-"""`Axes`: the mesh and the process groups of one layout, lent to one run at a time and kept for the next.
+"""`Axes`: the mesh and the process groups of one layout, used by one run at a time and reused by the next.
 
-`fit`, `validate` and `test` of one Trainer are three runs. Groups made anew for each would add up: torch frees none
-before the job ends (DTensor remembers every mesh), and on NCCL each takes memory of the device.
+`fit`, `validate` and `test` of one Trainer are three runs. New groups for each would add up: torch frees none before
+the job ends (DTensor caches every mesh), and with NCCL each takes device memory.
 """
 
 import gc
@@ -23,51 +23,53 @@ from lightning_3d.ranks.mesh import build_mesh
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's mesh, for the main thread, and groups of its data axis, for the thread that syncs gradients."""
+    """This rank's mesh, for the main thread, and the groups of its data axis, for the thread that syncs gradients."""
 
     key: Hashable
     mesh: DeviceMesh
     whole: dist.ProcessGroup
     """All data ranks."""
     shard: dist.ProcessGroup | None
-    """Those that share one copy, None where all do."""
+    """Data ranks that share one copy, None where all do."""
     replicate: dist.ProcessGroup | None
-    """Those that hold the same shard of other copies."""
+    """Data ranks that have the same shard of other copies."""
 
 
-class _KeptGroups:
-    """What nobody uses now, of the job's present process group."""
+class _Unused:
+    """Axes that no run uses now, of the job's present process group."""
 
     world: weakref.ref[dist.ProcessGroup] | None = None
     axes: list[Axes] = []  # noqa: RUF012 (one for the process)
 
 
 def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
-    """Axes of `layout` that nothing else uses until they are given back. Every rank must call it."""
+    """Axes of `layout` that no other run uses until `return_groups`. Every rank must call it."""
     world = dist.group.WORLD
     assert world is not None
-    if _KeptGroups.world is None or _KeptGroups.world() is not world:
-        _KeptGroups.world, _KeptGroups.axes = weakref.ref(world), []
+    if _Unused.world is None or _Unused.world() is not world:
+        _Unused.world, _Unused.axes = weakref.ref(world), []
     key = (layout.shape, layout.zero_shard_size, rank, device_type, timeout)
-    for axes in _KeptGroups.axes:
+    for axes in _Unused.axes:
         if axes.key == key:
-            _KeptGroups.axes.remove(axes)
+            _Unused.axes.remove(axes)
             return axes
     return _open(key, layout, rank, device_type, timeout)
 
 
 def return_groups(axes: Axes) -> None:
-    """Keep `axes` for a later run: on every rank, and only where no collective of theirs is unfinished."""
-    if _KeptGroups.world is not None and _KeptGroups.world() is dist.group.WORLD:
-        _KeptGroups.axes.append(axes)
+    """Keep `axes` for a later run. Call it on every rank, and only if all their collectives are finished."""
+    if _Unused.world is not None and _Unused.world() is dist.group.WORLD:
+        _Unused.axes.append(axes)
 
 
 def in_step(axes: Axes, moment: Hashable) -> bool:
-    """Whether every rank has done the same on `axes`, so that another run may use them. Collective over the world.
+    """True where every rank has called the same collectives on `axes`, so that another run may use them.
+
+    Collective over the world.
 
     Args:
-        moment: where in the run this rank is, None if something that it began has not ended. Equal moments stand for
-            the pipeline's group, on which stages send different numbers of messages.
+        moment: this rank's place in the run, None where a message may be under way. Equal moments stand for the
+            pipeline's group, on which stages send different numbers of messages.
     """
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
@@ -87,7 +89,7 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
 
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
-    _leave_garbage_to_the_parent()
+    _freeze_garbage_in_forks()
     mesh = build_mesh(layout, device_type, timeout)
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
     whole = _new_group(layout, here, timeout, lambda data: 0)
@@ -103,17 +105,17 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
 
 
 @cache
-def _leave_garbage_to_the_parent() -> None:
-    """Forked processes, such as the workers of a dataloader, never collect what was garbage when they began.
+def _freeze_garbage_in_forks() -> None:
+    """Keep forked processes, such as dataloader workers, from collecting the garbage that they inherit.
 
-    With a finished run among it (groups, mesh and DTensor refer to each other) a worker would end the run's process
-    groups, and wait forever for their threads: a fork has none but its own.
+    Garbage may contain a finished run (groups, mesh and DTensor refer to each other). A worker that collects it ends
+    the run's process groups and waits forever for their threads, which a fork does not have.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
-    """This rank's group of data ranks with the same `part`, one for each pipeline and tensor coordinate."""
+    """This rank's group: the data ranks with its `part` and its pipeline and tensor coordinates."""
     mine = None
     for pipeline in range(layout.pipeline_parallel_size):
         for tensor in range(layout.tensor_parallel_size):

@@ -17,9 +17,9 @@ REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMesh:
     """The mesh of `layout` over the running process group. Every rank must call it.
 
-    Its groups get `timeout`; by themselves they would wait for half an hour, whatever the job's own group does.
-    With hybrid shard the data axis is two axes, `data_replicate` (outer) and `data_shard`, and `data_parallel` is their
-    flattened view, so that everything but ZeRO sees the same three names.
+    Its groups get `timeout`; torch's default is half an hour, also where the job's own group has another one.
+    With hybrid shard the data axis is two axes, `data_replicate` (outer) and `data_shard`. `data_parallel` is their
+    flattened view, so that everything but ZeRO uses the same three names.
     """
     layout.check_world(dist.get_world_size())
     with _new_groups_wait(timeout):
@@ -28,7 +28,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMe
 
 @contextmanager
 def _new_groups_wait(timeout: timedelta) -> Iterator[None]:
-    """Process groups made inside wait for `timeout`: a mesh takes none, so torch's own defaults are set meanwhile.
+    """Give process groups created inside this `timeout`: a mesh takes none, so torch's defaults are replaced meanwhile.
 
     Private to torch, read in 2.13; the stopped pipeline rank of `tests/faults/test_peers_fail.py` fails without it.
     """

@@ -1,18 +1,15 @@
-"""Which ranks draw the same random numbers.
+"""Random streams: which ranks draw equal numbers, inside and outside a step.
 
-Outside of steps (samplers, augmentation in the main process) the ranks of one data rank share a stream, since they
-must see the same samples. Inside a step (dropout) every data rank has a stream of its own; tensor ranks and pipeline
-stages share it (`tensor/dropout.py` and `restart` below say what they make of it). With one data rank it is the
-stream that the user seeded, so that a step starts from what one device would have drawn. Several must not draw from
-that one, or samplers that each of them runs would deal out different orders from then on; nor do the steps of a
-pipeline, which draw otherwise than one device in any case, so that what comes between them does not change.
+Outside steps (samplers, augmentation in the main process), tensor and pipeline peers share one stream: they must work
+on the same samples. Inside a step (dropout), every data rank has its own stream, which its tensor ranks and stages
+share (see `tensor/dropout.py` and `restart`). With one data rank this is the stream that the user seeded, as on one
+device. Several data ranks must not draw from that stream in steps: the samplers that each of them runs would order
+samples differently from then on. A pipeline draws other numbers than one device anyway, so it has its own stream too.
 
-Random numbers under a pipeline.
-
-Every stage runs the same code around the blocks, but each block on one stage only, so a shared stream would drift
-apart. Instead the stream restarts from a number derived from (step, microbatch, calls so far) before and after every
-call of a unit: noise that a step draws is the same on every stage, dropout masks do not depend on how many stages
-there are, and a step that is run twice draws the same numbers.
+Under a pipeline every stage runs the same code around the blocks, but each block runs on one stage, so a shared stream
+would diverge. Instead the stream restarts before and after every call of a unit, from a number derived from (step,
+microbatch, calls so far). Noise is then equal on all stages, dropout masks do not depend on the number of stages, and a
+step that is run twice draws the same numbers.
 """
 
 import os
@@ -30,13 +27,13 @@ from lightning_3d.ranks import talk
 
 
 class StepRandom:
-    """A random stream for the steps of one rank, apart from the main one."""
+    """The random stream for the steps of one rank, separate from the main one where that is needed."""
 
     def __init__(self, layout: Layout, coordinate: Coordinate, device: torch.device) -> None:
         self.device = device
-        self.apart = layout.data_parallel_size > 1 or layout.pipeline_parallel_size > 1
+        self.separate = layout.data_parallel_size > 1 or layout.pipeline_parallel_size > 1
         self.states: list[torch.Tensor] = []
-        if self.apart:
+        if self.separate:
             self.states = self._fresh((torch.initial_seed() + (coordinate.data + 1) * 1_000_003) % 2**63)
 
     def _fresh(self, seed: int) -> list[torch.Tensor]:
@@ -60,7 +57,7 @@ class StepRandom:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Draw from this rank's own stream."""
-        if not self.apart:
+        if not self.separate:
             yield
             return
         outside = self._read()
@@ -73,21 +70,21 @@ class StepRandom:
 
 
 Streams = dict[str, Any]
-"""The states of the main random streams, as values that every checkpoint format holds."""
+"""The states of the main random streams, as values that every checkpoint format can store."""
 
 
 def main_streams(generator: torch.Generator | None = None) -> Streams:
-    """Where torch's, Python's and numpy's main streams are, and `generator`."""
+    """The present states of torch's, Python's and numpy's main streams, and of `generator`."""
     import numpy
 
     legacy: Any = numpy.random.get_state()
-    numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])  # a single file holds no arrays of numpy
+    numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])  # a single-file checkpoint stores no arrays of numpy
     streams = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
     return streams if generator is None else {**streams, "generator": generator.get_state()}
 
 
 def set_main_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
-    """Go on from where `main_streams` was."""
+    """Set the states that `main_streams` returned."""
     import numpy
 
     torch.set_rng_state(streams["torch"])
@@ -109,10 +106,10 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 
 
 def share_seeded_state() -> None:
-    """Where the user seeded, go on with rank 0's random state on every rank. Collective over the world.
+    """Where the user seeded, set rank 0's random state on every rank. Collective over the world.
 
-    Lightning's own strategies start again from the seed here, so that what was drawn for the module is drawn once more
-    for its samples; one device goes on.
+    Lightning's own strategies restart from the seed here: the numbers drawn for the module are drawn again for its
+    samples. One device does not restart, so neither do we.
     """
     state = talk.from_first(lambda: _state() if "PL_GLOBAL_SEED" in os.environ else None)
     if state is not None:
@@ -142,7 +139,7 @@ _MASK = (1 << 63) - 1
 
 
 def draw() -> int:
-    """A number for this step, from torch's default stream (which every rank of a pipeline keeps in step)."""
+    """A number for this step, from torch's default stream, which is equal on every rank of a pipeline."""
     return int(torch.randint(_MASK, (), dtype=torch.int64).item())
 
 
@@ -158,7 +155,7 @@ def restart(*numbers: int) -> None:
 
 
 def restart_python(*numbers: int) -> None:
-    """Restart the streams of `random` and numpy, which augmentations inside a step use."""
+    """Restart the streams of `random` and numpy: augmentations inside a step use them."""
     seed = hash(numbers) & 0xFFFFFFFF
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -167,7 +164,7 @@ def restart_python(*numbers: int) -> None:
 
 @contextmanager
 def restored_streams() -> Iterator[None]:
-    """Put every stream back to where it was."""
+    """Restore every stream afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None

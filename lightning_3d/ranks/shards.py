@@ -1,19 +1,18 @@
-"""What this rank holds of a tensor that ranks share, and the way back."""
+"""The local shard of a sharded tensor, and the way back."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a shared tensor, or the tensor itself. To compute gradients through it, see
-    `tensor.collectives.local_shard`."""
+    """This rank's shard of a sharded tensor, or the tensor itself. No gradient passes through it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part` as what this rank holds of a tensor that is laid out as `tensor` is."""
+def like(tensor: Tensor, shard: Tensor) -> Tensor:
+    """`shard` as this rank's shard of a tensor that is sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
-        return part
+        return shard
     return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -1,6 +1,6 @@
-"""What is said when training starts: which rank holds what, what stayed whole, what makes up one optimizer step.
+"""The text at the start of training: the ranks and their blocks, unsplit parameters, memory, one optimizer step.
 
-What a rank holds of a module, counted from its own parameters, before anything is placed.
+The bytes of a rank are counted from the module's own parameters, before anything is placed.
 """
 
 import re
@@ -22,34 +22,34 @@ from lightning_3d.planner.states import StateBytes, sharded_states
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
 WIDE = 4
-"""Data ranks, and tensor ranks of each, that are drawn one by one; of more, the first and the last are."""
+"""Data ranks, and tensor ranks of each, that are drawn one by one. Of more, only the first and last are drawn."""
 SMALL = 0.02
-"""Share of the module's bytes below which what stayed whole on the tensor ranks is not named."""
+"""Share of the module's bytes below which parameters that tensor ranks do not split are not named."""
 
 
 def opening(module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None) -> str:
-    """A few lines about where `module` is about to be."""
+    """A few lines about the placement of `module`."""
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
-        lines.append(f"  tensor: {len(tensor.splits)} parameters divided, {_whole(module, tensor)}")
+        lines.append(f"  tensor: {len(tensor.splits)} parameters split, {_unsplit(module, tensor)}")
     return "\n".join(lines)
 
 
 def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer]) -> str:
-    """What the fullest rank holds once `optimizers` have stepped; `expected` is that of `expected_states`."""
+    """The memory of the fullest rank once `optimizers` have stepped; `expected` comes from `expected_states`."""
     kept = moments(optimizers)
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     states = with_states(expected, kept or 0.0)
     stage, most = max(enumerate(states), key=lambda item: item[1].total)
     where = f" on stage {stage}" if len({state.total for state in states}) > 1 else ""
     parts = {"weights": most.weights, "gradients": most.gradients, names: most.optimizer}
-    said = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
+    text = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
     rest = "activations" if kept is not None else f"what {names} keeps, and activations"
-    return f"memory of a rank: {show_bytes(most.total)}{where} ({said or 'all of it is in host memory'}), and {rest}"
+    return f"memory of a rank: {show_bytes(most.total)}{where} ({text or 'all of it is in host memory'}), and {rest}"
 
 
 def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:
-    """What makes up one optimizer step; `batch` is the loader's batch size, where it has one."""
+    """The samples of one optimizer step; `batch` is the loader's batch size, where it has one."""
     parts = [_count(layout.data_parallel_size, "data rank"), f"batch {batch}" if batch else "the loader's batch"]
     if accumulate > 1:
         parts.append(f"{accumulate} batches accumulated")
@@ -92,7 +92,7 @@ def _shown(size: int) -> list[int | None]:
 
 
 def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
-    """What a pipeline rank holds; several pieces with virtual stages."""
+    """The blocks of a pipeline rank, in several pieces with virtual stages."""
     if split is None:
         return ""
     size = layout.pipeline_parallel_size
@@ -101,15 +101,15 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     return ", ".join(lines[stage].partition(": ")[2] for stage, at in enumerate(holder) if at == rank)
 
 
-def _whole(module: nn.Module, tensor: TensorPlan) -> str:
-    """How many bytes every tensor rank holds whole; the largest parameters by name, blocks of a kind together."""
+def _unsplit(module: nn.Module, tensor: TensorPlan) -> str:
+    """The bytes that every tensor rank has in full. Names the largest parameters, equal ones of all blocks together."""
     sizes = {name: item.numel() * item.element_size() for name, item in module.named_parameters()}
     kinds: dict[str, int] = {}
     for name in sizes.keys() - tensor.splits.keys():
         kind = re.sub(r"\d+", "*", name)
         kinds[kind] = kinds.get(kind, 0) + sizes[name]
     kept, total = sum(kinds.values()), sum(sizes.values())
-    text = f"{show_bytes(kept)} of {show_bytes(total)} ({kept / max(total, 1):.0%}) stayed whole"
+    text = f"{show_bytes(kept)} of {show_bytes(total)} ({kept / max(total, 1):.0%}) not split"
     if kept < SMALL * total:
         return text
     largest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
@@ -135,23 +135,23 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
-def held_on_stages(
+def elements_on_stages(
     module: nn.Module, stages: frozenset[int], split: PipelineSplit | None, tensor: TensorPlan | None
 ) -> dict[nn.Parameter, int]:
-    """Elements that the first tensor rank holds of each parameter that is on one of `stages`."""
-    held: dict[nn.Parameter, int] = {}
+    """Elements on the first tensor rank of each parameter that is on one of `stages`."""
+    elements: dict[nn.Parameter, int] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        holding = _holding(name, split)
-        if holding is None or stages & set(holding):
-            divided = tensor.splits.get(name) if tensor else None
+        owners = _owners(name, split)
+        if owners is None or stages & set(owners):
+            cut = tensor.splits.get(name) if tensor else None
             size = parameter.numel()
-            held[parameter] = size if divided is None else size // divided.size * divided.local_size(0)
-    return held
+            elements[parameter] = size if cut is None else size // cut.size * cut.local_size(0)
+    return elements
 
 
 def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, tensor: TensorPlan | None) -> int:
-    """Parameters that the first tensor rank of a stage holds; those that several stages hold count on each."""
-    return sum(held_on_stages(module, frozenset([stage]), split, tensor).values())
+    """Number of parameters on the first tensor rank of a stage. Parameters of several stages count on each."""
+    return sum(elements_on_stages(module, frozenset([stage]), split, tensor).values())
 
 
 def stages_of(layout: Layout, split: PipelineSplit | None, pipeline_rank: int) -> frozenset[int]:
@@ -166,22 +166,23 @@ def stages_of(layout: Layout, split: PipelineSplit | None, pipeline_rank: int) -
 def expected_states(
     module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None
 ) -> list[StateBytes]:
-    """Bytes of weights, gradients and one optimizer state (`with_states` makes it those of an optimizer), as the ZeRO
-    table has them, on a rank of each pipeline rank.
+    """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, by the ZeRO table.
 
-    Under a pipeline, weights are gathered and gradients reduced once per step, so that stages 2 and 3 hold as much as
-    stage 1 there.
+    `with_states` turns one optimizer state into those of an optimizer. Under a pipeline, weights are gathered and
+    gradients reduced once per step, so ZeRO stages 2 and 3 need as much memory as stage 1.
     """
     stage = 3 if layout.offload == "all" else layout.zero_stage
     stage = min(layout.zero_stage, 1) if layout.pipeline_parallel_size > 1 else stage
     ranks = layout.zero_shard_size or layout.data_parallel_size
     expected = []
     for pipeline_rank in range(layout.pipeline_parallel_size):
-        held = held_on_stages(module, stages_of(layout, split, pipeline_rank), split, tensor)
-        weights = sum(size * parameter.element_size() for parameter, size in held.items())
-        trained = sum(size * parameter.element_size() for parameter, size in held.items() if parameter.requires_grad)
-        whole = StateBytes(weights=weights, gradients=trained, optimizer=trained)
-        expected.append(offloaded(sharded_states(whole, 1, stage=stage, ranks=ranks), layout)[0])
+        elements = elements_on_stages(module, stages_of(layout, split, pipeline_rank), split, tensor)
+        weights = sum(size * parameter.element_size() for parameter, size in elements.items())
+        trained = sum(
+            size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad
+        )
+        full = StateBytes(weights=weights, gradients=trained, optimizer=trained)
+        expected.append(offloaded(sharded_states(full, 1, stage=stage, ranks=ranks), layout)[0])
     return expected
 
 
@@ -190,8 +191,8 @@ def with_states(expected: Sequence[StateBytes], moments: float) -> list[StateByt
     return [replace(each, optimizer=moments * each.optimizer) for each in expected]
 
 
-def _holding(name: str, split: PipelineSplit | None) -> tuple[int, ...] | None:
-    """Stages that hold a parameter, None for all."""
+def _owners(name: str, split: PipelineSplit | None) -> tuple[int, ...] | None:
+    """Stages that own a parameter, None for all."""
     if split is None or name in split.everywhere:
         return None
     for unit, stages in split.holders.items():

@@ -1,4 +1,4 @@
-"""What `Strategy3D` does with checkpoints: Lightning's hooks, each a call into `checkpoint/`."""
+"""Checkpoints of `Strategy3D`: Lightning's hooks, each a call into `checkpoint/`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,19 +32,19 @@ PATIENCE = 60.0
 
 
 class Saving(Processes):
-    """Checkpoints of a module that may be in parts."""
+    """Checkpoints of a module that may be sharded."""
 
     OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left")
     _parallel: ParallelModule | None = None
     _steps: CheckedSteps | None = None
     _found = OwnState()
-    """What was this rank's own in the checkpoint that a run goes on from."""
+    """This rank's own state in the checkpoint that the run resumes from."""
     _clones: AveragedWeights | None = None
-    """Knows copies of the weights of the last `fit`, whose callbacks may still hold some."""
+    """Finds copies of the weights of the last `fit`: its callbacks may still have some."""
     _waiting: PendingCopies | None = None
-    """States of callbacks that are given to them once the module is placed."""
+    """States of callbacks that they get once the module is placed."""
     _left: Mapping[str, Any] = {}
-    """What was this rank's own when the last `fit` ended, for a checkpoint that is saved after it."""
+    """This rank's own state at the end of the last `fit`, for a checkpoint that is saved after it."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
@@ -61,9 +61,9 @@ class Saving(Processes):
             return super().optimizer_state(optimizer)
 
     def _as_saved(self) -> AbstractContextManager[None]:
-        """A sharded checkpoint takes states as each rank holds them, a single file takes them whole."""
+        """Return shards for a sharded checkpoint, full states for a single file."""
         sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
-        return state_dict.in_parts() if sharded else nullcontext()
+        return state_dict.as_shards() if sharded else nullcontext()
 
     @property
     def _splits(self) -> Splits:
@@ -119,19 +119,19 @@ class Saving(Processes):
         super().setup_environment()
 
     def _end_of_run(self) -> None:
-        """Keep what a checkpoint needs that is saved after `fit`: what comes between then draws random numbers too."""
+        """Keep this rank's own state for a checkpoint after `fit`: code in between draws random numbers too."""
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
             self._left = self._own_state()
 
     def _load_callbacks(self) -> None:
-        """Give callbacks their copies of weights, cut as the weights are, now that the module is placed."""
+        """Give callbacks their copies of weights, sharded like the weights, now that the module is placed."""
         assert self._parallel is not None
         self._clones, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
         if waiting is not None:
             waiting.give(self._module.trainer, self._parallel)
 
-    # ---- what is each rank's own ---------------------------------------------------------------------------------
+    # ---- the state of one rank ---------------------------------------------------------------------------------
 
     def _own_state(self) -> Mapping[str, Any]:
         if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
@@ -156,7 +156,7 @@ class Saving(Processes):
         return counted(dataloader) if self._module.trainer.training else dataloader
 
     def on_train_start(self) -> None:
-        """Go on with the samples, random streams and leftovers of the checkpoint."""
+        """Resume the samples, random streams and error feedback of the checkpoint."""
         super().on_train_start()
         assert self._steps is not None
         assert self._data_axis is not None
@@ -181,11 +181,11 @@ class Saving(Processes):
             optimizers_to_device([optimizer], self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let a save that is under way come to its end while there is a process group."""
+        """Wait for a save in the background while there is a process group."""
         try:
             self._keeper.wait(PATIENCE)
-        except Exception as error:  # what ends the run is `exception`: of a peer that died, the save heard too
-            rank_zero_warn(f"The save that was under way has failed: {error}")
+        except Exception as error:  # `exception` ends the run; a dead peer fails the save too
+            rank_zero_warn(f"The save in the background has failed: {error}")
         super().on_exception(exception)
         if self._failed:
             self._keeper.forget()

@@ -1,4 +1,4 @@
-"""What a training took: seconds of a step, memory, and where that is written down for `lightning-3d compare`."""
+"""Step time and memory of a training, and their report for `lightning-3d compare`."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ FILE = "lightning_3d.json"
 FAILED = "lightning_3d_failed.json"
 """In its place where `fit` failed: why."""
 REMEMBERED = 1000
-"""Batches of which the time is kept."""
+"""Number of latest batches whose times count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class Measured:
     """One `fit`, measured."""
 
     step_seconds: float | None
-    """Of one optimizer step, the median without the first batch; None where there was only one."""
+    """Median of one optimizer step without the first batch, None with one batch only."""
     seconds: float
     """From the first batch to the end of training."""
     memory_bytes: int
-    """The most on any rank: allocated on its GPU, or on a CPU all that the process ever held."""
+    """Peak of any rank: allocated on its GPU, or on a CPU the peak of the process."""
 
 
 class StepMeter:
@@ -56,20 +56,20 @@ class StepMeter:
         self._last, self._count = now, self._count + 1
 
     def end(self, batches_per_step: int) -> Measured:
-        """What was measured. Collective: memory is that of the fullest rank."""
+        """The measurement. Collective: memory is that of the fullest rank."""
         self.batch()
-        held = torch.tensor(peak_bytes(self._device), dtype=torch.int64, device=self._device)
+        peak = torch.tensor(peak_bytes(self._device), dtype=torch.int64, device=self._device)
         if dist.is_initialized():
-            dist.all_reduce(held, dist.ReduceOp.MAX)
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
         return Measured(
             step_seconds=median(self._batches) * batches_per_step if self._batches else None,
             seconds=time.perf_counter() - self._began,
-            memory_bytes=int(held),
+            memory_bytes=int(peak),
         )
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: on its GPU since training began, on a CPU since the process did."""
+    """Peak memory of this process: on its GPU since training began, on a CPU since the process began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -81,7 +81,7 @@ def peak_bytes(device: torch.device) -> int:
 def write(
     folder: Path, measured: Measured, layout: Layout, metrics: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Leave a report in `folder`, for tables over many jobs."""
+    """Write a report to `folder`, for tables over many jobs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     report = {
         "layout": {**asdict(layout), "said": str(layout)},
@@ -95,9 +95,9 @@ def write(
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Say in `folder` and in the job's log why it failed. Each failing rank calls it.
+    """Write the reason of a failure to `folder` and to the job's log. Each failing rank calls it.
 
-    That of a rank that failed because of another stands only where there is no other.
+    The reason of a rank that failed because of another rank is written only if there is no other reason.
     """
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     logging.getLogger("lightning_3d").error("The job failed on rank %d: %s", rank, reason)

@@ -16,7 +16,7 @@ NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def refuse_other_package() -> None:
-    """Say in Trainers of the separate `pytorch_lightning`, where it is loaded, why the names do not work there."""
+    """Let the names raise in Trainers of the separate package `pytorch_lightning`, if it is loaded."""
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is not None:
         for name, description, _ in NAMES:
@@ -25,6 +25,7 @@ def refuse_other_package() -> None:
 
 def _refuse() -> NoReturn:
     raise ConfigurationError(
-        "lightning_3d works with the package `lightning`, and this Trainer is of the separate `pytorch_lightning`,"
-        " whose classes are others. Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
+        "lightning_3d works with the package `lightning`, and this Trainer is of the separate package"
+        " `pytorch_lightning`, which has other classes."
+        " Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
     )

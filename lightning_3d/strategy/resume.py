@@ -1,4 +1,4 @@
-"""What `Strategy3D` does about runs that end early: when to end, from which checkpoint to go on, in which layout."""
+"""Runs that end early and resume: the moment to end, the checkpoint to resume from, the layout to resume in."""
 
 import inspect
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks import talk
 from lightning_3d.strategy.checkpoints import Saving
-from lightning_3d.strategy.run_note import Found, RunNote, find_run, folders_of, leave_note, preempted_path, refit
+from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, folders_of, leave_note, preempted_path, refit
 
 T = TypeVar("T")
 Resume = Literal["auto"]
 
 
 class Resuming(Saving):
-    """A run that may have started before, perhaps on another number of ranks, and may be told to end."""
+    """A run that may have started before, perhaps on another number of ranks, and may be preempted."""
 
     OF_PROCESS = (*Saving.OF_PROCESS, "_preemption")
     _preemption: Preemption | None = None
@@ -39,7 +39,7 @@ class Resuming(Saving):
             raise ConfigurationError(f'resume={resume!r} is neither None nor "auto".')
         self._resume = resume
         self._given_path: object = None
-        self._earlier: Found | None = None
+        self._earlier: SavedRun | None = None
         self._refitted: Layout | None = None
 
     def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -55,30 +55,31 @@ class Resuming(Saving):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resume != "auto" or not fitting or self._given_path is not None or trainer.global_step > 0:
             return
-        found = talk.from_first(lambda: find_run(trainer))
-        if found.checkpoints:
-            self._earlier = found
-            self._load_from(trainer, found)
-            if found.note is not None:
-                self._keep_global_batch(trainer, found.note)
+        saved = talk.from_first(lambda: find_run(trainer))
+        if saved.checkpoints:
+            self._earlier = saved
+            self._load_from(trainer, saved)
+            if saved.note is not None:
+                self._keep_global_batch(trainer, saved.note)
 
-    def _load_from(self, trainer: Trainer, found: Found) -> None:
-        """Have the Trainer load the newest of `found` that is whole, as if `fit` had been given it.
+    def _load_from(self, trainer: Trainer, saved: SavedRun) -> None:
+        """Let the Trainer load the newest undamaged checkpoint of `saved`, as if it were `fit`'s `ckpt_path`.
 
-        Which one it is, rank 0 has decided, and only once processes could talk: file systems show new files late. So it
-        is too late for `ckpt_path`, and `resume_start` of the private connector (read in 2.6) is told instead.
+        Rank 0 chooses it for all ranks, since file systems may show new files to some ranks late. Messages between
+        ranks are possible only after `ckpt_path` is read, so `resume_start` of the private connector (Lightning 2.6) is
+        replaced for one call.
         """
         connector: Any = trainer._checkpoint_connector
 
         def resume_start(checkpoint_path: object = None, weights_only: bool | None = None) -> None:
             del connector.resume_start
-            self._keeper.instead = list(found.checkpoints)
-            connector.resume_start(found.checkpoints[0], weights_only=weights_only)
+            self._keeper.instead = list(saved.checkpoints)
+            connector.resume_start(saved.checkpoints[0], weights_only=weights_only)
 
         connector.resume_start = resume_start
 
     def _keep_global_batch(self, trainer: Trainer, note: RunNote) -> None:
-        """On another number of ranks than the run had, find a layout and accumulate what ranks are missing."""
+        """On another number of ranks, choose a layout and accumulate batches in place of the missing ranks."""
         if self._auto is not None:
             self._choose_among(trainer, self._auto, note)
             return
@@ -97,15 +98,14 @@ class Resuming(Saving):
         )
 
     def _choose_among(self, trainer: Trainer, auto: AutoLayout, note: RunNote) -> None:
-        """Under `layout="auto"`: leave open what keeps the global batch, with as many data ranks as before if that is
-        possible, else as many as can be."""
+        """Under `layout="auto"`, set a data size that keeps the global batch: the earlier one, else the largest."""
         user = trainer.accumulate_grad_batches
         sizes = [size for size in auto.data_sizes(self.world_size) if note.windows % size == 0]
         if not sizes:
             raise LayoutError(
-                f"{self.world_size} ranks cannot go on with the run: an optimizer step was made of {note.windows}"
+                f"{self.world_size} ranks cannot resume the run: an optimizer step was made of {note.windows}"
                 ' batches (data ranks x accumulate_grad_batches), which no layout that layout="auto" may choose divides'
-                " evenly. Start another number of ranks, or pass ckpt_path= to go on as you set it."
+                " evenly. Start another number of ranks, or pass ckpt_path= to resume with your own settings."
             )
         if note.data_parallel_size in sizes and user == note.accumulate_grad_batches:
             auto.data = note.data_parallel_size
@@ -116,7 +116,7 @@ class Resuming(Saving):
         rank_zero_info(
             f"resume: {self.world_size} ranks now, data {auto.data} with"
             f" accumulate_grad_batches={trainer.accumulate_grad_batches} (was data {note.data_parallel_size}, {user}):"
-            f" an optimizer step sees the same {note.windows} batches."
+            f" an optimizer step uses the same {note.windows} batches."
         )
 
     def _accumulate(self, trainer: Trainer, number: int) -> None:
@@ -125,7 +125,7 @@ class Resuming(Saving):
             setattr(trainer, name, _scaled(name, getattr(trainer, name), number, user))
 
     def _asked_layout(self) -> Layout | None:
-        """What the user's settings give on these ranks, None if nothing."""
+        """The layout of the user's settings on these ranks, None if they do not fit."""
         try:
             return self.layout
         except LayoutError:
@@ -150,17 +150,19 @@ class Resuming(Saving):
                     f'resume="auto": the run had {note.data_parallel_size} data ranks x {accumulated} accumulated'
                     f" batches; on {self.world_size} ranks now another number must be accumulated to keep the global"
                     f" batch, but {reason}. Start the run's own number of ranks, undo that setting, or pass ckpt_path="
-                    " to fit, which takes your settings as they are."
+                    " to fit, which uses your settings unchanged."
                 )
 
     def _begin_run(self, trainer: Trainer) -> None:
-        """What every run does once its callbacks are set up, and before Lightning listens to signals."""
+        """Watch for preemption and leave a note. Callbacks are set up; Lightning does not handle signals yet."""
         self._preemption = Preemption(trainer, self._largest, lambda: preempted_path(trainer))
         if self._resume == "auto" and trainer.state.fn == TrainerFn.FITTING and self.is_global_zero:
             try:
                 leave_note(trainer, self._note(trainer))
             except OSError as error:
-                rank_zero_warn(f'A later start with resume="auto" will not know of this run: {error}')
+                rank_zero_warn(
+                    f'A later start with resume="auto" cannot find this run, since its note cannot be written: {error}'
+                )
 
     def _note(self, trainer: Trainer) -> RunNote:
         old = self._earlier.note if self._earlier is not None else None
@@ -189,13 +191,13 @@ def _batches(layout: Layout, accumulated: int) -> int:
 
 
 def _blocks(module: torch.nn.Module) -> int | None:
-    """Blocks between which the module can be cut, if it is built already."""
+    """Number of blocks between which the module can be cut, if it is built already."""
     chains = Anatomy.of(module).chains
     return len(chains[0].blocks) if chains else None
 
 
 def _scaled(name: str, value: object, accumulate: int, before: int) -> object:
-    """What counts batches of one rank, so that it means the same samples."""
+    """A Trainer setting that counts batches of one rank, scaled to the same samples."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if value * accumulate % before:

@@ -1,9 +1,9 @@
-"""`Strategy3D(resume="auto")`: where the checkpoints of this very run are, and what the run was when it wrote them.
+"""`Strategy3D(resume="auto")`: checkpoints and note of an earlier start of this run, and the layout to resume in.
 
-A run is known by the directory that its ModelCheckpoints were given. Where they were given none, Lightning makes a new
-one at each start; then the run is known by the job that torchrun or Slurm restarts, which leaves a note of it.
+A run is identified by the directory of its ModelCheckpoints. Without one, Lightning creates a new directory at each
+start. Then the job that torchrun or Slurm restarts identifies the run, by a note that an earlier start left.
 
-The layout to go on with when a job comes back with another number of ranks. Pure, no process group.
+`refit` chooses the layout when a job returns with another number of ranks. No process group is used here.
 """
 
 import json
@@ -30,17 +30,17 @@ from lightning_3d.layout import Layout
 NOTE = "lightning_3d-run.json"
 ACCUMULATED = "accumulate_grad_batches"
 LARGEST = 10**6
-"""Neither data ranks nor accumulated batches are more."""
+"""Upper limit for data ranks and for accumulated batches."""
 PREEMPTED = "preempted.ckpt"
-"""What a run that was told to end saves."""
+"""The file that a preempted run saves."""
 
 
 @dataclass(frozen=True)
 class RunNote:
-    """What a later start must know of a run."""
+    """Facts about a run for a later start."""
 
     folders: tuple[str, ...]
-    """Where its checkpoints are."""
+    """Directories of its checkpoints."""
     data_parallel_size: int
     """Of the first start."""
     accumulate_grad_batches: int
@@ -48,7 +48,7 @@ class RunNote:
 
     @property
     def windows(self) -> int:
-        """Batches that one optimizer step is made of."""
+        """Batches of one optimizer step, over all data ranks."""
         return self.data_parallel_size * self.accumulate_grad_batches
 
     @classmethod
@@ -64,7 +64,7 @@ class RunNote:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}, which says how many batches an optimizer step of this run is made of, is damaged:"
-                f" {error!r:.200}. Going on without it may change the global batch. Remove it if this start has as many"
+                f" {error!r:.200}. Resuming without it may change the global batch. Remove it if this start has as many"
                 " data ranks and accumulated batches as the first one."
             ) from error
         return note
@@ -92,26 +92,26 @@ def _number(content: Any, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a start goes on from."""
+class SavedRun:
+    """The state that a start resumes from."""
 
     checkpoints: tuple[str, ...]
     """The newest first."""
     note: RunNote | None
 
 
-def find_run(trainer: Trainer) -> Found:
-    """The checkpoints of this run, and its note. Reads only."""
+def find_run(trainer: Trainer) -> SavedRun:
+    """Read the checkpoints of this run and its note."""
     note = next((n for n in (RunNote.read(path) for path in _notes(trainer)) if n is not None), None)
     folders = dict.fromkeys([*_given(trainer), *(note.folders if note is not None else ())])
     found = [path for folder in folders for path in checkpoints_in(Path(folder)) if _was_saved(Path(path))]
     if SLURMEnvironment.detect():
         found += [str(path) for path in Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")]
-    return Found(tuple(newest_first(found)), note)
+    return SavedRun(tuple(newest_first(found)), note)
 
 
 def _was_saved(path: Path) -> bool:
-    """Whether a save to `path` ever ended; warns where not: nothing is there to go on from."""
+    """True where a save to `path` ended. Else warns: such a checkpoint cannot be resumed from."""
     saved = path.is_file() or (path / NAME).exists()
     if not saved:
         rank_zero_warn(f"Passing over the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
@@ -119,7 +119,7 @@ def _was_saved(path: Path) -> bool:
 
 
 def leave_note(trainer: Trainer, note: RunNote) -> None:
-    """Write `note` where a later start looks for it. On rank 0, once directories are known."""
+    """Write `note` to the places that a later start reads. On rank 0, once directories are known."""
     for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = beside(path)
@@ -131,14 +131,14 @@ def leave_note(trainer: Trainer, note: RunNote) -> None:
 
 
 def folders_of(trainer: Trainer) -> tuple[str, ...]:
-    """Where this start saves, once its callbacks are set up; where nothing is saved, the run's own directory."""
+    """The directories to which this start saves, once its callbacks are set up. The run's own if nothing is saved."""
     found = [str(each.dirpath) for each in _savers(trainer) if each.dirpath is not None]
     local = [folder for folder in found if is_local_file_protocol(folder)]
     return tuple(dict.fromkeys(local)) or (str(trainer.default_root_dir),)
 
 
 def preempted_path(trainer: Trainer) -> str:
-    """Where a run that is told to end saves."""
+    """The path to which a preempted run saves."""
     return str(Path(folders_of(trainer)[0]) / PREEMPTED)
 
 
@@ -148,7 +148,7 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _given(trainer: Trainer) -> tuple[str, ...]:
-    """Directories that do not change from start to start."""
+    """Directories that are equal at every start."""
     savers = _savers(trainer)
     if not savers:
         return (str(trainer.default_root_dir),)
@@ -163,7 +163,7 @@ def _notes(trainer: Trainer) -> Iterator[Path]:
 
 
 def _job_notes(trainer: Trainer) -> list[Path]:
-    """The note that goes by the job, where something restarts jobs."""
+    """The note that is named by the job, under a launcher that restarts jobs."""
     job = _job()
     local = is_local_file_protocol(trainer.default_root_dir)
     return [Path(trainer.default_root_dir) / f".lightning_3d-{job}.json"] if job is not None and local else []
@@ -177,31 +177,31 @@ def _job() -> str | None:
 
 
 def _restarted() -> bool:
-    """Whether a note of the same job can be ours: torchrun calls all jobs "none" that are given no name."""
+    """True where a note with this job's name can be ours: torchrun names every unnamed job "none"."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
     return int(restarts) > 0 or os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
 
 
 def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -> tuple[Layout, int]:
-    """A layout for `world` ranks, and how many batches to accumulate so that an optimizer step sees the same samples.
+    """A layout for `world` ranks, and the batches to accumulate so that an optimizer step uses the same samples.
 
-    The data axis shrinks or grows first, with tensor and pipeline sizes as they are; where that cannot keep the global
-    batch, the pipeline changes, then the tensor size, each by as little as possible.
+    The data axis changes first, with equal tensor and pipeline sizes. If that cannot keep the global batch, the
+    pipeline size changes, then the tensor size, each by as little as possible.
 
     Args:
-        layout: what the user asked for; its data size does not matter.
-        windows: batches that one optimizer step was made of: data ranks times accumulated batches.
-        world: ranks there are now.
-        blocks: that the module's pipeline can be cut between, if known.
+        layout: the user's layout; its data size is ignored.
+        windows: batches of one optimizer step: data ranks times accumulated batches.
+        world: the present number of ranks.
+        blocks: number of blocks between which the pipeline can cut, if known.
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:
         counts = _divisors(windows)
         model = layout.tensor_parallel_size * layout.pipeline_parallel_size
         raise LayoutError(
-            f"{world} ranks cannot go on with the run: an optimizer step was made of {windows} batches (data ranks x"
+            f"{world} ranks cannot resume the run: an optimizer step was made of {windows} batches (data ranks x"
             f" accumulate_grad_batches), which no layout of {world} ranks divides evenly. Start"
-            f" {', '.join(str(n * model) for n in counts)} ranks, or pass ckpt_path= to go on as you set it."
+            f" {', '.join(str(n * model) for n in counts)} ranks, or pass ckpt_path= to resume with your own settings."
         )
     return found, windows // found.data_parallel_size
 
@@ -213,14 +213,14 @@ def _candidates(layout: Layout, windows: int, world: int, blocks: int | None) ->
         for tensor in _divisors(world // data):
             pipeline = world // data // tensor
             if layout.tensor_parallel_size % tensor:
-                continue  # what was split over N ranks can surely be split over a divisor of N only
+                continue  # a split over N ranks is certain to work over divisors of N only
             if pipeline != layout.pipeline_parallel_size and not _can_cut(layout, pipeline, blocks):
                 continue
             yield replace(layout, data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
 
 def _can_cut(layout: Layout, pipeline: int, blocks: int | None) -> bool:
-    """Whether a pipeline of another size is sure to work."""
+    """True where a pipeline of another size is certain to work."""
     most = layout.num_stages if blocks is None else max(blocks, 1)
     return pipeline == 1 or pipeline * layout.stages_per_rank <= most
 

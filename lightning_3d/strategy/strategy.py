@@ -58,41 +58,41 @@ class Strategy3D(Training):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
-        layout: "auto" lets the planner choose the three sizes and the ZeRO stage, for the module, its first batch and
-            the devices that are there, and say why; those that are given beside it are kept.
-        data_parallel_size: ranks that see different data; "auto" takes what the other axes leave.
+        layout: "auto" lets the planner choose the three sizes and the ZeRO stage for the module, its first batch and
+            the devices, and explain the choice. Sizes and a stage that you also give are kept.
+        data_parallel_size: ranks that work on different data; "auto" uses all ranks that the other axes leave.
         tensor_parallel_size: ranks that share every large matrix; 1 if not given.
-        pipeline_parallel_size: ranks that hold different blocks; 1 if not given.
-        zero_stage: what the data ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
+        pipeline_parallel_size: ranks that own different blocks; 1 if not given.
+        zero_stage: states that data ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
             1 if not given.
-        zero_shard_size: share among so many data ranks only and replicate between them (hybrid shard).
+        zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
         schedule: order of forwards and backwards in the pipeline.
         stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
-        num_microbatches: pieces that the pipeline cuts a batch into; "auto" picks from the batch.
+        num_microbatches: microbatches of one batch in the pipeline; "auto" chooses by the batch size.
         pipeline_split: names of the first block of each stage but the first, instead of a balanced cut.
-        loss_scope: "batch" computes the loss once on the whole batch, for losses that are no mean over samples.
-        sequence_parallel: also divide norms and dropout along the sequence, over the tensor ranks.
-        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole"; overrides what
-            would be inferred, and is proven like it.
+        loss_scope: "batch" computes the loss once on the full batch, for losses that are no mean over samples.
+        sequence_parallel: also shard norms and dropout along the sequence, over the tensor ranks.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole"; overrides
+            the inferred plan, and is proven like it.
         grad_sync: how gradients are averaged: "ring" is ours, "native" the backend's, "hierarchical" a ring inside each
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
-            part and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
-        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save at a
-            time; what went wrong is told at the next one, and the last is awaited at the end.
-        resume: "auto" goes on from the newest whole checkpoint of this run when `fit` is given no `ckpt_path`, also on
-            another number of ranks, with the same global batch.
-        quiet: do not say at the start of `fit` which rank holds what.
+            shards and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
+        async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save runs
+            at a time. The next save raises the error of the last one; the end of training waits for the last save.
+        resume: "auto" resumes from the newest undamaged checkpoint of this run if `fit` is given no `ckpt_path`, also
+            on another number of ranks, with the same global batch.
+        quiet: print no overview of ranks, blocks and memory at the start of `fit`.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
-            compares; "replicas" compares every 25 batches what ranks hold copies of. Either raises a DivergenceError.
-        dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks): `fit` then trains nothing; it reports, from
-            shapes only, what ranks of that cluster would hold and send, and what would go wrong.
-        timeout: after which a rank that waits for another gives up, as a `timedelta` or in seconds. To start, ranks
-            have five minutes at least.
-        start_method: how processes start where no launcher started them; "popen" runs your script again, "auto" does
-            so where there is a script and forks in a notebook or at a prompt.
+            compares them; "replicas" compares copies of parameters every 25 batches. Both raise a DivergenceError.
+        dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks). `fit` then trains nothing. It reports, from
+            shapes only, the memory and the messages of ranks of that cluster, and errors that would occur.
+        timeout: time after which a rank stops waiting for another, as a `timedelta` or in seconds. At the start it is
+            at least five minutes.
+        start_method: start of processes without a launcher; "popen" runs your script again. "auto" does so if there is
+            a script, and forks in a notebook or at a prompt.
         process_group_backend: "gloo", "nccl" ...; chosen by the device if not given.
     """
 
@@ -201,7 +201,7 @@ class Strategy3D(Training):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # None stays None: Lightning takes anything else for the user's own choice and refuses `precision=` beside it
+        # None stays None: Lightning takes any plugin for the user's choice, and then refuses `precision=`
         self._precision_plugin = None if plugin is None else precision.convert(plugin)
 
     # ---- describe -> place -> apply ------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Training(Resuming):
     measured: Measured | None = None
     """Seconds of a step and memory of the last `fit`."""
     _expected: Sequence[StateBytes] = ()
-    """Of each pipeline rank, counted before the module is placed."""
+    """Bytes of each pipeline rank, counted before the module is placed."""
     _in_step = False
     _quiet = False
 
@@ -60,7 +60,7 @@ class Training(Resuming):
         with explain_shard_errors(self.layout):
             output = self._placed_steps.train(super().training_step, args)
         self._in_step = False
-        if not self._module.automatic_optimization:  # its backwards and optimizer steps are over
+        if not self._module.automatic_optimization:  # its backwards and optimizer steps have ended
             self._data.finish_forward()
             self._data.reshard()
         return output
@@ -90,16 +90,16 @@ class Training(Resuming):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         flight.at("optimizer_step", self._module.trainer.global_step)
-        if self._in_step:  # manual optimization: what has the gradients is in place again
+        if self._in_step:  # manual optimization: the optimizer needs the shards, which have the gradients
             self._data.reshard()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._data.reshard()
-        if self._in_step:  # the user's step goes on with the new parameters
+        if self._in_step:  # the rest of the user's step uses the new parameters
             self._data.gather()
         return output
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients, as one device would see it; call it on every rank, where `.grad` is complete.
+        """The norm of all gradients, equal to that of one device. Call it on every rank, while `.grad` is complete.
 
         That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
         """

@@ -39,7 +39,7 @@ def test_the_first_block_of_the_readme_is_a_script_that_trains(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Strategy3D on 4 ranks: data 1 x tensor 2 x pipeline 2" in done.stderr
-    assert "12 parameters divided" in done.stderr
+    assert "12 parameters split" in done.stderr
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

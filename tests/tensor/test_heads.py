@@ -71,5 +71,5 @@ def test_the_opening_line_counts_what_stayed_whole_and_names_the_largest():
     kept = 4 * sum(p.numel() for name, p in module.named_parameters() if name not in plan.splits)
     total = 4 * sum(p.numel() for p in module.parameters())
     assert kept > 0.8 * total
-    assert f"({kept / total:.0%}) stayed whole: " in line
+    assert f"({kept / total:.0%}) not split: " in line
     assert re.search(r"whole: \S+ KB extra\.weight, ", line)

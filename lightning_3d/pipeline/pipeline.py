@@ -121,7 +121,7 @@ class Pipeline:
         if first:
             self.older = self._save_gradients()
         self.trained = self._trained()
-        self.recorder.look()
+        self.recorder.find_metrics()
         self.hooks.begin()
         seed = random_streams.draw()
         record, sizes = Record(), [1]

@@ -1,1 +1,1 @@
-"""Runs the user's code so that its effects are recorded or undone: trials, and the microbatches of a pipeline."""
+"""Runs the user's code with its effects recorded or undone: trials, and the microbatches of a pipeline."""

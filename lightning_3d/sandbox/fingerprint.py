@@ -1,4 +1,4 @@
-"""Fingerprints: a few sums of a tensor, enough to see that two runs gave the same."""
+"""Fingerprints: a few sums of a tensor, enough to compare two runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from lightning_3d.sandbox.trees import leaves
 Print = list[float]
 _STRIDES = (1, 3, 7)
 _PIECE = 3 * 7 * 2**15
-"""Elements that are in double precision at a time: a whole gradient would take twice its memory once more."""
+"""Elements converted to double precision at a time: a full gradient would take twice its memory again."""
 
 
 def fingerprint(value: Any) -> list[Print]:
-    """Of each tensor in `value`: its size and three sums.
+    """Size and three sums of each tensor in `value`.
 
     In a dry run the sums take their memory, but have no values: there is nothing to compare.
     """
@@ -34,15 +34,15 @@ def fingerprint(value: Any) -> list[Print]:
 def sums(tensor: Tensor) -> Tensor:
     """The sum of magnitudes, then those of all elements, of every third and of every seventh."""
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    found = []
+    pieces = []
     for piece in plain.flatten().split(_PIECE):
         piece = piece.double()
-        found.append(torch.stack([piece.abs().sum(), *(piece[::stride].sum() for stride in _STRIDES)]))
-    return torch.stack(found).sum(0)
+        pieces.append(torch.stack([piece.abs().sum(), *(piece[::stride].sum() for stride in _STRIDES)]))
+    return torch.stack(pieces).sum(0)
 
 
 def differ(one: list[Print], other: list[Print], rounding: float = 1e-4) -> bool:
-    """Whether two fingerprints are of different tensors (NaN equals NaN)."""
+    """Return True if two fingerprints are of different tensors (NaN equals NaN)."""
     if len(one) != len(other):
         return True
     for left, right in zip(one, other, strict=True):
@@ -53,40 +53,40 @@ def differ(one: list[Print], other: list[Print], rounding: float = 1e-4) -> bool
 
 
 def grad_print(grad: Tensor) -> Print:
-    """The sum of a gradient's magnitudes, its size, then sums that add up where several stages give a part of it.
+    """The sum of a gradient's magnitudes, its size, then sums that add up over stages that contribute to it.
 
-    Of what this rank holds: where tensor ranks share a gradient, theirs is not compared with the whole one's.
+    Computed from the shard of this rank: with tensor parallelism, shards are not compared with the full gradient.
     """
-    held = local(grad)
-    found = sums(held)
+    shard = local(grad)
+    values = sums(shard)
     if not has_peers():
         return []
-    size, *others = found.tolist()
-    return [size, float(held.numel()), *others]
+    size, *others = values.tolist()
+    return [size, float(shard.numel()), *others]
 
 
-def unlike(whole: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float) -> str | None:
-    """The name of a parameter whose gradient the stages together do not give as the whole module does."""
+def unlike(uncut: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float) -> str | None:
+    """The name of a parameter whose gradients on the stages do not add up to that of the uncut module."""
     if not has_peers():
         return None
-    typical = max((size / max(count, 1.0) for size, count, *_ in whole.values()), default=0.0)
-    names = dict.fromkeys([*whole, *(name for stage in stages for name in stage)])
-    return next((name for name in names if _unlike(name, whole, stages, rounding, typical)), None)
+    typical = max((size / max(count, 1.0) for size, count, *_ in uncut.values()), default=0.0)
+    names = dict.fromkeys([*uncut, *(name for stage in stages for name in stage)])
+    return next((name for name in names if _unlike(name, uncut, stages, rounding, typical)), None)
 
 
 def _unlike(
-    name: str, whole: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float, typical: float
+    name: str, uncut: Mapping[str, Print], stages: Sequence[Mapping[str, Print]], rounding: float, typical: float
 ) -> bool:
     parts = [stage[name] for stage in stages if name in stage]
-    wanted = whole.get(name) or [0.0] * len(parts[0])
+    wanted = uncut.get(name) or [0.0] * len(parts[0])
     count = max([wanted[1], *(part[1] for part in parts)])
-    # Exact zeros (the bias of a key, say) are rounding errors of either run: they only count beside other gradients.
+    # Gradients that are zero but for rounding (the bias of a key) are compared on the scale of the others.
     bound = rounding * max(wanted[0], 1e-3 * typical * count)
     sums = [sum(part[at] for part in parts) for at in range(len(wanted))]
     compared = range(2, len(wanted)) if len(parts) != 1 else (0, *range(2, len(wanted)))
-    return any(_apart(sums[at], wanted[at], bound) for at in compared)
+    return any(_differs(sums[at], wanted[at], bound) for at in compared)
 
 
-def _apart(one: float, other: float, bound: float) -> bool:
+def _differs(one: float, other: float, bound: float) -> bool:
     both_bad = one != one and other != other
     return not (both_bad or one == other or abs(one - other) <= bound)

@@ -1,4 +1,4 @@
-"""The first batch of the loop that is about to run, read so that the loop still has it."""
+"""Reads the first batch of the loop that is about to run, without taking it away from the loop."""
 
 import copy
 import inspect
@@ -19,10 +19,10 @@ _LARGE = 1 << 20
 
 
 def loaders_of(trainer: Trainer) -> CombinedLoader:
-    """What the loop that is about to run will read.
+    """The loaders of the loop that is about to run.
 
-    Asked for from where Lightning's loop gets it (read in lightning 2.6): what the loop sets up itself, it sets up with
-    one batch read already where it does not know how many there are.
+    They come from the loop's data source (read in lightning 2.6). A loop that does not know the number of its batches
+    reads one already when it is set up.
     """
     loops: dict[Any, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -37,20 +37,20 @@ def loaders_of(trainer: Trainer) -> CombinedLoader:
 
 
 def map_style(loaders: CombinedLoader) -> bool:
-    """Whether every loader reads from a dataset by index, so that no reading can take anything away."""
+    """Return True if every loader reads from a dataset by index, so that reading takes no batch away."""
     every = loaders.flattened
     maps = [isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in every]
     return bool(maps) and all(maps)
 
 
 def first_batch(loaders: CombinedLoader) -> Any:
-    """The first batch, from an iterator of its own; raises where the loop would not get it any more.
+    """The first batch, from a separate iterator; raises where the loop would lose it.
 
-    A stream is read from a copy, since it may remember how far it was read. The loaders' own generators are put back.
-    The main random streams are the caller's to set aside.
+    A stream is read from a copy, since it may remember its position. The loaders' own generators are put back. The
+    caller restores the main random streams.
     """
     if any(map(_gone_once_read, loaders.flattened)):
-        raise UnsupportedError("the data can be read only once, and the loop is to have it")
+        raise UnsupportedError("the data can be read only once, and the loop needs it")
     before = [(generator, generator.get_state()) for each in loaders.flattened for generator in _generators(each)]
     own = loaders.flattened
     loaders.flattened = [_on_a_copy(each) for each in own]
@@ -65,14 +65,14 @@ def first_batch(loaders: CombinedLoader) -> Any:
 
 
 def _gone_once_read(loader: Any) -> bool:
-    """Whether data comes from an iterator: the loader, its stream, or what that stream holds (a generator, a file)."""
+    """Return True if data comes from an iterator: the loader, its stream, or an attribute of that (a file)."""
     data = getattr(loader, "dataset", None)
-    held = vars(data).values() if isinstance(data, IterableDataset) else ()
-    return any(isinstance(each, Iterator) for each in (loader, data, *held))
+    inner = vars(data).values() if isinstance(data, IterableDataset) else ()
+    return any(isinstance(each, Iterator) for each in (loader, data, *inner))
 
 
 def _on_a_copy(loader: Any) -> Any:
-    """`loader`, or one like it that reads a copy of its stream where reading would happen in this process."""
+    """`loader`, or a loader of a copy of its stream where this process would read the stream."""
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
         return loader
     shared = {id(each): each for each in vars(loader.dataset).values() if _data_itself(each)}
@@ -85,24 +85,24 @@ def _on_a_copy(loader: Any) -> Any:
 
 
 def _data_itself(value: Any) -> bool:
-    """Whether `value` is too large to say how far a stream was read. It may be too large to copy."""
+    """Return True for a tensor that is too large to be the position of a stream, and maybe too large to copy."""
     return isinstance(value, Tensor) and value.nbytes > _LARGE
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Those that the order of the samples and the seeds of workers are drawn from."""
+    """Generators of the order of samples and of the seeds of workers."""
     holders = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
     found = [getattr(holder, "generator", None) for holder in [*holders, getattr(holders[-1], "sampler", None)]]
     return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def loader_batch_size(trainer: Trainer) -> int | None:
-    """Samples in a batch of the one training loader, None where there are several or it does not say."""
+    """Samples in a batch of the training loader; None for several loaders, or one without a batch size."""
     return promised_samples(trainer.train_dataloader)
 
 
 def promised_samples(loader: Any) -> int | None:
-    """Samples in a batch of `loader`, None where it does not say; of several loaders in one, where there is one."""
+    """Samples in a batch of `loader`; None for several loaders, or one without a batch size."""
     if isinstance(loader, CombinedLoader):
         return promised_samples(loader.flattened[0]) if len(loader.flattened) == 1 else None
     size = getattr(loader, "batch_size", None)
@@ -120,5 +120,5 @@ STEPS = {
 
 
 def step_arguments(step: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
-    """What Lightning would call `step` with: the batch, then indices as far as it takes them."""
+    """The arguments with which Lightning would call `step`: the batch, then as many indices as it takes."""
     return (batch, 0, 0)[: len(inspect.signature(step).parameters)]

@@ -1,8 +1,9 @@
-"""What a pipelined `training_step` logs and prints: recorded on the last stage, replayed on every rank.
+"""Records what a step logs and prints, and its calls of metrics; replays them on every rank.
 
-The last stage runs the step once per microbatch; a user's one call of `self.log` must be one logged value, and a call
-of a metric one call on the whole batch, on every rank, so that metrics' states are equal everywhere. A value that a
-metric's `forward` or `compute` returned and that is logged as it is, is exact too: what the replay of that call gives.
+The last stage of a pipeline runs the step once per microbatch. One call of `self.log` must become one logged value,
+and one call of a metric must become one call on the full batch. This happens on every rank, so that the states of
+metrics are equal everywhere. A result of `forward` or `compute` that is logged unchanged is exact: it is the result of
+the replayed call.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -17,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
-from lightning_3d.sandbox.loggers import Tell, do, recorded_trainer
+from lightning_3d.sandbox.loggers import RecordCall, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
 from lightning_3d.sandbox.record import Computed, MetricName, Record, RecordedCall, unpacked
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
@@ -29,7 +30,7 @@ class LogRecorder:
     """Takes the place of `module.log` and of the module's metrics while a step runs on a microbatch.
 
     Args:
-        inside_block: True while a block runs. Nothing can be logged there: only the rank that runs the block would.
+        inside_block: True while a block runs. Logging raises there: only the rank that runs the block would log.
     """
 
     def __init__(self, module: Any, inside_block: Callable[[], bool] = lambda: False) -> None:
@@ -38,14 +39,16 @@ class LogRecorder:
         self.metrics: dict[str, Any] = {}
         self.names: dict[int, str] = {}
         self.roots: dict[str, str] = {}
-        """The outermost metric that each belongs to: a collection for its members."""
+        """By name, the outermost metric that a metric belongs to: a collection for its members."""
         self.scratch: dict[int, Any] = {}
         """A copy of each metric, by the metric's id, for values that must not change its state."""
-        self.look()
+        self.find_metrics()
 
-    def look(self) -> None:
-        """Find the module's metrics, which may be others than in the step before: some make new ones in each epoch, as
-        `MetricTracker` does. In plain attributes only what there is at first: those may hold anything, and much."""
+    def find_metrics(self) -> None:
+        """Find the module's metrics again: a step may have new ones in each epoch, as with `MetricTracker`.
+
+        Metrics in plain attributes are found only once: such attributes may be large.
+        """
         found = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
         if self.modules is not None and list(map(id, found)) == list(map(id, self.modules)):
             return
@@ -63,14 +66,15 @@ class LogRecorder:
         speaks: bool = False,
         own_metrics: bool = False,
     ) -> Iterator[None]:
-        """Calls of `log`, `print`, loggers and metrics go to `record`; metrics give the microbatch's value and keep
-        their state.
+        """Send calls of `log`, `print`, loggers and metrics to `record`; metrics return values of the microbatch.
+
+        The states of metrics do not change.
 
         Args:
-            noted: sees every value before anything else does.
-            speaks: whether this rank does what only rank 0 does; else none does.
-            own_metrics: metrics run as their author wrote them, and have their states of before afterwards. A run that
-                proves another one must not share the replacements that the other one computes with.
+            noted: called first, with every value.
+            speaks: True where this rank acts as rank 0; else no rank does.
+            own_metrics: metrics run as their author wrote them; afterwards they have their states from before. A run
+                that proves another one must not share the replacements that the other one computes with.
         """
         returned: dict[int, Computed] = {}
 
@@ -82,15 +86,15 @@ class LogRecorder:
             given = dict(zip(names, args, strict=True)) | kwargs
             record.add("log", name, (self._named(value, returned),), given)
 
-        def tell(what: str) -> Tell:
-            def told(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def recording_of(what: str) -> RecordCall:
+            def recorded(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if noted:
                     noted((args, kwargs))
                 record.add(what, name, detached(untrace(args)), detached(untrace(kwargs)))
 
-            return told
+            return recorded
 
-        def tap(name: str, method: str) -> Callable[..., Any]:
+        def recorder_of(name: str, method: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 self._refuse_inside(method, name)
                 if noted:
@@ -110,19 +114,24 @@ class LogRecorder:
 
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
         if own_metrics:
-            taps = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+            replacements = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
         else:
             self._copy_metrics()
-            taps = [(metric, method, tap(name, method)) for name, metric, method in every]
-        say = tell("print")
-        taps = [*taps, (self.module, "log", log), (self.module, "print", lambda *args, **kwargs: say("", args, kwargs))]
+            replacements = [(metric, method, recorder_of(name, method)) for name, metric, method in every]
+        say = recording_of("print")
+        replacements = [
+            *replacements,
+            (self.module, "log", log),
+            (self.module, "print", lambda *args, **kwargs: say("", args, kwargs)),
+        ]
         restored = metrics_restored(self.metrics.values()) if own_metrics else nullcontext()
-        with restored, instead(taps), recorded_trainer(self.module, tell("logger")), acting_as_rank_zero(speaks):
+        trainer = recorded_trainer(self.module, recording_of("logger"))
+        with restored, instead(replacements), trainer, acting_as_rank_zero(speaks):
             yield
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Calls of `log` and of metrics do what they do, and are refused inside of blocks."""
+        """Let calls of `log` and of metrics through, and refuse them inside of blocks."""
 
         own = self.module.log
 
@@ -130,10 +139,10 @@ class LogRecorder:
             self._refuse_inside("log", name)
             own(name, *args, **kwargs)
 
-        self.look()
+        self.find_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
-        taps = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
-        with instead([(self.module, "log", log), *taps]):
+        replacements = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+        with instead([(self.module, "log", log), *replacements]):
             yield
 
     def _watched(self, metric: Any, name: str, method: str) -> Callable[..., Any]:
@@ -147,7 +156,7 @@ class LogRecorder:
         return call
 
     def replay(self, record: Record, sizes: list[int]) -> None:
-        """Do on this rank what one step on the whole batch, of microbatches of `sizes`, would have done."""
+        """Do on this rank what one step on the full batch, of microbatches of `sizes`, would have done."""
         self._copy_metrics()
         results: dict[str, Any] = {}
         for call in record.calls:
@@ -172,7 +181,7 @@ class LogRecorder:
             what = f"{name!r} is logged" if method == "log" else f"{method}() of the metric {name!r} is called"
             raise UnsupportedError(
                 f"{what} inside of a block. A stage of a pipeline runs its own blocks only, so other ranks would not"
-                " know of it. Return the value from the block, and log it or give it to the metric in the step itself;"
+                " have it. Return the value from the block, and log it or give it to the metric in the step itself;"
                 " or use pipeline_parallel_size=1."
             )
 
@@ -184,7 +193,7 @@ class LogRecorder:
                     self.scratch.setdefault(id(mine), inner)
 
     def _on_microbatch(self, name: str, method: str, args: Any, kwargs: Any, record: Record) -> Any:
-        """What a call of a metric returns within the step."""
+        """The result of a metric's method within the step."""
         metric = self.metrics[name]
         if method == "forward":
             return cleared(metric, self.scratch[id(metric)]).forward(*args, **kwargs)
@@ -209,7 +218,7 @@ class LogRecorder:
         return getattr(metric, call.what)(*args, **kwargs)
 
     def _reached(self, name: str) -> Any:
-        """A metric as the step reached it: members of a collection get states of their own before they are changed."""
+        """A metric as the step reached it: members of a collection get their own states before they change."""
         collection = self.metrics.get(name.rpartition(".")[0])
         if isinstance(collection, MetricCollection):
             collection.values()
@@ -234,7 +243,7 @@ class LogRecorder:
 
 
 def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tuple[Hashable, ...]]]:
-    """The tensors in what a metric returned, and where they are in it."""
+    """The tensors in the result of a metric, and their paths in it."""
     if isinstance(value, Tensor):
         yield value, path
     elif isinstance(value, dict):
@@ -246,7 +255,7 @@ def _paths(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[Tensor, tup
 
 
 def _detached(leaf: Any) -> Any:
-    """What is averaged and sent to other ranks; numpy's numbers and arrays as torch's, which alone are."""
+    """A value that can be averaged and sent to other ranks: numpy's numbers and arrays become torch's."""
     if isinstance(leaf, np.generic):
         return leaf.item()
     if isinstance(leaf, np.ndarray):

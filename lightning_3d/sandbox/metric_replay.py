@@ -1,10 +1,9 @@
-"""Calls of metrics on a batch of which the arguments are there microbatch by microbatch.
+"""Calls of metrics on a full batch, from the arguments of its microbatches.
 
-Arguments cannot be joined in general: their rows may be tokens, or those that a mask leaves over, and a number may be
-a count, an extreme or a mean. So a metric is updated once for each microbatch, which adds up to the same state. The
-value of a batch (what `forward` returns) is that of a metric that saw nothing else. What counts updates, not rows, is
-updated once: the windows of `Running`, and a `MeanMetric` that is given one number (a loss), which then is averaged by
-the sizes of the microbatches.
+Arguments cannot be joined in general: their rows may be tokens, or the rest after a mask, and a number may be a count,
+an extreme or a mean. So a metric is updated once for each microbatch, which adds up to the same state. The value of a
+batch (the result of `forward`) is that of a cleared copy. Metrics that count updates, not rows, are updated once: the
+windows of `Running`, and a `MeanMetric` of one number (a loss), which is averaged by the sizes of the microbatches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ Pieces = list[tuple[Arguments, int]]
 
 
 def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int, Any]) -> Callable[..., Any]:
-    """`metric.forward` or `metric.update` on all of `pieces`, whatever it is called with.
+    """A function that calls `metric.forward` or `metric.update` on all of `pieces`, and ignores its own arguments.
 
     Args:
         scratch: a copy of each metric, by its id, that may be reset.
@@ -49,20 +48,20 @@ def on_full_batch(metric: Any, method: str, pieces: Pieces, scratch: Mapping[int
             own(*args, **kwargs)
 
     def forward(*_: Any, **__: Any) -> Any:
-        apart = cleared(metric, scratch[id(metric)])
-        apart._to_sync, apart.dist_sync_fn = metric.dist_sync_on_step, metric.dist_sync_fn
+        copy = cleared(metric, scratch[id(metric)])
+        copy._to_sync, copy.dist_sync_fn = metric.dist_sync_on_step, metric.dist_sync_fn
         for (args, kwargs), _size in pieces:
-            apart.update(*args, **kwargs)
+            copy.update(*args, **kwargs)
             metric.update(*args, **kwargs)
-        metric._forward_cache = apart.compute()
-        apart._to_sync = False
+        metric._forward_cache = copy.compute()
+        copy._to_sync = False
         return metric._forward_cache
 
     return update if method == "update" else forward
 
 
 def _joined(metric: Any, pieces: Pieces) -> Pieces:
-    """One piece where a mean is given one number."""
+    """One piece for a mean of one number."""
     numbers = [args[0] for (args, kwargs), _ in pieces if len(args) == 1 and not kwargs and _is_number(args[0])]
     if not isinstance(metric, MeanMetric) or len(numbers) < len(pieces):
         return pieces
@@ -79,7 +78,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _inside(metric: Any) -> list[Any]:
-    """The metrics that this one calls with what it is called with, and that are to be called once."""
+    """The metrics that this one calls with its own arguments, each once."""
     if isinstance(metric, Running):
         return [metric.base_metric]
     # not `values()`, which changes how members of a compute group share their states
@@ -105,7 +104,7 @@ def scratch_of(metric: Any) -> Any:
 
 
 def cleared(metric: nn.Module, scratch: Any) -> Any:
-    """`scratch`, which is a copy of `metric`, where the metric is now and as if nothing had been given to it."""
+    """`scratch`, a copy of `metric`, on the device of the metric and reset."""
     for mine, copy in _pairs(metric, scratch):
         if copy.device != mine.device:
             copy.to(mine.device)
@@ -114,7 +113,7 @@ def cleared(metric: nn.Module, scratch: Any) -> Any:
 
 
 def as_far_as(metric: nn.Module, scratch: Any) -> Any:
-    """`scratch`, which is a copy of `metric`, with the metric's state of now."""
+    """`scratch`, a copy of `metric`, with the current state of the metric."""
     for mine, copy in _pairs(metric, cleared(metric, scratch)):
         for name, value in mine._copy_state_dict().items():
             setattr(copy, name, value)
@@ -147,7 +146,7 @@ def _pairs(metric: nn.Module, scratch: nn.Module) -> Iterator[tuple[Metric, Metr
 
 @contextmanager
 def instead(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes on instances, and put back what was there."""
+    """Set attributes on instances, and put back the attributes from before."""
     missing = object()
     before = [(owner, name, owner.__dict__.get(name, missing)) for owner, name, _ in replacements]
     for owner, name, value in replacements:

@@ -1,9 +1,9 @@
-"""What one run of a step logs and does to metrics, and one record made of those of all microbatches.
+"""Records of what a step logs and of its calls of metrics; one record from those of all microbatches.
 
-Calls are matched by what is called, its name and how often it was before, not by position: a call that depends on the
-data ("if mask.any(): self.log(...)") is not made on every microbatch.
+Calls are matched by method, name and number of earlier calls, not by position: a call that depends on the data
+("if mask.any(): self.log(...)") does not happen on every microbatch.
 
-Objects of any kind on their way from the last stage, which runs a step to its end, to the other ranks.
+Objects of any kind are pickled on their way from the last stage, which runs a step to its end, to the other ranks.
 """
 
 import pickle
@@ -31,13 +31,13 @@ class MetricName:
 
 @dataclass(frozen=True)
 class Computed:
-    """Stands for what a call of a metric returned, or a part of it."""
+    """Stands for the result of a call of a metric, or an entry of it."""
 
     key: str
     """Of the call."""
     path: tuple[Hashable, ...]
     value: Any
-    """On the microbatch. None in the record of the whole batch: replaying the call gives it."""
+    """On the microbatch. None in the record of the full batch: replaying the call gives it."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class RecordedCall:
     what: str
     """"log", "print", "forward", "update", "reset", "compute", or "logger"."""
     name: str
-    """Of the logged value or of the metric; of a logger, which and what is called."""
+    """Of the logged value or of the metric; of a logger, the route to the function."""
     key: str
-    """Says which call of the step it is, on every microbatch alike."""
+    """Identifies the call in the step, equally on every microbatch."""
     pieces: tuple[Arguments | None, ...]
-    """The arguments on each microbatch, None for one that did not call; of what is logged or printed one for all."""
+    """The arguments on each microbatch, None for one without the call; one entry for logs and prints."""
 
 
 @dataclass
@@ -86,13 +86,13 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
             pieces = tuple(None if call is None else call.pieces[0] for call in calls)
         whole.calls.append(replace(first, pieces=pieces))
     logged_keys = {part.key for call in whole.calls if call.what == "log" for part in _computed(call.pieces)}
-    # nobody on the other ranks sees a computed value that is not logged, and computing costs (and gathers)
+    # other ranks need no computed value that is not logged, and computing costs (and gathers)
     whole.calls = [call for call in whole.calls if call.what != "compute" or call.key in logged_keys]
     return whole
 
 
 def _order(records: list[Record]) -> list[str]:
-    """Keys of all calls; one that the first microbatches did not make goes behind its predecessor in its own."""
+    """Keys of all calls in order; a key that is new in a microbatch follows its predecessor there."""
     order: list[str] = []
     for record in records:
         at = 0
@@ -112,13 +112,13 @@ def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
     given = [each.get("batch_size") for _, each in pieces]
     if None not in given:
         kwargs = kwargs | {"batch_size": sum(given)}
-        if len(set(given)) > 1 or given[0] <= max(sizes):  # else it is the whole batch's, and says nothing of its parts
+        if len(set(given)) > 1 or given[0] <= max(sizes):  # else it is that of the full batch
             sizes = given
     return (_combine([args[0] for args, _ in pieces], sizes, kwargs.get("reduce_fx", "mean")),), kwargs
 
 
 def _said_once(pieces: list[Any], sizes: list[int]) -> Any:
-    """Of what goes to a logger or is printed: numbers are averaged, of the rest the first microbatch's is taken."""
+    """Arguments for a logger or a print: numbers are averaged, other values are those of the first microbatch."""
     like = form(pieces[0])
     alike = [(list(leaves(piece)), size) for piece, size in zip(pieces, sizes, strict=True) if form(piece) == like]
     sizes, columns = [size for _, size in alike], zip(*(items for items, _ in alike), strict=True)
@@ -152,7 +152,7 @@ _ONCE = {"log": _logged_once, "logger": _said_once, "print": _said_once}
 
 
 def mean_of(values: list[Any], sizes: list[int]) -> Any:
-    """Mean of numbers by size. What has no size does not count: the mean over no token is not a number."""
+    """Mean of numbers by size. One of size 0 does not count: the mean over no token is not a number."""
     total = sum(sizes)
     counted = [(value, size / total) for value, size in zip(values, sizes, strict=True) if size] if total else []
     counted = counted or [(value, 1 / len(values)) for value in values]
@@ -177,10 +177,10 @@ class PickledObject(bytes):
 
 
 def packed(what: str, value: Any) -> tuple[Any, ...]:
-    """`value` as it can be sent; nothing, and a warning, where it cannot."""
+    """`value` in a form that can be sent; nothing, and a warning, where there is none."""
     try:
         return (map_leaves(lambda leaf: leaf if isinstance(leaf, _SENT) else PickledObject(talk.pickled(leaf)), value),)
-    except Exception as error:  # any failure to pickle means the same: it stays behind
+    except Exception as error:  # any failure to pickle means the same: it is not sent
         warnings.warn(
             f"{what} that cannot be sent to other ranks ({type(error).__name__}: {error}). Under a pipeline only the"
             " last stage has it, and loggers are on rank 0: it is left out. Do that in on_train_batch_end.",

@@ -1,4 +1,4 @@
-"""The first batches of tensor and pipeline peers, compared before set-up concludes anything from one."""
+"""Compares the first batches of tensor and pipeline peers, before set-up uses one."""
 
 import zlib
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
         if len(read) == len(peers) and (difference := _difference_between(read)) is not None:
             raise DivergenceError(
                 f"batch 0 of training_step is not the same on the ranks of data rank {data}, which work on the same"
-                f" samples: {difference}. Most often each process drew data of its own. {SEED}"
+                f" samples: {difference}. Most often each process drew its own data. {SEED}"
             )
 
 
 def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
-    """None where the batch would be lost to training, or where it fails: the step that reads it says why."""
+    """None where training would lose the batch, or where reading fails: the step that reads it raises then."""
     try:
         with random_streams.restored_streams():
             loaders = loaders_of(trainer)
@@ -55,7 +55,7 @@ def _marks(batch: Any) -> Marks:
 
 
 def _difference_between(marks: Mapping[int, Marks]) -> str | None:
-    """The first leaf that some ranks have otherwise, with their kinds of it; None where all are equal."""
+    """The first leaf that differs between ranks, with its kinds; None where all are equal."""
     names = list(dict.fromkeys(name for each in marks.values() for name in each))
     differing = [name for name in names if len({each.get(name) for each in marks.values()}) > 1]
     if not differing:

@@ -1,3 +1,5 @@
+"""Nested containers of tensors and plain values: the batches, outputs and attributes of a step."""
+
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +15,7 @@ _SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch
 
 
 def children(value: Any) -> list[Any] | None:
-    """What a container holds, None for a leaf."""
+    """The entries of a container, None for a leaf."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -24,7 +26,7 @@ def children(value: Any) -> list[Any] | None:
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:
-    """A container like `value` that holds `items`."""
+    """A container like `value` with `items` as its entries."""
     if isinstance(value, Mapping):
         if type(value) is dict:
             return dict(zip(value, items, strict=True))
@@ -73,7 +75,7 @@ def detached(value: Any) -> Any:
 
 
 def form(value: Any) -> Any:
-    """The containers of `value`, without what they hold."""
+    """The containers of `value`, with None for every leaf."""
     return map_leaves(lambda _: None, value)
 
 
@@ -114,7 +116,7 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
 
 
 def _in_rows(outputs: list[Tensor], sizes: list[int]) -> bool:
-    """Whether tensors are parts of one: rows for each sample, or of another length for each microbatch."""
+    """Return True for rows of one tensor: a row for each sample, or a length that differs by microbatch."""
     if not outputs[0].ndim or len({out.shape[1:] if out.ndim else None for out in outputs}) > 1:
         return False
     lengths = [out.shape[0] for out in outputs]
@@ -123,11 +125,13 @@ def _in_rows(outputs: list[Tensor], sizes: list[int]) -> bool:
         return True
     if len(set(lengths)) > 1 or outputs[0].is_floating_point():
         return len(set(lengths)) > 1
-    return any(type(out) is Tensor and not out.equal(outputs[0]) for out in outputs)  # a dry run's have no values
+    return any(
+        type(out) is Tensor and not out.equal(outputs[0]) for out in outputs
+    )  # tensors of a dry run have no values
 
 
 def _per_sample(output: list[Any], size: int) -> bool:
-    """Whether a list has one entry per sample, rather than being a few tensors with a row per sample."""
+    """Return True for a list with one entry per sample, rather than a few tensors with a row per sample."""
     rowwise = any(isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size for leaf in output)
     return len(output) == size and not rowwise
 
@@ -138,7 +142,7 @@ def untrace(value: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a training step returned."""
+    """The loss in the output of a training step."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if loss is not None and not isinstance(loss, Tensor):
         raise UnsupportedError(

@@ -70,3 +70,31 @@ def metered(strategy, world):
 def test_meters_count_each_sample_once(axis):
     (wanted,) = run(metered, None, 1, world=1)
     assert run(metered, {axis: 2}, 2, world=2)[-1] == wanted  # of a pipeline the last stage runs the step to its end
+
+
+RUNS = {"count": 0, "ahead": 0}
+
+
+class Counting(MLP):
+    """Its loss is no mean over samples, and it draws random numbers outside of its blocks: the most runs."""
+
+    def training_step(self, batch, batch_idx):
+        RUNS["count"] += 1
+        loss = F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        RUNS["ahead"] = RUNS["ahead"] or RUNS["count"]
+
+
+def runs_ahead():
+    batches = DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
+    strategy = Strategy3D(quiet=True, pipeline_parallel_size=2)
+    Trainer(**QUIET, max_epochs=1, limit_val_batches=0, devices=2, strategy=strategy).fit(Counting(), batches)
+    return RUNS["ahead"]
+
+
+def test_a_step_runs_at_most_six_times_and_once_per_stage_before_training():
+    for ahead in run(runs_ahead, world=2):
+        assert 1 <= ahead <= 6 + 2

@@ -337,7 +337,7 @@ def test_a_dry_run_says_why_there_is_nothing_to_show(capsys, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys\nsys.exit(5)\n")
     said = refused(capsys, str(script), "--cluster", "4xcpu", command="dry-run")
-    assert "called sys.exit(5) before its trainer.fit was over" in said
+    assert "called sys.exit(5) before its trainer.fit ended" in said
     said = refused(capsys, str(script), "--cluster", "4xtpu-v4", command="dry-run")
     assert "lightning_3d does not run on it" in said
     assert "cannot be split" in refused(capsys, str(script), "--cluster", "4xcpu", "--args", "'", command="dry-run")

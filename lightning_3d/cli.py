@@ -13,20 +13,20 @@ from lightning_3d.errors import ConfigurationError, Lightning3DError
 
 COMMANDS = {
     "plan": ("lightning_3d.commands.plan", "how many devices, which layout, how long, how much money"),
-    "dry-run": ("lightning_3d.commands.dry_run", "your script on a cluster that is not there: memory, traffic"),
-    "inspect": ("lightning_3d.commands.inspect", "how a module would be divided: tensor plan, stages, parameters"),
+    "dry-run": ("lightning_3d.commands.dry_run", "simulate your script on a cluster: memory, messages, errors"),
+    "inspect": ("lightning_3d.commands.inspect", "how a module would be sharded: tensor plan, stages, parameters"),
     "compare": ("lightning_3d.commands.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
-    "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, so that plans for it are right"),
+    "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, for plans that use it"),
     "consolidate": ("lightning_3d.commands.consolidate", "one file from a sharded checkpoint"),
     "export": ("lightning_3d.commands.export", "safetensors from a sharded checkpoint, for from_pretrained"),
 }
 """Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
 LIGHT = ("plan",)
-"""Commands that import torch and Lightning by themselves, where they need them."""
+"""Commands that import torch and Lightning only when they need them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns 0, or 2 with one line on stderr where the input cannot be used."""
+    """Run one subcommand. Return 0, or 2 with one line on stderr if the input cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else None
     prog = f"lightning-3d {name}" if name in {**COMMANDS, **VERBS} else "lightning-3d"
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(printable(f"{prog}: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; stdout is closed so that the interpreter does not flush it again.
+        # The reader (`| head`) has closed the pipe. Close stderr too, or the interpreter reports its failed flush.
         sys.stderr.close()
         return 0
 

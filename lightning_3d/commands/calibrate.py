@@ -1,4 +1,4 @@
-"""Measure this machine in about a minute, and write a catalogue entry that plans for it use."""
+"""Measure this machine in about a minute, and write its catalogue entry for plans."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -22,7 +22,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Measure, write, and show what was measured."""
+    """Measure, write the entry, and print it."""
     name = args.name.lower()
     if not name.replace("-", "").replace("_", "").isalnum() or name[0].isdigit():
         raise PlannerError(f"--name {args.name!r} must be letters, digits and dashes, and start with a letter.")

@@ -1,4 +1,4 @@
-"""The jobs of a Hydra sweep side by side: layout, loss, seconds of a step, memory, cost."""
+"""Compare the jobs of a Hydra sweep: layout, loss, seconds per step, memory, cost."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -23,16 +23,16 @@ examples:
   lightning-3d compare multirun/2026-01-31/12-00-00 --metric val_loss --price 2.5 --plot comparison.png
 """
 OVERRIDES = "overrides.yaml"
-"""What Hydra writes into `.hydra` of each job that it starts."""
+"""File that Hydra writes into `.hydra` of each job."""
 REASON = 300
-"""Characters that are shown of it."""
+"""Characters shown of the reason why a job failed."""
 AXES = ("data", "tensor", "pipeline")
 HEADER = ("job", "layout", "devices", "loss", "step", "memory", "device-hours", "cost")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """One job of a sweep; without `report` it did not come to the end of training."""
+    """One job of a sweep. `report` is None if it did not finish training."""
 
     name: str
     overrides: tuple[str, ...]
@@ -41,7 +41,7 @@ class JobReport:
     """Why there is no report."""
 
     def metric(self, wanted: str | None) -> float | None:
-        """The value of `wanted`, else of what was logged as a loss."""
+        """The value of `wanted`; without a name, that of the logged loss."""
         metrics: dict[str, float] = (self.report or {}).get("metrics", {})
         if wanted is not None:
             return metrics.get(wanted)
@@ -55,13 +55,13 @@ class JobReport:
 def configure(parser: ArgumentParser) -> None:
     """Add the flags of `lightning-3d compare`."""
     parser.add_argument("folder", help="directory of a sweep, such as multirun/2026-01-31/12-00-00")
-    parser.add_argument("--metric", metavar="NAME", help="what was logged as NAME (default: the loss)")
-    parser.add_argument("--price", type=real, metavar="DOLLARS", help="of a device-hour (default: the catalogue's)")
+    parser.add_argument("--metric", metavar="NAME", help="logged value to show (default: the loss)")
+    parser.add_argument("--price", type=real, metavar="DOLLARS", help="price of a device-hour (default: catalogue)")
     parser.add_argument("--plot", metavar="FILE", help='also draw a picture (pip install "lightning-3d[plots]")')
 
 
 def run(args: Namespace) -> int:
-    """Print a line for each job, those that failed too."""
+    """Print a line for each job, also for those that failed."""
     jobs = read_jobs(Path(args.folder))
     print(compared(jobs, metric=args.metric, price=args.price))
     for line in _failures(jobs):

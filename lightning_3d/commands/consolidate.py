@@ -1,6 +1,6 @@
-"""Write a sharded checkpoint as one file that a stock Lightning Trainer resumes from.
+"""Write a sharded checkpoint as one file that a stock Lightning Trainer can resume from.
 
-Memory holds one tensor at a time. The directory of the file needs room for the state twice.
+One tensor is in memory at a time. The directory of the file needs room for the state twice.
 """
 
 import argparse
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="also unpickle hyperparameters that are no plain values, which may run any code in the checkpoint",
+        help="also unpickle hyperparameters that are not plain values (this can run any code in the checkpoint)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Your own script on a cluster that is not there: memory of each stage, what is sent, FLOPs, what would go wrong."""
+"""Simulate your script on a cluster: memory of each stage, messages, FLOPs, and errors of the real job."""
 
 import json
 import sys
@@ -17,8 +17,8 @@ examples:
   lightning-3d dry-run train.py --cluster 8xcpu --ranks 0,5
   lightning-3d dry-run train.py --cluster 1024 --args "--layers 80 --batch 2" --json
 
-train.py is any script that calls trainer.fit with strategy=Strategy3D(...). It runs as it is: its Trainer finds the
-cluster in place of the devices it asks for, its module is built without memory, and nothing is logged or saved.
+train.py is any script that calls trainer.fit with strategy=Strategy3D(...). It runs unchanged: its Trainer gets the
+simulated cluster, its module is built without memory, and nothing is logged or saved.
 The exit code is 1 if the job would fail (the report says why) and 2 if the question cannot be answered.
 """
 
@@ -32,8 +32,8 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NODESxDEVICESxNAME",
         help="128x8xh100, 8xcpu, or a number of ranks (of H100s); up to 4096 ranks",
     )
-    parser.add_argument("--args", default="", metavar="TEXT", help='the script\'s own command line: "--lr 1e-3"')
-    parser.add_argument("--ranks", metavar="N,N", help="ranks to simulate, or all (default: one of each stage)")
+    parser.add_argument("--args", default="", metavar="TEXT", help='arguments for the script: "--lr 1e-3"')
+    parser.add_argument("--ranks", metavar="N,N", help="ranks to simulate, or all (default: one per pipeline stage)")
     parser.add_argument("--json", action="store_true", help="print data for programs")
 
 

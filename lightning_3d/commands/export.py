@@ -1,6 +1,6 @@
-"""Write the weights of a checkpoint as safetensors, as Hugging Face lays them out.
+"""Write the weights of a checkpoint as safetensors, in the layout of Hugging Face.
 
-Memory holds one tensor at a time. Where the module held a Hugging Face model, `from_pretrained` loads the result.
+One tensor is in memory at a time. `from_pretrained` loads the result if the module has a Hugging Face model.
 """
 
 import argparse
@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FOLDER", help="the folder to write to (default: CHECKPOINT with -export after it)"
     )
-    parser.add_argument("--prefix", help="of the names to export; left off in the result")
+    parser.add_argument("--prefix", help="export only names that start with PREFIX, without it")
 
 
 def run(args: argparse.Namespace) -> int:

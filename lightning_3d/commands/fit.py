@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _CLASS = re.compile(r"^((?:--trainer\.strategy=)?)([\w.]+\.Strategy3D)$")
-"""Without arguments of its own jsonargparse would take a class for the name of a strategy."""
+"""jsonargparse reads a class without arguments as the name of a registered strategy."""
 VERBS = {
     "fit": "train a LightningModule: --model module.Class --trainer.strategy 3d_zero1 --trainer.devices 2",
     "validate": "the same for trainer.validate",
@@ -43,26 +43,26 @@ def train(arguments: Sequence[str]) -> int:
     from lightning.pytorch.strategies import StrategyRegistry
 
     class Parser(OneLine, LightningArgumentParser):
-        """Lightning's, with our errors, and configs that say what holds where nothing is given."""
+        """Lightning's parser, with our errors. Printed configs include our defaults."""
 
         def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
             return super().dump(_with_defaults(cfg), *args, **kwargs)
 
     class OurCLI(LightningCLI):
-        """Lightning's, with the one parser of the command line."""
+        """LightningCLI with our parser, and an error for unknown strategy names."""
 
         def instantiate_trainer(self, **kwargs: Any) -> "Trainer":
             name = self._get(self.config_init, "trainer.strategy")
             if isinstance(name, str) and name not in (known := StrategyRegistry.available_strategies()) + ["auto"]:
                 ours = ", ".join(each for each in known if each.startswith("3d"))
-                hint = nearest(name, known) or f". Of this package are {ours}; Lightning has its own."
-                raise ConfigurationError(f"--trainer.strategy {name!r} is the name of no strategy{hint}")
+                hint = nearest(name, known) or f". This package registers {ours}; Lightning has its own."
+                raise ConfigurationError(f"--trainer.strategy {name!r} is not a registered strategy{hint}")
             try:
                 return super().instantiate_trainer(**kwargs)
             except (ValueError, TypeError, MisconfigurationException) as error:
-                raise ConfigurationError(f"the Trainer cannot be made ({type(error).__name__}): {error}") from error
+                raise ConfigurationError(f"the Trainer cannot be built ({type(error).__name__}): {error}") from error
 
-    if os.getcwd() not in sys.path:  # a console script does not see the modules beside the user
+    if os.getcwd() not in sys.path:  # a console script has no working directory on its path
         sys.path.insert(0, os.getcwd())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # `main(argv)` is called from Python
@@ -76,7 +76,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _with_defaults(config: Any) -> Any:
-    """`config` with the sizes that `Strategy3D` takes where none are given."""
+    """`config` with the defaults of `Strategy3D` for sizes that are not given."""
     strategy = config.get("trainer.strategy")
     given = getattr(strategy, "init_args", None)
     if given is None or not strategy.class_path.endswith(".Strategy3D") or given.get("layout") != "given":

@@ -1,4 +1,4 @@
-"""What would be done to a module: which matrices are divided how, which blocks go where, parameters per rank."""
+"""Show how a module would be sharded: the tensor plan, the blocks of each stage, parameters per rank."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the plans for the module, which are those that training would use for blocks called the same way."""
+    """Print the plans that training would use, if it calls the blocks in the same way."""
     module = build_module(args.model, args.arg)
     layout = Layout(tensor_parallel_size=args.tensor, pipeline_parallel_size=args.pipeline)
     print("\n".join(describe(module, layout, args.inputs)))
@@ -51,9 +51,9 @@ def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> It
         yield split.describe()
     total = sum(parameter.numel() for parameter in module.parameters())
     for stage in range(split.num_stages if split else 1):
-        held = parameters_on(module, stage, split, tensor)
+        count = parameters_on(module, stage, split, tensor)
         ranks = f"each of the {layout.tensor_parallel_size} tensor ranks" if tensor else "each rank"
-        yield f"stage {stage}: {ranks} holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})"
+        yield f"stage {stage}: {ranks} has {count:,} of {total:,} parameters ({count / max(total, 1):.0%})"
 
 
 def _call(module: nn.Module, given: object) -> None:

@@ -1,4 +1,4 @@
-"""The one parser of the command line: jsonargparse, with one line for an error and the nearest name that is known."""
+"""The parser of the command line: jsonargparse, with errors in one line that name the nearest known option."""
 
 import re
 from argparse import Action
@@ -14,31 +14,31 @@ _NOISE = re.compile(
     r"\s*-?\s*(Does not validate against any of the Union subtypes.*|Subtypes: .*|Errors:|Given value type: .*"
     r"|Given value: NestedArg.*|Expected a <class 'NoneType'>|Expected a path but .*)?"
 )
-"""Lines of jsonargparse that say how it tried, not what is wrong."""
+"""Lines in which jsonargparse lists its attempts, not the error."""
 _CLASS = re.compile(r"\s*- Expected a <class .*")
 
 
 class OneLine(ArgumentParser):
-    """One line on stderr and exit code 2, without the usage of every flag."""
+    """Reports an error as one line on stderr with exit code 2, without the usage of every flag."""
 
     def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Any:
         return super().parse_args(None if args is None else _with_amounts(args), *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error:  # an inner parser, of whose errors the outer one makes its own
+        if not self.exit_on_error:  # an inner parser: the outer one reports its errors
             super().error(f"{message}{_hint(message, self._actions)}", ex)
-        said = f"{_in_one_line(message)}{_hint(message, self._actions)}".rstrip(".")
-        self.exit(2, printable(f"{self.prog.replace(' [options]', '')}: {said} (--help shows more)") + "\n")
+        text = f"{_in_one_line(message)}{_hint(message, self._actions)}".rstrip(".")
+        self.exit(2, printable(f"{self.prog.replace(' [options]', '')}: {text} (--help shows more)") + "\n")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about `name`; empty where nothing like it is known."""
+    """The end of an error about `name`; empty if no known name is similar."""
     found = get_close_matches(name, list(known), n=2, cutoff=0.6)
     return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 def _with_amounts(arguments: Sequence[str]) -> list[str]:
-    """`--tokens -5B` as `--tokens=-5B`: argparse takes it for a flag of its own and says nothing of the amount."""
+    """`--tokens -5B` as `--tokens=-5B`: argparse reads -5B as a flag, and its error does not name the amount."""
     joined: list[str] = []
     for argument in arguments:
         amount = argument[:1] == "-" and (argument[1:2].isdigit() or argument[1:2] == ".")
@@ -50,7 +50,7 @@ def _with_amounts(arguments: Sequence[str]) -> list[str]:
 
 
 def _in_one_line(message: str) -> str:
-    """What is wrong, of the tree that jsonargparse shows of every type that it tried."""
+    """The cause, from the tree of all types that jsonargparse tried."""
     lines = [line for line in message.splitlines() if not _NOISE.fullmatch(line)]
     if any("Problem with given class_path" in line for line in lines):
         lines = [line for line in lines if not _CLASS.fullmatch(line)]
@@ -59,7 +59,7 @@ def _in_one_line(message: str) -> str:
 
 
 def _hint(message: str, actions: Sequence[Action]) -> str:
-    """The nearest of what could have been meant, where that is known."""
+    """The nearest valid option or choice for the error `message`; empty if there is none."""
     options = [option for action in actions for option in action.option_strings if not option.endswith("+")]
     if unknown := re.search(r"[Uu]nrecognized arguments: .*?(--[^\s=]+)", message):
         return nearest(unknown[1], options)

@@ -1,4 +1,4 @@
-"""What a script finds in a dry run: a cluster that is not there, and modules whose parameters take no memory."""
+"""`World`: a simulated cluster for a script's Trainer, and modules whose parameters take no memory."""
 
 import warnings
 import weakref
@@ -30,18 +30,19 @@ def parse_cluster(text: str) -> Cluster:
     cluster = Catalogue.load().cluster(f"{text}x{_COUNTED}" if text.strip().isdecimal() else text)
     if not cluster.accelerator.runs_here:
         raise ConfigurationError(
-            f"{cluster.accelerator.name} is priced and counted only: lightning_3d does not run on it."
+            f"{cluster.accelerator.name} has prices and rates in the catalogue, but lightning_3d does not run on it."
+            " Give a GPU or cpu."
         )
     if cluster.devices > MOST_RANKS:
         raise ConfigurationError(
-            f"a dry run knows clusters of up to {MOST_RANKS} ranks, and {text} has {cluster.devices}. More ranks on the"
-            " data axis change only the size of shards: try a smaller data_parallel_size."
+            f"a dry run simulates clusters of up to {MOST_RANKS} ranks, and {text} has {cluster.devices}. More ranks on"
+            " the data axis change only the size of shards: use a cluster with fewer nodes."
         )
     return cluster
 
 
 class World:
-    """One cluster, as a Trainer of this process sees it, and the mode that stands for its devices."""
+    """One simulated cluster, and the dispatch mode that replaces its devices."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.pretend = cluster, FakeDevice()
@@ -51,12 +52,12 @@ class World:
         self.reports: list[DryRunReport] = []
         """One for each `fit`."""
         self.decisions = ""
-        """A file for what one simulated rank decides for all."""
+        """Path of the file with the decisions of the first simulated rank, which the others read."""
         self.quiet = False
-        """Whether someone else shows the reports."""
+        """True where the caller shows the reports."""
 
     def show(self, report: DryRunReport) -> None:
-        """Called with the report of each `fit`: print it, and fail where the job would."""
+        """Print the report of one `fit`, and raise if the real job would fail."""
         if self.quiet:
             return
         print(report)
@@ -65,12 +66,12 @@ class World:
 
     @property
     def streams(self) -> bool:
-        """Whether devices overlap by streams and the backend's own collectives are used, as on GPUs."""
+        """True where devices overlap work with streams and use the backend's own collectives, as GPUs do."""
         name = self.cluster.accelerator.name
         return name != "cpu" and (name != CALIBRATED or torch.cuda.is_available())
 
     def fake_parameters(self, module: nn.Module) -> None:
-        """Make what is real or on meta fake, in place, tied parameters once. Buffers keep their values."""
+        """Replace real and meta parameters by fake ones, in place; tied ones stay tied. Buffers keep their values."""
         made: dict[int, nn.Parameter] = {}
         for owner in module.modules():
             for name, parameter in owner._parameters.items():
@@ -90,7 +91,7 @@ class World:
 
 
 class FakeClusterEnvironment(ClusterEnvironment):
-    """The environment of one rank of a cluster that is not there."""
+    """The cluster environment of one simulated rank."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -133,12 +134,12 @@ _worlds: list[World] = []
 
 
 def current_world() -> World | None:
-    """The dry run that this process is in, if any."""
+    """The innermost open `in_world` of this process, or None."""
     return _worlds[-1] if _worlds else None
 
 
 def world_for(strategy: object, cluster: Cluster) -> World:
-    """A dry run of the one Trainer that is given `strategy`; its module is the caller's own and stays as it is."""
+    """A dry run of the one Trainer that gets `strategy`. The caller's module is not changed."""
     world, before, owner = World(cluster), Trainer.__init__, weakref.ref(strategy)
     dry = _on_cluster(before, world)
 
@@ -156,7 +157,7 @@ def world_for(strategy: object, cluster: Cluster) -> World:
 
 @contextmanager
 def in_world(cluster: Cluster) -> Iterator[World]:
-    """Inside, Trainers find `cluster` and modules are built without memory for parameters."""
+    """Inside, Trainers run on the simulated `cluster`, and modules are built without memory for parameters."""
     world = World(cluster)
     world.quiet = True
     handle: RemovableHandle = register_module_parameter_registration_hook(
@@ -177,12 +178,12 @@ def in_world(cluster: Cluster) -> Iterator[World]:
 
 
 def ignore_pointers() -> None:
-    """torch warns where code compares addresses of tensors, as FSDP2 and deep copies do; those of fake ones are 0."""
+    """Ignore torch's warning about addresses of fake tensors (all 0), which FSDP2 and deep copies compare."""
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
 
 
 def apply_to_fakes(apply: Any) -> Any:
-    """`Module._apply` (`to`, `half` ...) that keeps fake parameters the objects that they are; torch swaps them."""
+    """`Module._apply` (`to`, `half` ...) that changes fake parameters in place. torch would replace the objects."""
 
     def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -200,7 +201,7 @@ def apply_to_fakes(apply: Any) -> Any:
 
 
 def _on_cluster(init: Any, world: World) -> Any:
-    """`Trainer.__init__` with the devices of the cluster, whatever the script asks for."""
+    """`Trainer.__init__` with the devices of the cluster in place of those that the script asks for."""
 
     @wraps(init)
     def on_cluster(trainer: Trainer, *args: Any, **flags: Any) -> None:
@@ -215,8 +216,8 @@ def _on_cluster(init: Any, world: World) -> Any:
         init(trainer, *args, **flags)
         if not hasattr(type(trainer.strategy), "coordinate"):
             raise ConfigurationError(
-                f"the script's Trainer has strategy={type(trainer.strategy).__name__}: a dry run shows what Strategy3D"
-                ' would do. Give the Trainer strategy=Strategy3D(...), or a name such as "3d_zero1".'
+                f"the script's Trainer has strategy={type(trainer.strategy).__name__}: a dry run simulates Strategy3D"
+                ' only. Give the Trainer strategy=Strategy3D(...), or a name such as "3d_zero1".'
             )
 
     return on_cluster

@@ -1,8 +1,7 @@
-"""`FakeDevice`: a dispatch mode that sees each operation of a rank: what memory is live, how many FLOPs, which values.
+"""`FakeDevice`: a dispatch mode that counts live memory and FLOPs of a rank, and notes which values its step reads.
 
-Parameters are `FakeTensor`s (shape, dtype and device, no memory), so whatever is computed from them is fake too. What
-is made of nothing but the user's batch stays real, so that masks, positions and seeds have their values; only results
-that would be large are fake from the start.
+Parameters are `FakeTensor`s (shape, dtype and device, no memory), so results computed from them are fake too. Results
+computed from the user's batch alone stay real, so that masks, positions and seeds have values. Large ones are fake.
 """
 
 import sys
@@ -26,12 +25,12 @@ from lightning_3d.dryrun.fake_cache import QuickFakeMode
 from lightning_3d.errors import UnsupportedError
 
 LARGE = 1 << 20
-"""Bytes from which what a step makes is not computed."""
+"""Bytes from which a result inside a step is fake."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class FakeDevice(TorchDispatchMode):
-    """Counts, and keeps large results from being computed."""
+    """Counts operations, and gives fake results in place of large ones."""
 
     kind = FakeTensor
 
@@ -41,18 +40,18 @@ class FakeDevice(TorchDispatchMode):
         self.memory = Memory()
         self.flops = 0
         self.thrifty = False
-        """Whether large tensors that are made of real ones are fake: in steps, not where data is loaded."""
+        """True inside steps: large results of real tensors are fake. Loading of data computes them."""
         self.twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Fake tensors for real ones that met fake ones."""
+        """Real tensor -> its fake copy, for operations that mix real and fake tensors."""
         self.reads: set[str] = set()
-        """Where a step read a value that there is none of."""
+        """Lines of user code where a step read the value of a fake tensor."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
-            return NotImplemented  # DTensor and its like come back with the tensors that they consist of
+            return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
         if _asking():
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -63,9 +62,7 @@ class FakeDevice(TorchDispatchMode):
         if faked:
             args, kwargs = self._all_fake(args), self._all_fake(kwargs)
         result = self._run(func, types, args, kwargs, faked)
-        if (
-            isinstance(result, FakeTensor) and result.fake_device.type == "meta"
-        ):  # absent here: as it would be otherwise
+        if isinstance(result, FakeTensor) and result.fake_device.type == "meta":  # on another stage: plain meta
             return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         self.memory.add(result)
         if func._overloadpacket in flop_registry:
@@ -78,8 +75,8 @@ class FakeDevice(TorchDispatchMode):
                 return self.fake.dispatch(func, types, args, kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise UnsupportedError(
-                    f"{_reader() or 'the step'}: the shape of what {func} gives depends on values, and a dry run has"
-                    " shapes only. Nothing is wrong with the job itself, but its memory cannot be known beforehand."
+                    f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
+                    " only shapes. The real job can do this, but its memory cannot be computed without running it."
                 ) from error
         if not self.thrifty or func.is_view or _writes(func):
             return func(*args, **kwargs)
@@ -88,14 +85,14 @@ class FakeDevice(TorchDispatchMode):
         try:
             with self.fake:
                 guess = func(*args, **kwargs)
-        except Exception:  # its shape depends on values (`nonzero`): they are there
+        except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
             return func(*args, **kwargs)
         if sum(tensor.numel() * tensor.element_size() for tensor in _tensors(guess)) < LARGE:
             return func(*args, **kwargs)
         return guess
 
     def _all_fake(self, value: Any) -> Any:
-        """`value` with fake tensors in place of real ones. torch's own way keeps views, which takes long."""
+        """`value` with fake tensors in place of real ones. torch's own conversion keeps views, which is slow."""
         if isinstance(value, FakeTensor):
             return value
         if isinstance(value, Tensor):
@@ -110,7 +107,7 @@ class FakeDevice(TorchDispatchMode):
         return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value
 
     def _number(self, tensor: Tensor) -> Any:
-        """The value, or 1 (false, for a condition) where there is none."""
+        """The value; for a fake tensor 1, or False for a condition."""
         if not isinstance(tensor, FakeTensor):
             return torch.ops.aten._local_scalar_dense.default(tensor)
         reader = _reader() if self.thrifty else None
@@ -125,7 +122,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Large tensors that are made inside are fake."""
+        """Give fake results for large tensors inside."""
         before, self.thrifty = self.thrifty, True
         try:
             yield
@@ -134,7 +131,7 @@ class FakeDevice(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done inside is no work of this rank, nor its memory."""
+        """Count neither FLOPs nor memory inside: another rank does this work."""
         flops, self.memory.counting = self.flops, False
         try:
             yield
@@ -143,16 +140,16 @@ class FakeDevice(TorchDispatchMode):
 
 
 class Memory:
-    """Bytes of the storages that are alive, and the most there have been."""
+    """Bytes of live storages, and their peak."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.counting = True
         self._sizes: dict[int, int] = {}
-        """By the identity of the storage, which torch keeps for as long as the memory is used."""
+        """id(storage) -> bytes. torch keeps the storage object as long as its memory is used."""
 
     def add(self, value: Any) -> None:
-        """Count the storages of the tensors in `value` that are not counted yet."""
+        """Count the storages of tensors in `value` that are not counted yet."""
         if not self.counting:
             return
         for tensor in _tensors(value):
@@ -164,7 +161,7 @@ class Memory:
                     weakref.finalize(storage, self._forget, id(storage))
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size now: FSDP2 frees and takes the memory of whole parameters in this way."""
+        """Count the new size of `storage`: FSDP2 frees and allocates gathered parameters by resizing."""
         if id(storage) in self._sizes:
             size = storage.nbytes()
             self.live += size - self._sizes[id(storage)]
@@ -175,24 +172,23 @@ class Memory:
         self.live -= self._sizes.pop(key)
 
     def restart(self) -> int:
-        """The peak until now; from here on a new one."""
+        """Return the peak, and start a new one."""
         peak, self.peak = self.peak, self.live
         return peak
 
 
-def held(tensors: Sequence[Tensor]) -> int:
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each once."""
     return sum({id(storage): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
 
 
 def _asking() -> bool:
-    """Whether DTensor asks, with a fake mode of its own, only for the shape of a result."""
+    """True where DTensor computes only the shape of a result, with a fake mode of its own."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _reader() -> str | None:
-    """The line that reads a value: the innermost that neither is torch's nor watches calls; None where it is none of
-    the user's."""
+    """The line of user code that reads a value: the innermost one outside of torch. None if it is not user code."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename == __file__
@@ -217,6 +213,6 @@ def _writes(func: Any) -> bool:
 
 
 def _positions(index: Any) -> Any:
-    """A real mask as positions: how many there are says the shape of what it selects."""
+    """A real mask as positions, whose number gives the shape of the selection."""
     real = isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype is torch.bool
     return index.nonzero(as_tuple=True)[0] if real and index.dim() == 1 else index

@@ -1,4 +1,4 @@
-"""In place of starting processes: simulate some ranks of the cluster and print what they report."""
+"""`DryLauncher`: instead of starting processes, simulate some ranks of the cluster and print their reports."""
 
 import os
 import tempfile
@@ -20,7 +20,7 @@ from lightning_3d.layout import Coordinate, Layout
 
 
 class DryLauncher(Launcher):
-    """Runs what was to be launched once for each chosen rank, in processes forked from this one."""
+    """Runs the launched function once for each chosen rank, in processes forked from this one."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -30,14 +30,16 @@ class DryLauncher(Launcher):
         return True
 
     def kill(self, signum: Any) -> None:
-        """Nothing is left running: a simulated rank is waited for."""
+        """Do nothing: `launch` waits for every simulated rank."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Simulate `function`; what it would return there is not."""
+        """Simulate `function` and show the report. Its results are discarded."""
         assert trainer is not None
         assert trainer.state.fn is not None
         if trainer.state.fn != TrainerFn.FITTING:
-            warnings.warn(f"trainer.{trainer.state.fn.value} is left out: a dry run shows trainer.fit.", stacklevel=2)
+            warnings.warn(
+                f"trainer.{trainer.state.fn.value} is skipped: a dry run simulates trainer.fit only.", stacklevel=2
+            )
             return []
         report = self._simulate(trainer, lambda: function(*args, **kwargs), _module(args, kwargs))
         self.world.reports.append(report)
@@ -55,7 +57,7 @@ class DryLauncher(Launcher):
         reports: list[RankReport] = []
         with tempfile.NamedTemporaryFile() as file:
             self.world.decisions = file.name
-            if strategy._auto is not None:  # the first rank says which stages there are
+            if strategy._auto is not None:  # the first rank chooses the layout, and so the stages
                 reports = self._run(asked[:1] or [0], trainer, module, fit)
                 layout, why = chosen_layout(file.name) or (layout, "")
             rest = [rank for rank in asked or one_of_each_stage(layout) if rank not in {done.rank for done in reports}]
@@ -68,7 +70,7 @@ class DryLauncher(Launcher):
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(placed), chosen=why)
 
     def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
-        """What `ranks` report, as many at a time as there are cores."""
+        """The reports of `ranks`, simulated as many at a time as there are cores."""
         reports: list[RankReport] = []
         running: list[SimulatedRank] = []
         try:
@@ -92,8 +94,8 @@ def one_of_each_stage(layout: Layout) -> Sequence[int]:
 def _warn_of_resume(strategy: Any) -> None:
     if strategy._resume is not None:
         warnings.warn(
-            f"resume={strategy._resume!r} is left out of a dry run, which shows a run that starts anew: a later one"
-            " keeps its global batch, on another number of ranks with another layout.",
+            f"resume={strategy._resume!r} is ignored in a dry run, which shows a run from the start. A resumed run"
+            " keeps its global batch: on another number of ranks its layout may differ from the one shown.",
             stacklevel=2,
         )
 

@@ -1,10 +1,10 @@
-"""The rehearsal of a pipeline by one rank alone: blocks of other stages run here too, on shapes.
+"""Proofs on one simulated rank: the rehearsal of a pipeline, and tensor plans of large blocks.
 
-Tensor plans of blocks that are too large to be proven on numbers in a dry run: what is declared is tried on shapes.
+In the rehearsal blocks of other stages run on this rank too, on shapes.
 
-A proof runs a block whole and in shards, forward and backward, several times. For a block of a 70B model that takes
-minutes and tens of gigabytes on a laptop; the real job does it before it trains. A block up to `PROVEN` parameters is
-proven here as there, so that the plan is the same.
+A tensor proof runs a block unsplit and in shards, forward and backward, several times. For a block of a 70B model that
+takes minutes and tens of gigabytes on a laptop; the real job does it before it trains. A block of up to `PROVEN`
+parameters is proven as in the real job, so the plan is the same. For larger ones the declared plan is tried on shapes.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from lightning_3d.tensor.blocks import structure
 
 
 class LoneRehearsal(Rehearsal):
-    """Has the blocks of other stages compute shapes with parameters made for the occasion."""
+    """Runs blocks of other stages on shapes, with temporary fake parameters."""
 
     pipeline: Any
     world: World
@@ -45,7 +45,7 @@ class LoneRehearsal(Rehearsal):
 
     @cached_property
     def seen(self) -> dict[object, Any]:
-        """What blocks of a kind give, by what they are called with: most blocks of a module are alike."""
+        """Structure and arguments of a block -> its output. Most blocks of a module are alike."""
         return {}
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class LoneRehearsal(Rehearsal):
             return run(*args, **kwargs)
 
     def _received(self, leaf: Any) -> Any:
-        """Like what would have been received: no view and without a graph."""
+        """A tensor like the one that a real rank receives: no view, and without a graph."""
         if not isinstance(leaf, Spec):
             return leaf
         return leaf.empty(self.wire.device).requires_grad_(leaf.requires_grad)
@@ -66,7 +66,7 @@ def _spec(leaf: Any) -> Any:
 
 
 def run_whole(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
-    """In place of the part of `rehearse` in which every rank runs its own blocks and hears of the others'."""
+    """The part of `rehearse` in which a real rank runs its own blocks and receives outputs of the others."""
 
     def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
         whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
@@ -84,20 +84,20 @@ def run_whole(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
 
 
 def results(wire: Wire, value: Any, site: Any) -> Any:
-    """What another rank shares: at the end of a step what the rehearsal of it gave, in the rehearsal the value."""
+    """The value shared by another rank: at the end of a step that of its rehearsal, else this rank's own."""
     if site != "results":
         return value
     if not hasattr(wire, "rehearsed"):
         raise UnsupportedError(
-            "a pipeline with all blocks on one stage is not simulated. Use pipeline_parallel_size=1, which does the"
-            " same work with less memory."
+            "a dry run cannot simulate a pipeline that has all blocks on one stage. Use pipeline_parallel_size=1, which"
+            " does the same work with less memory."
         )
     return wire.rehearsed
 
 
 @contextmanager
 def _present(module: nn.Module, world: World) -> Iterator[None]:
-    """Give an absent block parameters and buffers for a while."""
+    """Replace meta parameters and buffers of `module` by fake ones inside."""
     absent: list[tuple[dict[str, Any], str, Tensor]] = [
         (held, name, tensor)
         for owner in module.modules()
@@ -116,11 +116,11 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
 
 
 PROVEN = 30_000_000
-"""Parameters up to which a block is proven on numbers."""
+"""Largest block, in parameters, that is proven on real numbers."""
 
 
 def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[..., Any]:
-    """`plan_unit` that tries the declared plan of a large block on shapes."""
+    """`plan_unit`, but the declared plan of a large block is tried on shapes."""
 
     def plan(unit: nn.Module, sample: Any, size: int, kinds: Any, ways: Any, *rest: Any) -> Any:
         count = sum(parameter.numel() for parameter in unit.parameters())
@@ -128,9 +128,9 @@ def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[.
             return plan_unit(unit, sample, size, kinds, ways, *rest)
         if not ways:
             raise UnsupportedError(
-                f"{type(unit).__name__} has {count:,} parameters, too many to find out in a dry run how it is split"
-                f" over tensor ranks (the most is {PROVEN:,}). Say how with tensor_plan={{...}}, or give the module"
-                " narrower blocks for the dry run."
+                f"{type(unit).__name__} has {count:,} parameters, too many for a dry run to search for its tensor"
+                f" plan (the limit is {PROVEN:,}). Write the plan with tensor_plan={{...}}, or use narrower blocks for"
+                " the dry run."
             )
         with _on_shapes(pretend):
             return plan_unit(unit, sample, size, kinds, ways, *rest)
@@ -140,7 +140,7 @@ def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[.
 
 @contextmanager
 def _on_shapes(pretend: FakeDevice) -> Iterator[None]:
-    """Scratch copies are fake, two results agree if their shapes do, and one call is as good as two of other sizes."""
+    """Make scratch copies fake, compare shapes only, and try one call in place of two of different sizes."""
 
     def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
         return pretend.made(parameter)

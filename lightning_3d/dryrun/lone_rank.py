@@ -1,10 +1,10 @@
-"""What one rank alone does where it would hear from others: the only place where a dry run departs from a real one.
+"""The code that one simulated rank runs in place of code that needs other ranks, or values of tensors.
 
-The process group is torch's fake one, which does nothing; whatever computes on what arrives runs as it is, since only
-shapes count. Listed here is the code of ours and of Lightning that looks at values that arrive, or at numbers that fake
-tensors do not have. It is replaced for good: a simulated rank is a process of its own that ends with its report.
+The process group is torch's fake one, which sends nothing. Most code runs as it is, since only shapes count. Code that
+compares values or waits for other ranks asks `ranks.groups.has_peers()` first. The rest is replaced here by name, for
+good: a simulated rank is a process of its own that ends with its report.
 
-What is decided on the whole module before it is placed: found out by one simulated rank, for all.
+`Decision`: plans of the unsplit module, which the first simulated rank makes for all.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ from lightning_3d.tensor.sample import plain_tensor, working_dtype
 
 
 def become_lone_rank(world: World, strategy: Any) -> None:
-    """Make this process one rank that has no peers."""
+    """Make this process a rank without peers: replace what needs them."""
     pretend, decision = world.pretend, Decision(world.decisions, world.pretend.memory)
     sizes = torch.UntypedStorage.resize_
 
@@ -59,12 +59,12 @@ def become_lone_rank(world: World, strategy: Any) -> None:
     replacements: Sequence[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resize),
         (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
-        (dist, "broadcast_object_list", _nothing),  # what this rank would have sent is what it gets
-        (data_connector, "_InfiniteBarrier", nullcontext),  # is a gloo group of its own
+        (dist, "broadcast_object_list", _nothing),  # each rank keeps its own objects
+        (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
         (type(strategy), "_streams", property(lambda _: world.streams)),
         (talk, "failed_everywhere", _no),
         (talk, "meet", _nothing),
-        (strategy, "_resume", None),  # nothing is loaded, and no run is left for a later start to find
+        (strategy, "_resume", None),  # loads no checkpoint, and writes no note of the run
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
         (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
@@ -75,7 +75,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (observe, "loss_is_no_mean", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
-        (runner, "rehearse", _beside_the_step(pretend, prove.rehearse)),
+        (runner, "rehearse", _outside_step(pretend, prove.rehearse)),
         (prove, "_run_whole", lone_proof.run_whole(world)),
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
@@ -109,8 +109,8 @@ def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The rehearsal happens once, in the first step, and is no part of what a step takes."""
+def _outside_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave FLOPs, messages and peak of the rehearsal out of the step's: it happens once, in the first step."""
 
     def inside(pipeline: Any, *args: Any) -> Any:
         flops = pretend.flops
@@ -125,7 +125,7 @@ def _beside_the_step(pretend: Any, function: Callable[..., Any]) -> Callable[...
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """An argument of a block as the proof takes it: an activation gets random numbers there anyway."""
+    """An argument of a block for the proof, which gives activations random numbers anyway."""
     if not isinstance(tensor, FakeTensor):
         return plain_tensor(tensor)
     if tensor.is_floating_point():
@@ -134,7 +134,7 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 class _TracedFake(TracedTensor, FakeTensor):
-    """torch has one class for each tensor; the class of a fake one can only be changed afterwards."""
+    """A fake TracedTensor. A tensor has one class, and the class of a fake one can only be changed afterwards."""
 
 
 def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
@@ -146,10 +146,10 @@ def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
 
 
 class Decision:
-    """What the first simulated rank that comes decides. The others wait for it, as real ranks do for rank 0.
+    """Decisions of the first simulated rank that needs one. The others wait for it, as real ranks do for rank 0.
 
-    Every rank runs the whole module on a batch to find out what its blocks do. That takes longer than training its own
-    stage, and is alike on all of them.
+    Every real rank runs the unsplit module on a batch to learn what its blocks do. The result is the same on all ranks,
+    and takes longer than a training step of one stage.
     """
 
     def __init__(self, path: str, memory: Memory) -> None:
@@ -163,7 +163,7 @@ class Decision:
         return self._once("layout", lambda: decide(situation))
 
     def _once(self, what: str, find: Callable[[], Any]) -> Any:
-        with open(self.path, "r+b") as file:  # closed, and so unlocked, at the end
+        with open(self.path, "r+b") as file:  # closing it unlocks it
             fcntl.flock(file, fcntl.LOCK_EX)
             decided = _decisions(file.read())
             if what not in decided:
@@ -172,11 +172,11 @@ class Decision:
                 file.write(_pickled({**decided, what: (found, taken)}))
                 return found
         found, taken = decided[what]
-        self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # it takes that memory on every real rank
+        self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # every real rank needs that memory
         return found
 
     def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
-        """What is found, and the memory that it takes to find it."""
+        """The result of `find()`, and the memory that it needs."""
         before, live = self.memory.restart(), self.memory.live
         found = find()
         peak = self.memory.peak
@@ -185,14 +185,14 @@ class Decision:
 
 
 def chosen_layout(path: str) -> Decided | None:
-    """What the ranks that were simulated have chosen, if they came so far."""
+    """The layout that the simulated ranks have chosen; None if they failed before."""
     with open(path, "rb") as file:
         found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
     return None if found is None else found[0]
 
 
 def plan_with_values(*args: Any, **kwargs: Any) -> Any:
-    """The plan for tensor ranks, on real numbers: the proof makes its own."""
+    """`plan_tensor` outside of the fake device: its proof makes real tensors of its own."""
     with _disable_current_modes():
         return plan_tensor(*args, **kwargs)
 
@@ -202,7 +202,7 @@ def _decisions(raw: bytes) -> dict[str, Any]:
 
 
 def _pickled(decisions: dict[str, Any]) -> bytes:
-    """Without what cannot be sent to another process, such as parts of a batch: every rank decides that for itself."""
+    """`decisions` without those that cannot be pickled (parts of a batch): each rank makes these itself."""
     while decisions:
         try:
             return pickle.dumps(decisions)

@@ -1,4 +1,4 @@
-"""What is read off a simulated rank, and when."""
+"""`RankMeter`: reads memory, FLOPs and sent bytes off a rank while it trains."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.comm.ledger import Ledger
-from lightning_3d.dryrun.fake_device import FakeDevice, held
+from lightning_3d.dryrun.fake_device import FakeDevice, storage_bytes
 from lightning_3d.dryrun.report import Sent
 from lightning_3d.ranks.shards import local
 
@@ -17,23 +17,25 @@ LARGE = 500_000_000
 
 
 def steps_of(module: nn.Module) -> int:
-    """Two optimizer steps, of which the second is reported, since the first may send in other buckets; one where each
-    takes long."""
+    """The number of optimizer steps to run. The last is reported.
+
+    Two, since the first may send in other buckets; one for a large module, whose steps take long.
+    """
     return 1 if sum(parameter.numel() for parameter in module.parameters()) > LARGE else 2
 
 
-class Watch(Callback):
-    """Takes the measurements of the last of so many optimizer steps and hands them to `done`."""
+class RankMeter(Callback):
+    """Measures the last of `steps` optimizer steps and passes the result to `done`."""
 
     def __init__(self, pretend: FakeDevice, steps: int, done: Callable[[dict[str, Any]], None]) -> None:
         self.pretend, self.steps, self.done = pretend, steps, done
-        self.seen: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
         self.stepped = 0
         self.peak = 0
         self.begun = False
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.seen["setup_peak"] = self.pretend.memory.restart()
+        self.found["setup_peak"] = self.pretend.memory.restart()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.begun:
@@ -44,7 +46,7 @@ class Watch(Callback):
             ledger_of(trainer).reset()
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        self.seen["gradients"] = held([local(p.grad) for p in module.parameters() if p.grad is not None])
+        self.found["gradients"] = storage_bytes([local(p.grad) for p in module.parameters() if p.grad is not None])
         self.peak = self.pretend.memory.restart()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
@@ -58,10 +60,10 @@ class Watch(Callback):
         parameters = [local(parameter.detach()) for parameter in module.parameters() if not parameter.is_meta]
         states = _states(trainer)
         return {
-            **self.seen,
-            "parameters": held(parameters),
+            **self.found,
+            "parameters": storage_bytes(parameters),
             "optimizer": states,
-            # before the first step of an optimizer its states are not there yet, in all others they are
+            # the first step of an optimizer allocates its states; every later step has them from the start
             "peak": max(self.peak + states - self.before, self.pretend.memory.peak),
             "flops": self.pretend.flops,
             "sent": tuple(Sent(**row._asdict()) for row in ledger_of(trainer).rows()),
@@ -69,9 +71,9 @@ class Watch(Callback):
 
 
 def _states(trainer: Trainer) -> int:
-    """Bytes of optimizer states."""
+    """Bytes of the optimizer states of this rank."""
     states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-    return held([local(value) for state in states for value in state.values() if isinstance(value, Tensor)])
+    return storage_bytes([local(value) for state in states for value in state.values() if isinstance(value, Tensor)])
 
 
 def ledger_of(trainer: Trainer) -> Ledger:

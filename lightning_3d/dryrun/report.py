@@ -1,4 +1,4 @@
-"""What a dry run found out, for people and for programs."""
+"""The report of a dry run, for people and for programs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +10,7 @@ from lightning_3d.planner.show import show_bytes, show_count
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What one rank sends in one optimizer step along one axis with one collective."""
+    """Messages of one rank in one optimizer step, by axis and collective."""
 
     axis: str
     collective: str
@@ -20,7 +20,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One simulated rank. Bytes are those of tensors; what the driver and the allocator take comes on top."""
+    """One simulated rank. Bytes count tensors only: the driver and the allocator need more."""
 
     rank: int
     where: str = ""
@@ -33,21 +33,21 @@ class RankReport:
     peak: int = 0
     """Most bytes alive at once in a training step."""
     setup_peak: int = 0
-    """Most bytes alive at once before training: the whole module is there until it is divided."""
+    """Most bytes alive at once before training: each rank has the unsplit module until it is sharded."""
     flops: int = 0
     """Of matrix products, convolutions and attention in one optimizer step."""
     offloaded: bool = False
-    """Whether parameters, gradients and optimizer states are in host memory."""
+    """True where parameters, gradients and optimizer states are in host memory."""
     sent: tuple[Sent, ...] = ()
     warnings: tuple[str, ...] = ()
     error: str | None = None
-    """What ended this rank before its first optimizer step."""
+    """The error that ended this rank before its first optimizer step."""
     log: str = ""
-    """What it printed, if it failed."""
+    """Its output, if it failed."""
 
     @property
     def rest(self) -> int:
-        """Of the peak, what is neither parameter, gradient at rest nor optimizer state: activations and buffers."""
+        """Activations and buffers: the peak without parameters, gradients and optimizer states."""
         return max(0, self.peak - self.parameters - self.gradients - self.optimizer)
 
 
@@ -59,16 +59,16 @@ class DryRunReport:
     layout: str
     ranks: tuple[RankReport, ...] = field(default=())
     chosen: str = ""
-    """Under `layout="auto"`: what was chosen and why."""
+    """The choice of `layout="auto"` and its reasons; empty for a given layout."""
 
     @property
     def room(self) -> float:
-        """Bytes that one device has for tensors."""
+        """Bytes of one device that are free for tensors."""
         return (self.cluster.accelerator.memory_gb - self.cluster.accelerator.reserved_gb) * 1e9
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """What would end the real job, each once."""
+        """Errors that would end the real job, each once."""
         return tuple(dict.fromkeys(error for rank in self.ranks for error in self._errors(rank)))
 
     @property
@@ -110,10 +110,10 @@ class DryRunReport:
             yield self.chosen
         if ranks:
             yield ""
-            yield f"memory of a rank, of {show_bytes(self.room)} that a {self.cluster.accelerator.name} has for tensors"
+            yield f"memory per rank (a {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors)"
             yield from _table(_MEMORY, [_memory_row(rank) for rank in ranks])
             yield ""
-            yield "sent by a rank in one optimizer step"
+            yield "sent per rank in one optimizer step"
             yield from _table(_SENT, [row for rank in ranks for row in _sent_rows(rank)])
         for title, texts in (("warnings", self.warnings), ("errors", self.errors)):
             if texts:
@@ -123,9 +123,9 @@ class DryRunReport:
 
 
 _REMEDIES = {
-    "before training": 'Every rank holds the whole module until it is divided; precision="bf16-true" halves that.',
-    "in a training step": "Raise zero_stage, tensor_parallel_size, pipeline_parallel_size or num_microbatches, or take"
-    " a smaller batch; `lightning-3d plan` searches for what fits.",
+    "before training": 'Each rank builds the unsplit module before it is sharded. precision="bf16-true" halves that.',
+    "in a training step": "Raise zero_stage, tensor_parallel_size, pipeline_parallel_size or num_microbatches, or use"
+    " a smaller batch. `lightning-3d plan` searches for layouts that fit.",
 }
 _MEMORY = ("rank", "where", "parameters", "gradients", "optimizer", "activations", "peak", "at set-up", "FLOPs a step")
 _SENT = ("rank", "axis", "collective", "calls", "bytes")

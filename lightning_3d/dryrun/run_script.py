@@ -1,4 +1,4 @@
-"""Running the user's script, unchanged, up to its first `trainer.fit`."""
+"""Runs the user's script, unchanged, up to the end of its first `trainer.fit`."""
 
 import runpy
 import shlex
@@ -20,13 +20,13 @@ from lightning_3d.planner.hardware import Cluster
 def dry_run_script(
     script: Path, cluster: Cluster, *, arguments: str = "", ranks: Sequence[int] | None = None
 ) -> DryRunReport:
-    """What training with `script` on `cluster` would be like.
+    """The report of a dry run of `script` on `cluster`.
 
     Args:
         script: run as `python script arguments` would, in this process, until its `fit` is over.
         cluster: overrides the devices and nodes that its Trainer asks for.
         arguments: its command line.
-        ranks: which ranks to simulate; one of each pipeline stage without it.
+        ranks: ranks to simulate; None for one of each pipeline stage.
     """
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}.")
@@ -42,19 +42,19 @@ def dry_run_script(
             return world.reports[0]
         except SystemExit as stop:
             raise ConfigurationError(
-                f"{script} called sys.exit({stop.code!r}) before its trainer.fit was over, so there is nothing to show."
-                " Its own arguments go in --args."
+                f"{script} called sys.exit({stop.code!r}) before its trainer.fit ended, so there is nothing to show."
+                " Give the script's own arguments with --args."
             ) from stop
     raise ConfigurationError(f"{script} ended without a call of trainer.fit, so there is nothing to show.")
 
 
 class _FitIsOver(BaseException):
-    """Ends the script. Not an Exception: its own handlers let it pass."""
+    """Ends the script. A BaseException: `except Exception` in the script does not catch it."""
 
 
 @contextmanager
 def _fit_is_the_end() -> Iterator[None]:
-    """What a script does after training it would do with what it trained."""
+    """End the script after `fit`: code after it needs a trained module, and there is none."""
     fit = Trainer.fit
 
     @wraps(fit)

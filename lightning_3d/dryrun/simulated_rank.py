@@ -1,4 +1,4 @@
-"""One simulated rank: a fork of the process that was about to train, which runs up to the end of a step."""
+"""One simulated rank: a fork of the process that was about to train. It runs to the end of a step."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private to 
 
 from lightning_3d.dryrun.cluster import World, ignore_pointers
 from lightning_3d.dryrun.lone_rank import become_lone_rank
-from lightning_3d.dryrun.measure import Watch, steps_of
+from lightning_3d.dryrun.measure import RankMeter, steps_of
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.errors import Lightning3DError
 
@@ -49,12 +49,12 @@ class SimulatedRank:
         os.close(write)
 
     def kill(self) -> None:
-        """Stop early."""
+        """Stop the child process early."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def report(self) -> RankReport:
-        """Wait for the end."""
+        """Wait until the child ends, and return its report."""
         with open(self._read, "rb") as pipe:
             raw = pipe.read()
         _, status = os.waitpid(self.pid, 0)
@@ -86,19 +86,19 @@ def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Cal
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # this process only looks like the one it was forked from: none of its ends are ours
+        os._exit(code)  # a fork must not run the exit handlers of the process that it was forked from
     raise AssertionError
 
 
 def _leave_with(parent: int) -> None:
-    """End when the process that waits for the report is gone."""
+    """End this process when its parent, which waits for the report, is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 class _Over(BaseException):
-    """Ends a simulated rank once everything is measured. Not an Exception: users' handlers let it pass."""
+    """Ends a simulated rank once everything is measured. A BaseException: `except Exception` does not catch it."""
 
 
 def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         _become(world, rank)
         become_lone_rank(world, trainer.strategy)
         world.fake_parameters(module)
-        _shorten(trainer, Watch(world.pretend, steps_of(module), done))
+        _shorten(trainer, RankMeter(world.pretend, steps_of(module), done))
         with world.pretend:
             fit()
     except _Over:
@@ -122,17 +122,21 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
     except BaseException as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": "training ended before the dry run saw enough optimizer steps: it needs the batches of two"}
+    too_short = (
+        "training ended before the dry run had measured an optimizer step. It needs the batches of two steps: raise"
+        " max_steps or limit_train_batches of the Trainer, or give the dataset more samples"
+    )
+    return {"error": too_short}
 
 
 def _become(world: World, rank: int) -> None:
-    torch.set_num_threads(1)  # OpenMP's threads did not come along into this fork
+    torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
     world.rank = rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
 
 
-def _shorten(trainer: Trainer, watch: Watch) -> None:
-    """Nothing is logged or saved, and training ends with the watch."""
+def _shorten(trainer: Trainer, meter: RankMeter) -> None:
+    """Switch off logging and saving. The meter ends training."""
     trainer.num_sanity_val_steps = 0
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -140,11 +144,11 @@ def _shorten(trainer: Trainer, watch: Watch) -> None:
         if isinstance(callback, Checkpoint):
             vars(callback).update(dict.fromkeys(SAVING, _nothing))
     trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
-    trainer.callbacks = [watch, *callbacks]  # type: ignore[attr-defined]
+    trainer.callbacks = [meter, *callbacks]  # type: ignore[attr-defined]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of saving: tensors have no values here."""
+    """Replaces hooks that save: tensors have no values here."""
 
 
 def _texts(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""What to change where nothing fits.
+"""Advice: what to change where no layout fits, and the notes under a plan.
 
-What a reader should know beside a plan: assumptions, energy, checkpoints, and the sums people do by hand.
+Notes name assumptions, energy, the size of a checkpoint, and rules of thumb next to the plan.
 """
 
 from argparse import Namespace
@@ -48,7 +48,7 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
 
 
 def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
-    """What is wrong with what is fixed, where one number says it."""
+    """The fixed size that no layout can have, in words; None if there is no single one."""
     sizes = {"--tensor": pins.tensor, "--pipeline": pins.pipeline}
     for flag, size in sizes.items():
         if size is not None and cluster.devices % size:
@@ -80,7 +80,7 @@ _NEEDS = {
 
 
 def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
-    """Which one of the things that are fixed leaves no layout, although the others leave some."""
+    """The one flag without which some layout would be left, in words; None if there is no single one."""
     for field in _FLAGS:
         value = getattr(pins, field)
         if value is None or not any(families(job, cluster, replace(pins, **{field: None}))):
@@ -99,7 +99,7 @@ def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
 
 
 def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
-    """What would make it fit: fewer fixed choices, more devices, or larger ones."""
+    """Changes that make the job fit: fewer fixed sizes, more devices, or larger ones."""
     if pins != ANYTHING and search(job, cluster):
         return "It fits when the search is free: leave out the flags that fix the layout."
     more = _more_devices(job, cluster, pins)
@@ -156,7 +156,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
 
 
 def _batch_like(plan: Plan) -> str:
-    """Where an assumed batch comes from, if not from the tokens that are usual."""
+    """The origin of an assumed batch; empty where it comes from the usual number of tokens."""
     profile = plan.job.profile
     if profile.tokens > 1 or not profile.example_samples:
         return ""
@@ -164,7 +164,7 @@ def _batch_like(plan: Plan) -> str:
 
 
 def how_to_recompute(plan: Plan) -> list[str]:
-    """What the user has to do for a plan that recomputes: it is the module that does it."""
+    """How to recompute activations, for a plan that needs it: the module does it, not the strategy."""
     if plan.layout.recompute == "none":
         return []
     where = "each block" if plan.layout.recompute == "full" else "the attention of each block"
@@ -176,7 +176,7 @@ def how_to_recompute(plan: Plan) -> list[str]:
 
 
 def frozen_note(plan: Plan) -> list[str]:
-    """That not all of the module is trained."""
+    """A note if some parameters are frozen."""
     profile = plan.job.profile
     if profile.trained == profile.parameters:
         return []
@@ -184,7 +184,7 @@ def frozen_note(plan: Plan) -> list[str]:
 
 
 def other_rates(plans: Sequence[Plan]) -> list[str]:
-    """Where a device has no rate for the precision, and machines that are not as the catalogue has them."""
+    """Notes on devices without a rate for the precision, and on machines larger than those of the catalogue."""
     notes = {}
     for plan in plans:
         device, precision, count = plan.cluster.accelerator, plan.job.precision, plan.cluster.devices_per_node
@@ -204,17 +204,17 @@ def other_rates(plans: Sequence[Plan]) -> list[str]:
 
 
 def counted_only(plans: Sequence[Plan]) -> list[str]:
-    """Which of the accelerators are not for running on."""
+    """Notes on accelerators that the strategy does not run on."""
     devices = dict.fromkeys(plan.cluster.accelerator for plan in plans)
     return [
-        f"{device.name} is priced and counted only: lightning_3d does not run on it."
+        f"{device.name} is in the catalogue for comparison only: lightning_3d does not run on it."
         for device in devices
         if not device.runs_here
     ]
 
 
 def checkpoint_note(plan: Plan) -> str:
-    """How large a checkpoint is, and how long all nodes write it."""
+    """The size of a checkpoint, and the time in which all nodes write it."""
     per = plan.job.per_parameter
     profile, masters = plan.job.profile, master_bytes(plan.job.precision)
     size = profile.parameters * (masters or per.weights) + profile.trained * (per.optimizer - masters)
@@ -223,7 +223,7 @@ def checkpoint_note(plan: Plan) -> str:
 
 
 def by_hand(plan: Plan) -> list[str]:
-    """The approximations people use, beside the plan."""
+    """Rules of thumb for the same job, to compare with the plan."""
     job = plan.job
     tokens, parameters = job.samples * job.profile.tokens, job.profile.parameters
     known = plan.cluster.accelerator.sustained_tflops

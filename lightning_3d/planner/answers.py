@@ -1,4 +1,4 @@
-"""The questions people ask of a plan, answered: this cluster, this deadline, this budget, which accelerator."""
+"""Answers of `lightning-3d plan`: for a cluster, a deadline, a budget, or several accelerators."""
 
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from lightning_3d.planner.sizing import MOST_DEVICES, Wish, smallest
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Plans, best first, with what a reader should know beside them."""
+    """Plans, best first, with notes and the text to print."""
 
     plans: tuple[Plan, ...]
     notes: tuple[str, ...]
@@ -54,7 +54,7 @@ def answer(args: Namespace) -> Answer:
 
 
 def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
-    """The best plans on `cluster`, or an error that says what would fit."""
+    """The best plans on `cluster`. Raise with advice if no layout fits."""
     job = job_of(args, profile, cluster.devices)
     plans = search(job, cluster, pins_of(args))
     if not plans:

@@ -16,7 +16,7 @@ from lightning_3d.planner.plain_yaml import read_plain
 CALIBRATED = "this-machine"
 """Name of the entry that `lightning-3d calibrate` writes."""
 MOST_LIKE = 50
-"""Entries that one may be like in turn."""
+"""Longest chain of `like:` entries."""
 
 
 class Catalogue:

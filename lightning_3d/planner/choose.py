@@ -1,4 +1,4 @@
-"""The layout for the devices that are there: what `strategy="3d"` and `layout="auto"` use. Pure, no process group."""
+"""The choice of a layout for given devices, for `strategy="3d"` and `layout="auto"`. It needs no process group."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ability:
-    """What can be done to a module, and why not more."""
+    """Parallelism that a module allows, and the reasons for its limits."""
 
     tensor: bool = True
     pipeline: int | None = None
@@ -48,7 +48,7 @@ class Ability:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What a data rank does in one optimizer step."""
+    """Samples of a data rank in one optimizer step."""
 
     samples: int
     """In one batch of the loader."""

@@ -1,18 +1,9 @@
-"""Parameters and FLOPs of a GPT, as published closed forms.
+"""Published closed forms: parameters, FLOPs and activations of a GPT, days and money of a training, elements sent.
 
 From Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), and Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022). A multiply and an add count as two.
-
-How long training takes, how many devices a deadline needs, and the rule of thumb beside the long way.
-
-Money and energy.
-
-Memory that activations take: per layer of a GPT, and how many microbatches' worth a pipeline stage holds.
-
-From Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). Bytes, with 16-bit
-activations and 1-byte dropout masks; the paper's MB is 2**20.
-
-What crosses the links: elements, per axis. Multiply by bytes per element, or divide by a bandwidth.
+"Reducing Activation Recomputation in Large Transformer Models" (2022). A multiply and an add count as two FLOPs.
+Activations are bytes with 16-bit numbers and 1-byte dropout masks; the paper's MB is 2**20. Messages are counted in
+elements per axis: multiply by bytes per element.
 """
 
 from math import ceil

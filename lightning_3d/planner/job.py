@@ -1,4 +1,4 @@
-"""`Job`: what is to be trained, with the choices that hold for every layout of it."""
+"""`Job`: a model, its data, batch, precision and optimizer, which are the same in every layout."""
 
 from dataclasses import dataclass
 from math import lcm, log2
@@ -8,7 +8,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Optimizer, Precision, StateBytes, master_bytes, state_bytes
 
 MOST_SAMPLES = 10**9
-"""In a batch: its divisors are gone through."""
+"""Largest batch: the search tries its divisors."""
 
 
 @dataclass(frozen=True, kw_only=True)

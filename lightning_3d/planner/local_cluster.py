@@ -1,6 +1,6 @@
-"""The devices of this machine as a `Cluster`: a job that has started plans for them.
+"""The devices of this machine as a `Cluster`, for jobs that have started.
 
-It imports torch, which the catalogue does not: `lightning-3d plan` starts without.
+This file imports torch. The catalogue does not, so that `lightning-3d plan` starts quickly.
 """
 
 import os
@@ -16,7 +16,7 @@ from lightning_3d.planner.catalogue import CALIBRATED, Catalogue
 from lightning_3d.planner.hardware import Accelerator, Cluster
 
 SERVER_CORES = 16
-"""Of the machine that is called `cpu` in the catalogue."""
+"""Cores of the machine that the catalogue calls `cpu`."""
 _GPU_NAMES = {
     "B200": "b200",
     "H200": "h200",

@@ -1,6 +1,6 @@
-"""The `Profile` of a user's own module: counted from its parts, and measured by running it on fake tensors.
+"""The `Profile` of a user's module: parameters counted, FLOPs and activations measured on fake tensors.
 
-How many kernels a forward starts, weighed by how long starting them takes.
+Kernels are counted too, weighted by the time to launch them.
 """
 
 import warnings
@@ -64,7 +64,7 @@ def profile_module(
 
 
 def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -> Profile:
-    """What can be known of `module` without running it: parameters, where they sit, and what could be split."""
+    """The profile of `module` without running it: parameters by place, and what a tensor axis could split."""
     anatomy = Anatomy.of(module)
     chain = main_chain(anatomy)
     if chain is None:
@@ -192,7 +192,7 @@ def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None
     step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
     first = next((tensor for tensor in _tensors(batch) if tensor.ndim), None)
     if first is None or first.numel() == 0:
-        raise PlannerError(f"the example_input_array of {dotted} holds no samples: describe a batch with --inputs.")
+        raise PlannerError(f"the example_input_array of {dotted} has no samples: describe a batch with --inputs.")
     trace.samples = first.shape[0]
     trace.tokens = first.shape[1] if first.ndim == 2 and not first.is_floating_point() else 1
     try:
@@ -205,16 +205,16 @@ def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None
 
 
 def _why(error: BaseException, inputs: str | None) -> str:
-    """What helps against `error`, where that can be told."""
+    """The cause of `error` or its remedy, as the middle of a message."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return ": what it does depends on the values of tensors, and a plan knows only their shapes"
+        return ": its step depends on the values of tensors, and a plan has only shapes"
     if "attached to a `Trainer`" in str(error):
         return ": a plan runs the step without a Trainer"
     return " on its inputs: describe a batch with --inputs" if inputs is None else f" on --inputs {inputs}"
 
 
 def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
-    """What runs one step of the module, and the batch that it is given."""
+    """A function that runs one step of the module, and the batch of that step."""
     if inputs is not None:
         if tokens is not None:
             raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")

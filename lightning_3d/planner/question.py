@@ -1,4 +1,4 @@
-"""What the user asked, as a job and clusters: from names, files, flags."""
+"""The question of `lightning-3d plan`: flags, names and files read into a job, clusters and fixed sizes."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -21,7 +21,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 def profile_of(args: Namespace) -> Profile:
-    """The model that `args` name."""
+    """The profile of the model in `args`."""
     if args.sequence is not None and not 1 <= args.sequence <= MOST_SIZE:
         raise PlannerError(f"--sequence {args.sequence} must be at least 1 and at most {MOST_SIZE:g} tokens.")
     shape = _shape_of(args)
@@ -32,7 +32,7 @@ def profile_of(args: Namespace) -> Profile:
             raise PlannerError(f"--attention is for models that the planner knows by their sizes, not {args.model}.")
         return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
     if args.arg or args.inputs is not None:
-        raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is none.")
+        raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is not one.")
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
     return shape.profile(precision=args.precision, attention=args.attention or "flash")
@@ -59,7 +59,7 @@ def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
 
 
 def pins_of(args: Namespace) -> Pins:
-    """What `args` fix of the layout."""
+    """The sizes of the layout that `args` fix."""
     for name in ("tensor", "pipeline", "micro", "stages_per_rank"):
         size = getattr(args, name)
         if size is not None and size < 1:
@@ -103,16 +103,16 @@ def cluster_of(args: Namespace, catalogue: Catalogue, text: str) -> Cluster:
 
 
 def refuse_ignored(args: Namespace) -> None:
-    """Flags that would say nothing beside others, or nothing at all, are slips of the hand."""
+    """Raise if a flag would have no effect with the others: it is a slip of the hand."""
     pipeless = [name for name in ("schedule", "stages_per_rank") if getattr(args, name) is not None]
     if args.pipeline == 1 and pipeless:
-        raise PlannerError(f"--{pipeless[0].replace('_', '-')} is for a pipeline, and --pipeline 1 is none.")
+        raise PlannerError(f"--{pipeless[0].replace('_', '-')} has no effect with --pipeline 1: leave one out.")
     if args.epochs is not None and args.tokens is None and args.samples is None:
-        raise PlannerError("--epochs says how often data is seen: give --tokens or --samples too.")
+        raise PlannerError("--epochs multiplies --tokens or --samples: give one of them too.")
     if args.accelerator is not None and args.compare is not None:
         raise PlannerError("--accelerator and --compare both name the hardware: give one.")
     if args.price is not None and any(text.partition("=")[0].startswith("price") for text in args.set):
-        raise PlannerError("--price and --set price= both say what a device costs: give one.")
+        raise PlannerError("--price and --set price= both set the price of a device: give one.")
     if args.plot == "":
         raise PlannerError("--plot '' names no folder: write --plot pictures.")
 
@@ -147,7 +147,7 @@ def _custom(sizes: dict[str, int | None], sequence: int | None) -> Transformer:
 
 def _samples(args: Namespace, profile: Profile) -> float:
     if args.tokens is not None and args.samples is not None:
-        raise PlannerError("--tokens and --samples both say how much data there is: give one.")
+        raise PlannerError("--tokens and --samples both set the amount of data: give one.")
     epochs = 1.0 if args.epochs is None else positive(args.epochs, "--epochs")
     if args.samples is not None:
         return positive(parse_count(args.samples, "--samples") * epochs, "--samples x --epochs,")

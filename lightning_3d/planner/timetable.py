@@ -1,8 +1,7 @@
-"""The order in which each pipeline rank does its passes, for the schedules that fix one.
+"""A pipeline's timetable: start and end of each pass on each rank, from the order of passes and their dependencies.
 
-A pipeline's timetable: who does what when, played out from the order of passes and what each waits for.
-
-`bubble` has the closed forms; this is what they say, pass by pass, for drawing and for times that are not equal.
+`bubble` has the closed forms; a timetable has every pass, for drawings and for passes of different lengths. Orders are
+not taken from torch's schedule classes, since the planner starts without torch; `test_real_orders` compares them.
 """
 
 from collections.abc import Iterable
@@ -138,7 +137,7 @@ def _costs(schedule: Schedule, chunks: int, times: PassTimes) -> dict[Kind, floa
 
 
 class _Play:
-    """What has been done so far, and when each rank is free."""
+    """The passes played so far, and the time when each rank is free."""
 
     def __init__(self, last: int, cost: dict[Kind, float], ranks: int) -> None:
         self.last, self.cost, self.ranks = last, cost, ranks
@@ -168,7 +167,7 @@ class _Play:
             held[rank] += {"F": 1, "B": 0, "W": -1}[cell[0]]
 
     def ready(self, cell: Cell) -> float:
-        """When what the pass waits for is done; `NEVER` as long as that has not been played."""
+        """The end of the passes that `cell` waits for; `NEVER` if one of them has not been played."""
         kind, stage, microbatch = cell
         if kind == "F":
             return 0.0 if stage == 0 else self.done.get(("F", stage - 1, microbatch), NEVER)

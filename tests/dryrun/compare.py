@@ -1,4 +1,4 @@
-"""A training on real gloo ranks and the same training dry, measured by the same watch."""
+"""A training on real gloo ranks and the same training dry, measured by the same meter."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
-from lightning_3d.dryrun.measure import Watch
+from lightning_3d.dryrun.measure import RankMeter
 from lightning_3d.strategy import processes
 from tests.parity import QUIET, build
 from tests.workers import run
@@ -19,8 +19,8 @@ from tests.workers import run
 FLAGS = {**QUIET, "max_epochs": 4, "limit_val_batches": 0}
 
 
-class Clean(Watch):
-    """A watch to which what a proof left behind on rank 0 is gone, as it is once Python has collected its garbage."""
+class Clean(RankMeter):
+    """A meter that collects garbage before training: a proof leaves some on rank 0."""
 
     def on_train_start(self, trainer, module):
         gc.collect()
@@ -28,13 +28,13 @@ class Clean(Watch):
 
 
 def real_rank(name, strategy, flags):
-    """What the watch sees on this rank of a job that trains two steps."""
+    """What the meter reads on this rank of a job that trains two steps."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     pretend, found = FakeDevice(), {}
     _count_resizes(pretend)
-    watch = Clean(pretend, 2, found.update)
-    own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [watch], "max_steps": 2}
+    meter = Clean(pretend, 2, found.update)
+    own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [meter], "max_steps": 2}
     trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=Strategy3D(**strategy))
     # ranks that seeded alike have nothing to tell each other; a dry run sends no random streams that it could count
     with pretend, patch.object(processes, "share_seeded_state", lambda: None):

@@ -42,6 +42,6 @@ def test_every_stage_of_the_chosen_layout_is_simulated():
 def test_a_run_is_neither_found_nor_left(tmp_path):
     flags = {**FLAGS, "default_root_dir": tmp_path, "enable_checkpointing": True}
     strategy = Strategy3D(resume="auto", layout="auto", dry_run="1x2xcpu")
-    with pytest.warns(UserWarning, match="resume='auto' is left out of a dry run"):
+    with pytest.warns(UserWarning, match="resume='auto' is ignored in a dry run"):
         Trainer(**flags, strategy=strategy).fit(MLP())
     assert list(tmp_path.rglob("*")) == []

@@ -39,7 +39,7 @@ def test_a_strategy_alone_prints_the_report_and_leaves_the_module_alone(capfd):
     assert not any(isinstance(parameter, FakeDevice.kind) for parameter in module.parameters())
     other = Trainer(**FLAGS, devices=1)
     assert other.world_size == 1  # only the Trainer with that strategy was dry
-    with pytest.warns(UserWarning, match=r"trainer\.validate is left out"):
+    with pytest.warns(UserWarning, match=r"trainer\.validate is skipped"):
         assert trainer.validate(module) == []
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_3d.dryrun.fake_device import LARGE, FakeDevice, held
+from lightning_3d.dryrun.fake_device import LARGE, FakeDevice, storage_bytes
 
 
 def test_live_and_peak_bytes_are_those_of_storages():
@@ -67,4 +67,4 @@ def test_values_that_are_not_there_are_one_and_their_place_is_noted():
 
 def test_bytes_held_count_a_storage_once():
     one = torch.zeros(10)
-    assert held([one, one[2:], torch.zeros(5)]) == 60
+    assert storage_bytes([one, one[2:], torch.zeros(5)]) == 60

@@ -60,6 +60,6 @@ def test_a_trainer_finds_the_cluster_whatever_it_asks_for():
 def test_other_strategies_are_refused():
     with (
         in_world(parse_cluster("1x2xcpu")),
-        pytest.raises(ConfigurationError, match="strategy=DDPStrategy: a dry run shows what Strategy3D"),
+        pytest.raises(ConfigurationError, match="strategy=DDPStrategy: a dry run simulates Strategy3D only"),
     ):
         Trainer(**QUIET, strategy="ddp")

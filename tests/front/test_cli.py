@@ -134,7 +134,7 @@ def test_inspect_counts_each_parameter_on_its_ranks(capsys):
 def test_inspect_of_one_rank_counts_everything(capsys):
     assert main(["inspect", "tests.modules.MLP"]) == 0
     total = sum(parameter.numel() for parameter in MLP().parameters())
-    assert capsys.readouterr().out == f"stage 0: each rank holds {total:,} of {total:,} parameters (100%)\n"
+    assert capsys.readouterr().out == f"stage 0: each rank has {total:,} of {total:,} parameters (100%)\n"
 
 
 def test_a_class_that_is_not_there_is_one_line(capsys):

@@ -147,7 +147,7 @@ def test_a_wrong_entry_of_the_users_folder_is_in_nobodys_way(capsys, tmp_path):
         ("gpt2 --cluster h100 --set price=-1", "not -1"),
         ("gpt2 --cluster h100 --price 1e308", "--price must be"),
         ("gpt2 --cluster h100 --price nan", "--price must be"),
-        ("gpt2 --cluster h100 --price 3 --set price=2", "both say what a device costs"),
+        ("gpt2 --cluster h100 --price 3 --set price=2", "both set the price of a device"),
         ("gpt2 --cluster 99999999999999999999xh100", "larger than any"),
         ("gpt2 --cluster 100000x1000xh100", "larger than any"),
         ("gpt2 --cluster h100 --batch 99999999999999999999", "larger than any"),
@@ -165,10 +165,10 @@ def test_a_wrong_entry_of_the_users_folder_is_in_nobodys_way(capsys, tmp_path):
         ("gpt2 --accelerator h100 --max-cost inf", "--max-cost: budget 'inf' is not an amount"),
         ("gpt2 --accelerator h100 --gpus-for 1e400days", "must be a finite number"),
         ("gpt2 --accelerator h100 --gpus-for 1e-300s", "no amount of this world"),
-        ("gpt2 --cluster h100 --epochs 3", "give --tokens or --samples"),
+        ("gpt2 --cluster h100 --epochs 3", "--epochs multiplies --tokens or --samples"),
         ("gpt2 --cluster h100 --compare h100,a100 --accelerator h100", "both name the hardware"),
-        ("gpt2 --cluster 2xh100 --pipeline 1 --schedule gpipe", "--schedule is for a pipeline"),
-        ("gpt2 --cluster 2xh100 --pipeline 1 --stages-per-rank 2", "--stages-per-rank is for a pipeline"),
+        ("gpt2 --cluster 2xh100 --pipeline 1 --schedule gpipe", "--schedule has no effect with --pipeline 1"),
+        ("gpt2 --cluster 2xh100 --pipeline 1 --stages-per-rank 2", "--stages-per-rank has no effect with --pipeline 1"),
         ("gpt2 --cluster h100 --sequence 0", "--sequence 0 must be at least 1"),
         ("gpt2 --cluster h100 --sequence 99999999999999999999", "at most 1e+09 tokens"),
         ("0.0001m --cluster h100", "little more than its embeddings"),
@@ -211,7 +211,7 @@ def test_amounts_as_people_write_them(capsys):
         (f"{ODD}.Good {IDS} --sequence 8", "leave out --sequence"),
         (f"{ODD}.Good --sequence -3 --cluster h100", "--sequence -3 must be at least 1"),
         (f"{ODD}.Tuple --sequence 8 --cluster h100", "has an example_input_array"),
-        (f"{ODD}.Empty --cluster h100", "holds no samples"),
+        (f"{ODD}.Empty --cluster h100", "has no samples"),
         (f"{ODD}.NoStep --inputs 4x8:float32 --cluster h100", "has no training_step"),
         (f"{ODD}.NoParameters --inputs 4x8:float32 --cluster h100", "has no parameters"),
         (f"{ODD}.NoLoss {IDS}", "returns no loss"),
@@ -337,7 +337,7 @@ def test_a_dry_run_says_why_there_is_nothing_to_show(capsys, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys\nsys.exit(5)\n")
     said = refused(capsys, str(script), "--cluster", "4xcpu", command="dry-run")
-    assert "called sys.exit(5) before its trainer.fit was over" in said
+    assert "called sys.exit(5) before its trainer.fit ended" in said
     said = refused(capsys, str(script), "--cluster", "4xtpu-v4", command="dry-run")
     assert "lightning_3d does not run on it" in said
     assert "cannot be split" in refused(capsys, str(script), "--cluster", "4xcpu", "--args", "'", command="dry-run")

@@ -59,7 +59,7 @@ def test_deadline_budget_and_comparison(capsys):
     assert cheap["dollars"] <= 100000
     compared = json.loads(ask(capsys, *flags, "--cluster", "64xh100", "--compare", "a100-80g,h100,tpu-v4"))
     assert {plan["cluster"]["accelerator"] for plan in compared["plans"]} == {"a100-80g", "h100", "tpu-v4"}
-    assert "tpu-v4 is priced and counted only: lightning_3d does not run on it." in compared["notes"]
+    assert "tpu-v4 is in the catalogue for comparison only: lightning_3d does not run on it." in compared["notes"]
     costs = [plan["dollars"] for plan in compared["plans"]]
     assert costs == sorted(costs)
 

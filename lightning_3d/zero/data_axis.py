@@ -1,4 +1,4 @@
-"""What one strategy sends gradients and sharded parameters with: groups, background thread, ledger."""
+"""The means by which a rank sends gradients and sharded parameters: groups, background thread, ledger."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_3d.zero.fsdp_seam import FullySharded
 class DataAxis:
     """The data axis of one rank.
 
-    The groups of `axes` are apart from those of the mesh, since the background thread uses them while the main thread
+    The groups of `axes` are not those of the mesh, since the background thread uses them while the main thread
     uses the mesh's.
     """
 
@@ -58,12 +58,12 @@ class DataAxis:
 
     @property
     def compressed(self) -> list[tuple[Compression, dict[str, nn.Parameter]]]:
-        """Every compression, and the parameters behind the keys of its memory."""
+        """Every compression, with the parameters behind the keys of its memory."""
         senders: list[FullySharded | ReplicatedGradients] = [*self._sharded, *self._replicas]
         return [(sender.compression, sender.keyed) for sender in senders if sender.compression is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's rounding depends on: leftovers of compression, and which gradients travel together."""
+        """Return the values that the next step's rounding depends on: losses of compression, order of gradients."""
         return {
             "compressions": [compression.state_dict() for compression, _ in self.compressed],
             "orders": [replicas.state_dict() for replicas in self._replicas],

@@ -73,7 +73,7 @@ class BackgroundQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was submitted has been done, without an error."""
+        """Return True if all submitted jobs have run without an error."""
         return self._broken is None and self._queue.empty() and (self._thread is None or not self._thread.is_alive())
 
     def submit(self, job: Job) -> Handle:

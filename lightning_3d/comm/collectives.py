@@ -25,7 +25,7 @@ class Collectives(ABC):
     """
 
     takes_pieces = False
-    """Whether several tensors can be passed for each of `input` and `output`, and for `buffer`."""
+    """True where several tensors can be passed for each of `input` and `output`, and for `buffer`."""
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
         self.group, self.ledger, self.axis = group, ledger, axis
@@ -33,15 +33,15 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
-        """This rank's part of the sum of `input`, whose contents are lost."""
+        """Write this rank's shard of the sum of `input`, whose contents are lost, to `output`."""
 
     @abstractmethod
     def all_gather(self, output: Pieces, input: Pieces) -> None:
-        """Every rank's `input` in rank order; `input` may be this rank's part of `output`."""
+        """Write every rank's `input` in rank order to `output`; `input` may be this rank's shard of it."""
 
     @abstractmethod
     def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
-        """The sum of `buffer`, in place."""
+        """Add `buffer` up over the ranks, in place."""
 
     def doing(self, collective: str) -> Doing:
         return flight.doing(f"{collective} on {self.axis}")

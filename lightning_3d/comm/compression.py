@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes, with error feedback: what a rank's message lost is added to its next gradient."""
+"""Gradients in fewer bytes, with error feedback: the loss of a rank's message is added to its next gradient."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from lightning_3d.errors import CheckpointError
 
 _TAG = 2
 AVERAGE = "/average"
-"""Under a key and this, a rank remembers what its part of the average lost, which was sent once for all ranks."""
+"""Under a key and this, a rank keeps the loss of its shard of the average, which was sent once for all ranks."""
 
 
 class Compression(ABC):
@@ -36,10 +36,10 @@ class Compression(ABC):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
     ) -> None:
-        """This rank's part of each average. `inputs` are flat, N equal parts; `widths` their numbers per row."""
+        """Write this rank's shard of each average. `inputs` are flat, of N equal shards; `widths` elements a row."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was lost so far on this rank."""
+        """Return the losses that this rank has still to add."""
         return {key: value.clone() for key, value in self.memory.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Compression(ABC):
         self.memory = {key: value.clone() for key, value in state.items()}
 
     def recall(self, key: str, values: Tensor) -> None:
-        """Add what was lost under `key` to `values`, once."""
+        """Add the loss under `key` to `values`, once."""
         lost = self.memory.pop(key, None)
         if lost is not None and lost.numel() == values.numel():
             values.add_(lost.to(values.device).reshape(values.shape))
@@ -99,7 +99,7 @@ class Elementwise(Compression):
             output.copy_(part)
 
     def _average(self, flats: Sequence[Tensor], keys: Sequence[str], collective: str = "all_reduce") -> Tensor:
-        """The mean of this rank's parts, as one row."""
+        """Return the mean of this rank's shards, as one row."""
         for key, flat in zip(keys, flats, strict=True):
             self.recall(key, flat)
         widths = [flat.shape[1] for flat in flats]

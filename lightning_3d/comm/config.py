@@ -1,4 +1,4 @@
-"""What the user chooses about gradient communication.
+"""The user's choices about gradient communication.
 
 From what the user chose to the objects that do it.
 """
@@ -23,14 +23,14 @@ GradCompression = Literal["bf16", "fp16", "int8", "powersgd"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """How gradients (and sharded parameters) travel along the data axis."""
+    """The way that gradients (and sharded parameters) are sent along the data axis."""
 
     grad_sync: GradSync = "ring"
     """Our ring, the library's own collectives, or a ring inside each node and one between nodes."""
     grad_compression: GradCompression | None = None
-    """Send gradients in fewer bytes. Each is lossy; what is lost is added to the next step's gradient."""
+    """Send gradients in fewer bytes. Each is lossy; the loss is added to the next step's gradient."""
     error_feedback: bool = True
-    """Keep what compression lost and add it to the next gradient. Costs one fp32 copy of the gradients."""
+    """Keep the loss of compression and add it to the next gradient. Costs one fp32 copy of the gradients."""
     powersgd_rank: int = 4
     """Columns kept of each gradient matrix by "powersgd"."""
     ranks_per_node: int | None = None
@@ -58,7 +58,7 @@ def _names(choices: object) -> str:
 
 
 def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> Collectives:
-    """The collectives of `config.grad_sync` over `group`, all of whose ranks must call this."""
+    """Return the collectives of `config.grad_sync` over `group`, all of whose ranks must call this."""
     if config.grad_sync == "native":
         return Native(group, ledger, axis)
     if config.grad_sync == "ring":
@@ -69,7 +69,7 @@ def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledg
 
 
 def build_compression(config: CommConfig, collectives: Collectives) -> Compression | None:
-    """What `config.grad_compression` names, with a memory of its own."""
+    """Return the compression that `config.grad_compression` names, with a memory of its own."""
     feedback = config.error_feedback
     match config.grad_compression:
         case None:

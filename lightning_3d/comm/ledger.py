@@ -1,4 +1,4 @@
-"""What was sent, counted where it is sent."""
+"""Calls and bytes of communication, counted where they are sent."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What one rank sent along one axis with one collective since the last reset."""
+    """The bytes that one rank sent along one axis with one collective since the last reset."""
 
     axis: str
     collective: str
@@ -34,19 +34,19 @@ class Ledger:
             self._counts[axis, collective] = (calls + 1, total + sent)
 
     def rows(self) -> list[Row]:
-        """Everything counted, sorted by axis and collective."""
+        """Return all counts, sorted by axis and collective."""
         with self._lock:
             return [Row(axis, collective, *count) for (axis, collective), count in sorted(self._counts.items())]
 
     def bytes(self, axis: str | None = None, collective: str | None = None) -> int:
-        """Bytes sent, over all axes or collectives where not named."""
+        """Return the bytes sent, over all axes or collectives where not named."""
         return sum(
             row.bytes for row in self.rows() if axis in (None, row.axis) and collective in (None, row.collective)
         )
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is sent inside is not counted."""
+        """Do not count messages that are sent inside."""
         with self._lock:
             before = dict(self._counts)
         try:

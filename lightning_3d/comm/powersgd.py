@@ -10,7 +10,7 @@ from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 
 RIGHT = "/right"
-"""Under a key and this, every rank remembers the same subspace, where the next step starts."""
+"""Under a key and this, every rank keeps the same subspace, where the next step starts."""
 
 
 class PowerSGD(Compression):
@@ -36,7 +36,7 @@ class PowerSGD(Compression):
             output.copy_(average.reshape(self.collectives.size, -1)[self.collectives.rank])
 
     def _average(self, matrices: Sequence[Tensor], keys: Sequence[str]) -> list[Tensor]:
-        """The approximate mean of each matrix, in fp32."""
+        """Return the approximate mean of each matrix, in fp32."""
         values = {key: matrix.detach().float().clone() for key, matrix in zip(keys, matrices, strict=True)}
         for key, matrix in values.items():
             self.recall(key, matrix)  # also what is sent exactly: another codec may have left something over

@@ -1,6 +1,6 @@
-"""Gradients that travel together.
+"""Gradients of replicated parameters, averaged over the data axis in the background of backward.
 
-Gradients of replicated parameters, averaged over the data axis in the background of backward.
+Gradients are sent in buckets, one collective each.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ class Bucket:
                 gradient.copy_(view)
 
     def _piece(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
-        """What travels of a large gradient: itself, if it lies as it must."""
+        """Return the large gradient as it is sent: itself, if it is contiguous."""
         if gradient is None:
             return torch.zeros_like(local(parameter), memory_format=torch.contiguous_format)
         return gradient.contiguous()
 
     def compress(self, gradients: Sequence[Tensor | None], compression: Compression) -> None:
-        """The same, lossily."""
+        """Average `gradients` with `compression`."""
         present = [
             torch.zeros_like(local(parameter)) if gradient is None else gradient
             for parameter, gradient in zip(self.parameters, gradients, strict=True)
@@ -95,7 +95,7 @@ class ReplicatedGradients:
 
     A bucket is reduced as soon as its gradients are there and all buckets before it have been started, so every rank
     starts the same collectives in the same order, whatever its backward did. What is left is settled in `finish()`,
-    where the ranks first tell each other how far they got and which parameters they used: a parameter that no rank
+    where the ranks first exchange how far they got and which parameters they used: a parameter that no rank
     used keeps `grad=None`, one that some used gets the mean on all, the others counting as zero.
 
     Args:
@@ -123,7 +123,7 @@ class ReplicatedGradients:
         """Buckets for each set of trainable parameters that has occurred, in arrival order once that is known."""
         self._learned: dict[bytes, list[int]] = {}
         """The order of arrival behind a plan, where it is known."""
-        self._held = False
+        self._only_accumulates = False
         self._touched: dict[nn.Parameter, None] = {}
         """Parameters whose gradient changed since the last sync, in the order in which they did."""
         self._current: list[Bucket] | None = None
@@ -131,26 +131,26 @@ class ReplicatedGradients:
         self._handles: list[Handle] = []
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
-    def accumulate_only(self, held: bool) -> None:
-        """While held, gradients only accumulate on this rank and `finish()` does nothing."""
-        self._held = held
+    def accumulate_only(self, on: bool) -> None:
+        """Have gradients only accumulate on this rank, without `finish()` doing anything, or not."""
+        self._only_accumulates = on
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """`hold` as a context."""
-        before, self._held = self._held, True
+        """Only accumulate inside."""
+        before, self._only_accumulates = self._only_accumulates, True
         try:
             yield
         finally:
-            self._held = before
+            self._only_accumulates = before
 
     def finish(self) -> None:
-        """End of a backward: average what it produced. Every rank calls it, also one whose backward used nothing."""
-        if not self._held:
+        """Average the gradients of a backward, at its end. Every rank calls it, also one that used nothing."""
+        if not self._only_accumulates:
             self._sync()
 
     def reduce(self) -> None:
-        """Average every gradient there is, held or not, also those not made by a backward. Every rank must call it."""
+        """Average every gradient there is, accumulated or set, also without a backward. Every rank must call it."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self._touched.setdefault(parameter)
@@ -172,7 +172,7 @@ class ReplicatedGradients:
     def _arrived(self, parameter: nn.Parameter) -> None:
         """A gradient was accumulated (autograd calls this in backward)."""
         self._touched[parameter] = None
-        if self._held or self.collectives.size == 1:
+        if self._only_accumulates or self.collectives.size == 1:
             return
         if self._current is None:
             self._begin()
@@ -230,7 +230,7 @@ class ReplicatedGradients:
             self._learn(arrivals[0])
 
     def _agree(self) -> tuple[int, Tensor]:
-        """How many buckets the furthest rank has started, and when each gradient arrived on each rank (0: never)."""
+        """Return the buckets that the furthest rank has started, and each rank's order of arrival (0: never)."""
         place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
         arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
         message = torch.tensor([zlib.crc32(self._key), len(self._handles), *arrivals])

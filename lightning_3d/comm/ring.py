@@ -35,7 +35,7 @@ def ring_reduce_scatter(
     average: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> int:
-    """Sum `input` over the ranks of `wire` and write this rank's part to `output`. Returns the bytes sent.
+    """Sum `input` over the ranks of `wire` and write this rank's shard to `output`. Returns the bytes sent.
 
     Args:
         output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
@@ -143,7 +143,7 @@ def _turn(
     slots = _slots(results, ahead) if hops[0] < size - 1 and not messages.own_memory else []
 
     def landing(step: int) -> Tensor | None:
-        """Where the segment of `step` is received; None after the last step."""
+        """Return the memory for the segment of `step`; None after the last step."""
         if step >= len(steps):
             return None
         hop, k = steps[step]
@@ -187,7 +187,7 @@ def _cut(
 
 
 def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
-    """Which of `pieces` are to be packed into one message, and which not."""
+    """Return the `pieces` that are packed into one message, and the others."""
     small = [index for index, piece in enumerate(pieces) if piece.numel() * piece.element_size() < SMALL_BYTES]
     if len(small) < 2 or not has_peers():  # a dry run does not count copies that the background thread makes and frees
         return (), range(len(pieces))

@@ -1,4 +1,4 @@
-"""How a segment gets to the next rank of a ring: by the process group, or through memory where all share a machine."""
+"""The way of a segment to the next rank of a ring: by the process group, or through shared memory on one machine."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class _Messages:
     """The messages of one collective by the process group; each side's order is the same on all ranks."""
 
     own_memory = False
-    """Whether what arrives lies in memory of its own, and not in the tensor that was posted for it."""
+    """True where a segment arrives in memory of its own, not in the tensor that was posted for it."""
 
     def __init__(self, wire: Wire, *, batched: bool) -> None:
         self.group, self.batched = wire.group, batched
@@ -64,7 +64,7 @@ class _Messages:
         return segment
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all segments have left."""
         _wait(self.leaving)
 
 

@@ -1,4 +1,4 @@
-"""Neighbours in the ring on one machine: segments travel through memory that both have mapped.
+"""For CPU: neighbours in the ring on one machine send segments through memory that both have mapped.
 
 Through a loopback socket every byte goes into the kernel and out again, on the cores that should compute. Here the
 sender copies a segment into a slot and the receiver adds it from there. Two pipes carry eight bytes for each segment:
@@ -70,7 +70,7 @@ class SharedMemory:
             self._wait(deadline)
 
     def _wait(self, deadline: float, *ears: int) -> None:
-        """Until there is something to hear at one of `ears`, or a slot is free for what waits to be sent."""
+        """Wait until a word arrives at one of `ears`, or a slot is free for a segment that waits to be sent."""
         poll = select.poll()
         for ear in (*ears, self._outlet.ear) if self._outlet.waiting else ears:
             poll.register(ear, select.POLLIN)
@@ -92,11 +92,11 @@ class _Side:
             weakref.finalize(self, os.close, pipe)
 
     def slot(self, like: Tensor) -> Tensor:
-        """The memory of the next segment, which is one like `like`."""
+        """Return the memory of the next segment, as a tensor like `like`."""
         return self.slots[self.count % SLOTS][: like.nbytes].view(like.dtype)
 
     def hear(self) -> int | None:
-        """The next word of the other side, None if it said nothing yet."""
+        """Return the next word of the other side, None if there is none yet."""
         try:
             word = os.read(self.ear, _WORD.size)
         except BlockingIOError:
@@ -132,7 +132,7 @@ class _Inlet(_Side):
     _used = False
 
     def take(self, like: Tensor) -> Tensor | None:
-        """The next segment if it is there, where it lies."""
+        """Return the next segment, in the shared memory, if it has arrived."""
         length = self.hear()
         if length is None:
             return None
@@ -146,7 +146,7 @@ class _Inlet(_Side):
         return arrived
 
     def release(self) -> None:
-        """The last segment is not needed any more."""
+        """Free the slot of the last segment."""
         if self._used:
             self._used = False
             with suppress(BrokenPipeError):  # the neighbour has left after this segment, its last
@@ -177,7 +177,7 @@ def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
 
 
 def _offer(length: int) -> list[int]:
-    """Memory, and both ends of a pipe forth and of one back; all -1 where there is no such thing."""
+    """Make memory and both ends of a pipe forth and of one back; all -1 where the system has none."""
     made: list[int] = []
     try:
         if sys.platform == "linux":

@@ -1,4 +1,7 @@
-"""A buffer without memory that notes what FSDP2 copies in and out: [Note: promised buffers] in zero/fsdp_seam.py."""
+"""For CPU: a buffer without memory that records what FSDP2 copies in and out of it.
+
+See [Note: promised buffers] in zero/fsdp_seam.py.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +11,7 @@ from torch import Tensor
 
 
 class CopyNotes:
-    """What was copied into a promised buffer, and where its contents already lie."""
+    """The tensors that were copied into a promised buffer, and those that have its contents already."""
 
     def __init__(self) -> None:
         self.sources: list[Tensor] = []

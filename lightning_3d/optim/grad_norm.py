@@ -1,7 +1,7 @@
 """The norm of all gradients, each element counted once, wherever it lives.
 
 `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` and `get_total_norm`, as users call them, over a module that is
-divided.
+sharded.
 
 They see the gradients of this rank: under a pipeline those of its stages alone, and plain and sharded ones among each
 other, which torch does not mix. Users import the functions by name, so it is what these call that is replaced. Private
@@ -28,9 +28,9 @@ Counted = Callable[[nn.Parameter], bool]
 
 
 def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> bool:
-    """Whether this rank is the one that counts its part of `parameter`.
+    """Return True if this rank is the one that counts its shard of `parameter`.
 
-    Along an axis that splits the parameter every rank counts its own part; along one that replicates it only the first.
+    Along an axis that shards the parameter every rank counts its own; along one that replicates it only the first.
 
     Args:
         parameter: plain, or a DTensor that names the axes it is split over.
@@ -47,11 +47,11 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: float, device: torch.device) -> Tensor:
-    """The norm that one process would compute. Collective over the world; the same bits on every rank.
+    """Return the norm that one process would compute. Collective over the world; the same bits on every rank.
 
     Args:
         parameters: may lack gradients; those that this rank does not count are left out.
-        counted: whether this rank counts its part of a parameter.
+        counted: True where this rank counts its shard of a parameter.
         norm_type: 2, infinity, or any other p above 0.
         device: that the ranks communicate from.
     """
@@ -72,14 +72,14 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
 
 
 def _largest(norm: Tensor) -> Tensor:
-    """Not every backend's maximum passes NaN on, so that it travels beside."""
+    """Return the largest norm. Not every backend's maximum passes NaN on, so that it is sent as a second number."""
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf).max(), norm.isnan().any().to(norm)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
 def _wide(grad: Tensor) -> torch.dtype:
-    """At least fp32; complex where the gradient is, whose norm is that of its absolute values."""
+    """Return at least fp32; complex where the gradient is, whose norm is that of its absolute values."""
     return torch.promote_types(grad.dtype, torch.float32)
 
 
@@ -122,7 +122,7 @@ def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
         return total.to(grads[0].dtype if grads and grads[0].is_floating_point() else torch.get_default_dtype())
 
     def of_module(grads: list[Tensor], norm_type: float) -> Tensor | None:
-        """None where none of them is the module's."""
+        """Return the norm of `grads`; None where none of them is the module's."""
         owners = {id(parameter.grad): parameter for parameter in module.parameters() if parameter.grad is not None}
         here = [grad for grad in grads if not grad.is_meta]
         mine = [owners[id(grad)] for grad in here if id(grad) in owners]
@@ -137,7 +137,7 @@ def clip_like_one_device(module: nn.Module, norm: Norm) -> Callable[[], None]:
 
     def grouped(lists: Iterable[Iterable[Tensor]], *args: Any, **kwargs: Any) -> Any:
         tensors, caller = [list(some) for some in lists], sys._getframe(1)
-        if caller.f_code.co_name == _NORM:  # torch's own, which the user called: the norm of the whole norm is itself
+        if caller.f_code.co_name == _NORM:  # torch's own, which the user called: the norm of the full norm is itself
             total = of_module(tensors[0], caller.f_locals["norm_type"])
             if total is not None:
                 return {(total.device, total.dtype): ([[total]], [0])}

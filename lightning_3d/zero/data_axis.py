@@ -1,4 +1,4 @@
-"""What one strategy sends gradients and sharded parameters with: groups, background thread, ledger."""
+"""The means by which a rank sends gradients and sharded parameters: groups, background thread, ledger."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_3d.zero.fsdp_seam import FullySharded
 class DataAxis:
     """The data axis of one rank.
 
-    The groups of `axes` are apart from those of the mesh, since the background thread uses them while the main thread
+    The groups of `axes` are not those of the mesh, since the background thread uses them while the main thread
     uses the mesh's.
     """
 
@@ -62,7 +62,7 @@ class DataAxis:
         return [sender.compression for sender in senders if sender.compression is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next step's rounding depends on: error feedback, and the order of gradients."""
+        """Return the values that the next step's rounding depends on: losses of compression, order of gradients."""
         return {
             "compressions": [compression.state_dict() for compression in self._compressions],
             "orders": [replicas.state_dict() for replicas in self._replicas],

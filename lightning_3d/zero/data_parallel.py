@@ -1,4 +1,4 @@
-"""What the strategy asks of a data-parallel engine, whatever the ZeRO stage."""
+"""The interface of a data-parallel engine, for any ZeRO stage."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,50 +11,50 @@ class DataParallel(Protocol):
     """Gradient synchronisation over the data axis, in the order in which a step calls it."""
 
     def gather(self) -> None:
-        """Before a forward: parameters are whole, or on their way, from here on."""
+        """Gather the parameters before a forward, or start to."""
 
     def forbid_writes(self) -> AbstractContextManager[Any]:
-        """Entered around a training step: it raises where the step changes weights in a way that would be lost."""
+        """Raise where the training step inside changes weights in a way that would be lost."""
 
     def finish_forward(self) -> None:
-        """After a forward without backward (evaluation)."""
+        """End a forward without backward (evaluation)."""
 
     def before_backward(self, loss: Tensor) -> None:
-        """Before `loss.backward()`."""
+        """Called before `loss.backward()`."""
 
     def after_backward(self) -> None:
-        """After `loss.backward()`: on return `.grad` holds the mean over the data axis, unless held."""
+        """Finish `loss.backward()`: `.grad` is then the mean over the data axis, unless gradients only accumulate."""
 
     def reduce(self) -> None:
-        """Average what backwards have accumulated locally until now, outside of a backward (pipelines do this)."""
+        """Average the gradients that backwards have accumulated on this rank, outside of a backward (for pipelines)."""
 
     def grad_holder(self, name: str) -> Tensor | None:
-        """The tensor on which the gradient of a parameter accumulates before it is reduced; None: the parameter."""
+        """Return the tensor whose `.grad` accumulates before it is reduced; None: the parameter."""
 
-    def accumulate_only(self, held: bool) -> None:
-        """Whether backwards only accumulate locally (all but the last batch of an accumulation window)."""
+    def accumulate_only(self, on: bool) -> None:
+        """Have backwards only accumulate on this rank, or not (all but the last batch of an accumulation window)."""
 
     def discard_pending(self) -> None:
-        """Forget gradients of batches that no optimizer step followed, where `zero_grad` does not reach them."""
+        """Discard gradients of batches that no optimizer step followed, where `zero_grad` does not reach them."""
 
     def reshard(self) -> None:
-        """Between steps: the parameters of a sharded stage are sharded again, whoever gathered them."""
+        """Free all gathered parameters, between steps."""
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
-        """Each parameter that is whole now, and the shard that it was made of."""
+        """Return each gathered parameter with its shard."""
 
     def undo(self) -> None:
         """Take the axis off the module again. Collective."""
 
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """`tensor`, sharded like `parameter` over the data axis, in one piece. Collective."""
+        """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
 
-    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, sharded like `parameter` over the data axis."""
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's shard of `full`, sharded like `parameter` over the data axis."""
 
 
 class NoData:
-    """One data rank: nothing to synchronise."""
+    """The interface for one data rank, which has nothing to synchronise."""
 
     def gather(self) -> None: ...
 
@@ -72,7 +72,7 @@ class NoData:
     def grad_holder(self, name: str) -> Tensor | None:
         return None
 
-    def accumulate_only(self, held: bool) -> None: ...
+    def accumulate_only(self, on: bool) -> None: ...
 
     def discard_pending(self) -> None: ...
 
@@ -86,5 +86,5 @@ class NoData:
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor
 
-    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        return whole
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        return full

@@ -47,12 +47,12 @@ def same_classes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def state_of(module: nn.Module) -> Any:
-    """FSDP's state of `module`, or None where it was not applied."""
+    """Return FSDP's state of `module`, or None where it was not applied."""
     return fully_shard.state(module) if module in _module_state_mapping else None  # type: ignore[attr-defined]
 
 
 def param_groups(root: nn.Module) -> list[Any]:
-    """Every FSDP parameter group below `root`, in the order of the module tree (the root's first).
+    """Return every FSDP parameter group below `root`, in the order of the module tree (the root's first).
 
     Walks all modules: ask once, not once a step.
     """
@@ -215,7 +215,7 @@ def _remove_at(module: Any) -> None:
 
 
 def groups_at(module: nn.Module) -> list[Any]:
-    """The parameter groups sharded at this very module (torch 2.13 has a list, torch 2.11 one or none)."""
+    """Return the parameter groups sharded at this very module (torch 2.13 has a list, torch 2.11 one or none)."""
     state: Any = _get_module_fsdp_state(module)
     if state is None:
         return []
@@ -291,7 +291,7 @@ def gathers_whole(group: Any, dtype: torch.dtype) -> bool:
     """Return True if each gathered parameter is one tensor that starts as its shards in rank order, of one dtype."""
     return (
         dtype != torch.uint8  # mixed dtypes travel as bytes
-        and not group.is_sharded_post_forward  # a part of the ranks
+        and not group.is_sharded_post_forward  # among some of the ranks
         and all(
             parameter.fsdp_placement.dim == 0 and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
             for parameter in group.fsdp_params
@@ -300,7 +300,7 @@ def gathers_whole(group: Any, dtype: torch.dtype) -> bool:
 
 
 def destinations(group: Any, shards: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The memory of the gathered parameters; FSDP2 would take it when it copies out, we take it before the gather."""
+    """Allocate the memory of the gathered parameters before the gather; FSDP2 would when it copies out."""
     targets = []
     for parameter, shard in zip(group.fsdp_params, shards, strict=True):
         parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], size, shard.device)
@@ -315,7 +315,7 @@ def scatters_as_is(group: Any, dtype: torch.dtype) -> bool:
 
 
 def padded(gradient: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
+    """Return `gradient` with zero rows added until `size` divides them; without a copy where none are missing."""
     rows = gradient.to(dtype).contiguous().view(gradient.shape or (1,))
     missing = -rows.shape[0] % size
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows

@@ -7,13 +7,13 @@ all-gather blocks forward. Here both return at once and finish in the engine's t
 into `.grad`, as long as it has nothing more to compute from it. So the output may be filled later, at the latest by
 the end of backward (`FullySharded.finish`, which queues itself there). It does compute from it when it divides
 afterwards (fp16), casts to another dtype, reduces over a second mesh axis (HSDP), calls a user's hook, or adds to a
-gradient that is there already. The last is turned around: the old gradient is put aside and added at the end. In the
+gradient that is there already. In the last case the old gradient is saved and added at the end. In the
 other cases we wait on the spot.
 
 [Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
 before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
 `Comm.allocate`, which is ours. For a ring, which can send several tensors at once, it is an `UnallocatedBuffer`:
-a tensor without memory that notes what FSDP2 copies into it. The ring then works on the gradients and parameters
+a tensor without memory that records what FSDP2 copies into it. The ring then works on the gradients and parameters
 themselves.
 
 All that is private in FSDP2 is used in zero/fsdp_private.py.
@@ -86,7 +86,7 @@ class FullySharded:
         self.modules = [module for module in root.modules() if groups_at(module)]
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
-        self._aside: dict[nn.Parameter, list[Tensor]] = {}
+        self._saved: dict[nn.Parameter, list[Tensor]] = {}
         self._queued = False
         self._later = False
         self._hooks = []
@@ -101,7 +101,7 @@ class FullySharded:
         return self  # a copied module's hooks point here
 
     def key(self, module: nn.Module, place: int) -> str:
-        """What the compression remembers a parameter of `module`'s group by."""
+        """Return the key of the compression's memory for a parameter of `module`'s group."""
         return f"{self.names[module]}.{place}"
 
     def detach(self) -> None:
@@ -119,9 +119,9 @@ class FullySharded:
         pending, self._pending = self._pending, []
         for handle in pending:
             handle.wait()
-        aside, self._aside = self._aside, {}
+        saved, self._saved = self._saved, {}
         with torch.no_grad():
-            for parameter, earlier in aside.items():
+            for parameter, earlier in saved.items():
                 parameter.grad = added([*earlier, parameter.grad])
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
@@ -144,7 +144,7 @@ class FullySharded:
         average: bool,
         later: bool,
     ) -> None:
-        """The same through the compression; `gradients` still have their rows."""
+        """Start a reduce-scatter through the compression; `gradients` still have their rows."""
         compression, size = self.compression, self.collectives.size
         assert compression is not None
         inputs = [gradient.view(-1) for gradient in gradients]
@@ -161,7 +161,7 @@ class FullySharded:
     def _scatter(self, job: Callable[[], None], fsdp_group: Any, later: bool) -> None:
         later = self._later = later and self._can_wait()
         if later:
-            self._put_aside(fsdp_group)
+            self._save_gradients(fsdp_group)
         else:
             self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
         self._end(self.engine.submit(job), later)
@@ -185,10 +185,10 @@ class FullySharded:
     def _can_wait(self) -> bool:
         return self.engine.threaded and (self.deferred or in_backward())
 
-    def _put_aside(self, fsdp_group: Any) -> None:
+    def _save_gradients(self, fsdp_group: Any) -> None:
         for parameter in sharded_parameters(fsdp_group):
             if parameter.grad is not None:
-                self._aside.setdefault(parameter, []).append(parameter.grad)
+                self._saved.setdefault(parameter, []).append(parameter.grad)
                 parameter.grad = None
 
     def _gather_ahead(self, module: nn.Module, args: Any) -> None:
@@ -205,7 +205,7 @@ class FullySharded:
                 group.unshard(async_op=True)
 
     def _over(self, group: dist.ProcessGroup) -> Collectives:
-        """The collectives to use where FSDP2 says `group`: ours, or native on the part of it that it names."""
+        """Return the collectives to use where FSDP2 names `group`: ours, or native ones on those ranks."""
         if group.size() == self.collectives.size:
             return self.collectives
         return Native(group, self.collectives.ledger, self.collectives.axis)
@@ -287,7 +287,7 @@ class _ReduceScatter(ReduceScatter):
 
 
 class _Pending(dist.Work):
-    """What FSDP2 waits for before it copies gathered parameters out (it asks for this very type)."""
+    """A gather for which FSDP2 waits before it copies parameters out (it asks for this very type)."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ZeRO stage 0: every data rank holds everything; gradients are averaged bucket by bucket during backward."""
+"""ZeRO stage 0: every data rank has everything; gradients are averaged bucket by bucket during backward."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +33,8 @@ class ReplicatedData:
     def grad_holder(self, name: str) -> Tensor | None:
         return None
 
-    def accumulate_only(self, held: bool) -> None:
-        self.replicas.accumulate_only(held)
+    def accumulate_only(self, on: bool) -> None:
+        self.replicas.accumulate_only(on)
 
     def discard_pending(self) -> None: ...
 
@@ -49,5 +49,5 @@ class ReplicatedData:
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor
 
-    def take_shard(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        return whole
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        return full

@@ -1,4 +1,4 @@
-"""Which modules are gathered and reduced together, and which parameters FSDP2 cannot shard."""
+"""The modules that are gathered and reduced together, and the parameters that FSDP2 cannot shard."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
 def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
-    """Blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
+    """Return the blocks that are sharded one by one, in the order of the module tree. The root takes what is left.
 
-    A block that another pipeline stage holds is none; one whose parameters also occur outside of it (tied weights)
+    A block that another pipeline stage owns is none; one whose parameters also occur outside of it (tied weights)
     stays with the root: FSDP2 wants one owner.
     """
     owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -29,7 +29,7 @@ def shard_units(module: nn.Module, anatomy: Anatomy) -> list[nn.Module]:
 
 
 def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """`module`, or its children where it is only a container that nobody calls."""
+    """Yield `module`, or its children where it is only a container that nobody calls."""
     if type(module).forward is not nn.Module.forward:
         yield module
         return
@@ -38,7 +38,7 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshardable(units: list[nn.Module]) -> dict[nn.Parameter, str]:
-    """Parameters that FSDP2 refuses, with the reason; they are replicated instead.
+    """Return the parameters that FSDP2 refuses, with the reason; they are replicated instead.
 
     Args:
         units: from `shard_units`, the root last.

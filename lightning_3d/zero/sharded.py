@@ -22,7 +22,7 @@ from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
 
 _CLOSELY = 3
-"""Steps in which each call is looked at for changes of weights."""
+"""Steps in which each call is checked for changes of weights."""
 
 
 class ShardedData:
@@ -35,7 +35,7 @@ class ShardedData:
         mesh: from `mesh.shard_mesh`.
         policy: what is cast to which dtype around compute and reduction.
         offload: keep parameters, gradients and optimizer states in host memory.
-        pipelined: parameters stay whole through a step of many microbatches and gradients are reduced once, after it.
+        pipelined: parameters stay gathered for a step of many microbatches, gradients are reduced once, after it.
         attach: puts our collectives under FSDP2's.
         replicate: makes the engine for parameters that FSDP2 cannot shard.
     """
@@ -85,21 +85,21 @@ class ShardedData:
         ]
         self.untoggle = follow_toggles(module, self._follow_shards)
         self.trained = 0
-        """Training steps so far."""
+        """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
 
     @property
     def _frees(self) -> bool:
-        """Whether a block's parameters are freed after its forward and gathered again for its backward."""
+        """True where a block's parameters are freed after its forward and gathered again for its backward."""
         return self.stage == 3 and not self.pipelined
 
     def grad_holder(self, name: str) -> Tensor:
-        """What holds the gradient of the whole parameter until it is reduced.
+        """Return the tensor that has the gradient of the full parameter until it is reduced.
 
-        Under mixed precision FSDP2 keeps an accumulated gradient beside the parameter, since its dtype is another; then
-        that is a stand-in, whose gradient `reduce` gives back.
+        Under mixed precision FSDP2 keeps an accumulated gradient in another dtype than the parameter. The tensor is
+        then a stand-in, whose gradient `reduce` gives back.
         """
         parameter = self.names[name]
         if parameter not in self.placed:
@@ -140,7 +140,7 @@ class ShardedData:
                 )
 
     def _follow_shards(self) -> None:
-        """Have the whole parameters get gradients where their shards do."""
+        """Have the gathered parameters get gradients where their shards do."""
         fsdp_private.follow_shards(self.groups)
         for group in self.groups:
             if group.is_unsharded and any(module is self.module for module in group.modules):
@@ -150,7 +150,7 @@ class ShardedData:
         fsdp_private.close_step(self.module, self.groups)
 
     def before_backward(self, loss: Tensor) -> None:
-        fsdp_private.lead_shards(self.groups)  # at its end what is whole is let go
+        fsdp_private.lead_shards(self.groups)  # at its end gathered parameters are freed
         if loss.requires_grad:
             loss.register_hook(lambda grad: fsdp_private.start_backward(self.module, grad))
 
@@ -169,11 +169,11 @@ class ShardedData:
         if self.replicas is not None:
             self.replicas.reduce()
 
-    def accumulate_only(self, held: bool) -> None:
+    def accumulate_only(self, on: bool) -> None:
         if self.replicas is not None:
-            self.replicas.accumulate_only(held)
+            self.replicas.accumulate_only(on)
         if self.stage == 1 or self.pipelined:
-            fsdp_private.accumulate_only(self.module, self.groups, held)
+            fsdp_private.accumulate_only(self.module, self.groups, on)
 
     def discard_pending(self) -> None:
         fsdp_private.discard_pending(self.groups)
@@ -198,7 +198,7 @@ class ShardedData:
         self.reshard()
         self.seam.detach()
         for hook in (*self.guards, *self.ended.values()):
-            hook.remove()  # what autograd holds, the collector cannot see: one left would keep the whole module alive
+            hook.remove()  # the collector cannot see references of autograd: one left would keep the module alive
         self.ended = {}
         self.untoggle()
         if self.replicas is not None:
@@ -213,7 +213,7 @@ class ShardedData:
 
 @dataclass(frozen=True)
 class _Spec:
-    """What a parameter was before it was sharded, without its values."""
+    """A parameter as it was before it was sharded, without its values."""
 
     plain: nn.Parameter | None
     """The user's own parameter object, emptied; None where tensor parallelism had replaced it."""
@@ -229,24 +229,24 @@ class _Spec:
         parameter.data = parameter.data.new_empty(0)
         return cls(parameter)
 
-    def tensor(self, whole: Tensor) -> Tensor:
-        """`whole` over the data axis as the tensor-parallel DTensor it was, or as it is."""
+    def tensor(self, full: Tensor) -> Tensor:
+        """Return `full`, gathered over the data axis, as the tensor-parallel DTensor it was, or as it is."""
         if self.mesh is None:
-            return whole
+            return full
         return DTensor.from_local(
-            whole, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+            full, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
         )
 
-    def parameter(self, whole: Tensor) -> nn.Parameter:
-        """The parameter that was there before, with these values."""
+    def parameter(self, full: Tensor) -> nn.Parameter:
+        """Return the parameter that was there before, with these values."""
         if self.plain is None:
-            return nn.Parameter(whole)
-        self.plain.data = whole
+            return nn.Parameter(full)
+        self.plain.data = full
         return self.plain
 
 
 def _guard(group: Any) -> Callable[..., None]:
-    """Gather a group when a module of it is called by another way than through its block or step."""
+    """Gather a group when a module of it is not called through its block or step."""
 
     def gather(module: nn.Module, args: Any) -> None:
         fsdp_private.gather(group)

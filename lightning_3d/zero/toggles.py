@@ -1,6 +1,6 @@
-"""`toggle_optimizer` in the middle of a step, where the module has whole parameters and the optimizers their shards.
+"""`toggle_optimizer` in the middle of a step, where the module has gathered parameters and the optimizers their shards.
 
-It says on the optimizers' parameters which are to get gradients. FSDP2 asks these when it gathers, which for a step of
+It sets on the optimizers' parameters which of them get gradients. FSDP2 asks these when it gathers, which for a step of
 several backwards is before the first of them.
 """
 

@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -131,20 +129,17 @@ def use_no_grad(trainer: Any) -> None:
         loop.inference_mode = False
 
 
-_WHOLE = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
-
-
 def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[], None]:
-    """Have those work that can; returns what undoes it.
+    """Adapt Lightning's callbacks to sharded parameters, and return the function that undoes it.
 
-    Raises for a callback that computes with whole parameters where ranks hold parts of them.
+    Raises for a callback that computes with all values of a parameter where ranks have shards.
     """
     for callback in callbacks:
-        if isinstance(callback, _WHOLE) and layout.holds_parts:
+        if isinstance(callback, ModelPruning) and layout.holds_parts:
             raise UnsupportedError(
-                f"{type(callback).__name__} computes with the module's whole parameters, of which a rank holds only a"
-                f" part ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints after"
-                " training."
+                f"{type(callback).__name__} chooses weights by all values of a parameter, of which a rank has only a"
+                f" shard ({layout}): other weights would be pruned than on one device. Use data parallelism with"
+                " zero_stage=0."
             )
     return _finetune_by_identity()
 

@@ -43,6 +43,7 @@ from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
 from lightning_3d.strategy.steps import CheckedRunner, make_steps, prove_cut
 from lightning_3d.strategy.training import Training
+from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.between_steps import HookRules
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
@@ -268,6 +269,7 @@ class Strategy3D(Training):
         prove_cut(composed, plans, make, plugin)
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
         self._hooks = state_dict.full_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
+        self._undo.append(shard_averages(callbacks, composed, self._as_saved))
         if fitting:
             self._tell_callbacks()
             self.setup_optimizers(trainer)

@@ -1,6 +1,6 @@
-"""What is checked before anything is placed, on every rank, so that all raise together and none waits.
+"""Checks before the module is placed, on every rank, so that all raise together and none waits.
 
-Lightning's own callbacks that reach into parameters.
+Also adapts Lightning's callbacks that use parameters.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     ModelPruning,
+    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -129,7 +130,7 @@ def use_no_grad(trainer: Any) -> None:
         loop.inference_mode = False
 
 
-def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[], None]:
+def use_callbacks(callbacks: Sequence[Callback], module: nn.Module, layout: Layout) -> Callable[[], None]:
     """Adapt Lightning's callbacks to sharded parameters, and return the function that undoes it.
 
     Raises for a callback that computes with all values of a parameter where ranks have shards.
@@ -140,6 +141,13 @@ def use_callbacks(callbacks: Sequence[Callback], layout: Layout) -> Callable[[],
                 f"{type(callback).__name__} chooses weights by all values of a parameter, of which a rank has only a"
                 f" shard ({layout}): other weights would be pruned than on one device. Use data parallelism with"
                 " zero_stage=0."
+            )
+        swa = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
+        if swa and layout.holds_parts:
+            raise UnsupportedError(
+                "StochasticWeightAveraging computes the statistics of BatchNorm anew in an epoch without backward."
+                f" Where ranks have shards ({layout}) such an epoch would leave gathered weights or gradients behind. Use"
+                " WeightAveraging or EMAWeightAveraging, which average the statistics, or zero_stage=0."
             )
     return _finetune_by_identity()
 

@@ -239,7 +239,7 @@ class Strategy3D(Training):
             check_hooks(module, self.layout)
             if self.layout.pipeline_parallel_size > 1:
                 check_automatic(module)  # before anything is looked for that only other modules have
-            self._undo.append(use_callbacks(trainer.callbacks, self.layout))  # type: ignore[attr-defined]
+            self._undo.append(use_callbacks(trainer.callbacks, module, self.layout))  # type: ignore[attr-defined]
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         hooked = wrap_hooks(module, callbacks, lambda: self._composed, lambda: self._data)
         self._patches.append(hooked)

@@ -134,7 +134,7 @@ class _AveragedModule:
 
     @torch.no_grad()
     def transfer(self, *_: object) -> None:
-        """Copy the average into the module, without the `.to(device)` of Lightning's method, which meta tensors lack."""
+        """Copy the average into the module. Absent parameters (`pipeline/absent.py`) name a device they are not on."""
         for shard, here in self.origin.items():
             here.copy_(shard)
 

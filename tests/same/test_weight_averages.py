@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
 from tests.checkpoint.trainings import SaveAt
 from tests.parity import QUIET, build
 from tests.workers import run
@@ -151,3 +152,20 @@ def _saved(strategy):
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "tensor", "pipeline"])
 def test_the_module_is_plain_after_fit_and_can_be_saved(layout):
     assert run(_saved, LAYOUTS[layout], world=2) == [True, True]
+
+
+def _refused(strategy):
+    module = build("MLP")
+    module.statistics = torch.nn.BatchNorm1d(4)
+    try:
+        trainer = Trainer(
+            **QUIET, max_steps=1, devices=2, strategy=Strategy3D(**strategy), callbacks=[AVERAGES["swa"]()]
+        )
+        trainer.fit(module)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def test_an_epoch_without_backward_is_refused():
+    for text in run(_refused, LAYOUTS["zero1"], world=2):
+        assert text.startswith("StochasticWeightAveraging computes the statistics of BatchNorm anew")

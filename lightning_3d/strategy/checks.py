@@ -146,8 +146,8 @@ def use_callbacks(callbacks: Sequence[Callback], module: nn.Module, layout: Layo
         if swa and layout.holds_parts:
             raise UnsupportedError(
                 "StochasticWeightAveraging computes the statistics of BatchNorm anew in an epoch without backward."
-                f" Where ranks have shards ({layout}) such an epoch would leave gathered weights or gradients behind. Use"
-                " WeightAveraging or EMAWeightAveraging, which average the statistics, or zero_stage=0."
+                f" Where ranks have shards ({layout}) such an epoch would leave gathered weights or gradients behind."
+                " Use WeightAveraging or EMAWeightAveraging, which average the statistics, or zero_stage=0."
             )
     return _finetune_by_identity()
 

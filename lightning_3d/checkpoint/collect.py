@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.entry import Entry
+from lightning_3d.checkpoint.entry import TensorEntry
 from lightning_3d.checkpoint.placement import Split, Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
 from lightning_3d.checkpoint.safetensors_files import NAMES
@@ -24,7 +24,7 @@ class Collected:
     """One rank's share of a checkpoint."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    listing: dict[str, Entry] = field(default_factory=dict)
+    listing: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     """What has no plain form."""
     rest: str = "{}"
@@ -85,7 +85,7 @@ class Collector:
         placement = describe(value, self.of_parameter.get(id(value)))
         self.found.tensors[name] = value
         # buffers may drift apart between data ranks; as with DDP, the first rank's count
-        self.found.listing[name] = Entry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
+        self.found.listing[name] = TensorEntry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
         return name
 
 

@@ -9,7 +9,7 @@ from lightning_3d.checkpoint.safetensors_files import DTYPES
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor as one rank holds it."""
 
     dtype: str
@@ -18,7 +18,7 @@ class Entry:
     """Whether ranks that hold the same box hold the same values. Otherwise the first one's count."""
 
 
-Listing = Mapping[str, Entry]
+Listing = Mapping[str, TensorEntry]
 """What one rank holds, by name."""
 
 

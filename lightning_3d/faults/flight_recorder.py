@@ -34,7 +34,7 @@ _LIBRARIES = (
 
 
 @dataclass
-class Entry:
+class FlightEntry:
     """One thing that this process waited for others in."""
 
     at: float
@@ -51,11 +51,11 @@ class Flight:
     """The recorder. One per process, as the process is what others wait for; every thread writes to it."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.entries: deque[FlightEntry] = deque(maxlen=LENGTH)
         self.step, self.phase = 0, "starting"
-        self.open: dict[int, list[Entry]] = {}
+        self.open: dict[int, list[FlightEntry]] = {}
         """Per thread what is going on, the innermost last."""
-        self.broken: Entry | None = None
+        self.broken: FlightEntry | None = None
         """The first operation that failed."""
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class Doing:
     def __enter__(self) -> None:
         flight, thread = self.flight, threading.current_thread()
         self.start = time.monotonic()
-        self.entry = Entry(time.time(), flight.step, flight.phase, self.operation, thread.name)
+        self.entry = FlightEntry(time.time(), flight.step, flight.phase, self.operation, thread.name)
         flight.entries.append(self.entry)
         flight.open.setdefault(threading.get_ident(), []).append(self.entry)
 

@@ -28,7 +28,7 @@ LINGER = 10.0
 EXIT_CODE = 1
 
 
-class Watch:
+class Watchdog:
     """Watches over the ranks of one run. Every rank makes one, in the same order.
 
     Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
@@ -130,7 +131,7 @@ def use_no_grad(trainer: Any) -> None:
         loop.inference_mode = False
 
 
-def use_callbacks(callbacks: Sequence[Callback], module: nn.Module, layout: Layout) -> Callable[[], None]:
+def use_callbacks(callbacks: Sequence[Callback], module: LightningModule, layout: Layout) -> Callable[[], None]:
     """Adapt Lightning's callbacks to sharded parameters, and return the function that undoes it.
 
     Raises for a callback that computes with all values of a parameter where ranks have shards.

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.errors import LayoutError, Lightning3DError, RunError
-from lightning_3d.faults import Watch, flight
+from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
@@ -80,7 +80,7 @@ class Processes(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._communication: DataAxis | None = None
         self._failed = self._judged = False
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self._give_samplers_back: Callable[[], None] = _nothing
         self._shares_order = False
         """Whether the run had several data ranks when it was saved: then it goes on in the order of Lightning's."""
@@ -323,13 +323,13 @@ class Processes(ParallelStrategy):
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
-    def _start_watch(self, layout: Layout) -> Watch | None:
+    def _start_watch(self, layout: Layout) -> Watchdog | None:
         flight.clear()
         if self.world_size == 1 or not has_peers():
             return None  # no other process is there
         places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         folder = flight_folder(self._module.trainer.default_root_dir)
-        return Watch(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
+        return Watchdog(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 
     def _put_records_aside(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Who writes what: every box of every tensor once, shared out evenly. The same on every rank, without talking."""
+"""The distribution of writes: each box of each tensor once, spread evenly. Equal on every rank, without messages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ class TensorEntry:
     dtype: str
     placement: Placement
     replicated: bool = True
-    """Whether ranks that hold the same box hold the same values. Otherwise the first one's count."""
+    """True where ranks with the same box have the same values. Otherwise the values of the first rank are saved."""
 
 
 Listing = Mapping[str, TensorEntry]
-"""What one rank holds, by name."""
+"""The tensors of one rank, by name."""
 
 
 def share_out(listings: Sequence[Listing]) -> list[dict[str, tuple[Piece, ...]]]:

@@ -45,13 +45,13 @@ class SaveJob:
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """Type and shape of every tensor."""
     tensors: tuple[Tensor, ...]
-    """What this rank writes, in the order of its plan."""
+    """The tensors that this rank writes, in the order of its plan."""
     state: bytes = b""
     """On rank 0: everything that is not a tensor."""
     objects: bytes = b""
-    """On rank 0: what has no plain form."""
+    """On rank 0: values without a plain form."""
     claimed: BinaryIO | None = None
-    """On rank 0: what becomes the manifest."""
+    """On rank 0: the content of the manifest."""
 
     def part_name(self, rank: int) -> str:
         return f"part-{rank:05d}-{self.generation}.safetensors"
@@ -185,7 +185,7 @@ def _raise_any(path: Any, said: Sequence[str]) -> None:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returned, and what went wrong as text that the other ranks can read."""
+    """Return the result of `work`, and its error as text for the other ranks."""
     try:
         return work(), ""
     except (OSError, SaveFailed) as error:

@@ -1,4 +1,4 @@
-"""What this process did last, kept in memory and written to a file when the job fails."""
+"""The last actions of this process, kept in memory and written to a file when the job fails."""
 
 import json
 import os
@@ -74,7 +74,7 @@ class Flight:
         return Doing(self, operation)
 
     def standing(self) -> str:
-        """Where this process is, in words. Any thread may ask."""
+        """The current place of this process, in words. Any thread may ask."""
         main = threading.main_thread().ident
         waiting = {thread: entries[-1].operation for thread, entries in list(self.open.items()) if entries}
         place = waiting.pop(main or 0, None) or _place(_main_frame())
@@ -82,7 +82,7 @@ class Flight:
         return f"step {self.step}, {self.phase}, in {place}{behind}"
 
     def failing(self, error: BaseException) -> str:
-        """Where this process was when it raised `error`, in words."""
+        """The place of this process when it raised `error`, in words."""
         where = self.broken.operation if self.broken is not None else _collective(error.__traceback__)
         return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
 
@@ -157,12 +157,12 @@ def _collective(trace: TracebackType | None) -> str | None:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Whether `frame` is a public function of torch's collectives."""
+    """Return True if `frame` is a public function of torch's collectives."""
     return frame.f_code.co_filename.endswith(_C10D) and not frame.f_code.co_name.startswith("_")
 
 
 def _name(frame: FrameType) -> str:
-    """What a collective is called, and on which axis: meshes name their groups after it."""
+    """The name of a collective and its axis: meshes name their groups after it."""
     axis = getattr(frame.f_locals.get("group"), "group_desc", None)
     return frame.f_code.co_name + (f" on {axis.removeprefix('mesh_')}" if axis else "")
 

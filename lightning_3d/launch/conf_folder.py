@@ -1,4 +1,4 @@
-"""Where the package's own `conf/` folder is: beside the package in a checkout, inside it when installed."""
+"""The location of the package's `conf/` folder: next to the package in a checkout, inside it when installed."""
 
 from pathlib import Path
 

@@ -1,11 +1,12 @@
-"""Copies of weights that callbacks keep, such as an average: in parts while training, whole in a checkpoint.
+"""Copies of weights in the states of callbacks, such as an average: sharded in training, full in a checkpoint.
 
-A copy that a hook makes of a parameter is laid out as the parameter is: sharded, or on meta where another stage of the
-pipeline holds it. Kept under the name of its parameter it can be made whole, and cut again in any layout.
+A hook that copies a parameter gets a shard of it, or a meta tensor where another pipeline stage owns the parameter. A
+copy is known by its key: the name of its parameter. So it can be gathered when it is saved, and sharded in any layout
+when it is loaded.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_3d.tensor.apply import full_tensor
 from lightning_3d.tensor.geometry import TensorSplit
 
 PARTS = "lightning_3d_parts"
-"""Under this key a checkpoint says which tensors in it were cut as which parameters."""
+"""Key of a checkpoint under which it lists the copies of parameters: path of each, and name of the parameter."""
 CALLBACKS = "callbacks"
 Path = tuple[Any, ...]
 """Keys and indices that lead to a tensor in a checkpoint."""
@@ -31,181 +32,180 @@ Gather = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
-class Held:
-    """How this rank holds one parameter."""
+class CopyLayout:
+    """The layout that a copy of one parameter must have on this rank."""
 
     shape: torch.Size
-    placements: Sequence[Any] | None
-    """None where it is whole, or elsewhere."""
+    placements: tuple[Any, ...] | None
+    """None where the parameter is full, or owned by another stage."""
     split: TensorSplit | None
 
-    def holds(self, tensor: DTensor) -> bool:
-        """Whether `tensor` is cut in the same way."""
-        return self.placements is not None and tuple(tensor.placements) == tuple(self.placements)
+    def fits(self, tensor: DTensor) -> bool:
+        """Return True if `tensor` is sharded in the same way."""
+        return tuple(tensor.placements) == self.placements
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that this rank brings to a checkpoint."""
+    """A tensor that this rank saves."""
 
     tensor: Tensor
     name: str | None
     """Of the parameter that it is a copy of."""
     kind: str
-    """"part" of a tensor, a "number" computed from parts, "away" on another stage, or "here"."""
+    """"shard" of a tensor, "number" computed from shards, "away" on another stage, or "full"."""
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A `Copy`, as other ranks get to know it."""
+
+    kind: str
+    problem: str | None
 
 
 class AveragedWeights:
-    """Finds copies of the parameters of `composed`, and knows how these are held after they are whole again too."""
+    """The copies of the parameters of `parallel`. Works after the run too, when these are unsplit again."""
 
-    def __init__(self, composed: ParallelModule) -> None:
-        self.held = {
-            name: Held(p.shape, p.placements if isinstance(p, DTensor) else None, composed.splits.get(p))
-            for name, p in composed.module.named_parameters(remove_duplicate=False)
+    def __init__(self, parallel: ParallelModule) -> None:
+        self.layouts = {
+            name: CopyLayout(p.shape, tuple(p.placements) if isinstance(p, DTensor) else None, parallel.splits.get(p))
+            for name, p in parallel.module.named_parameters(remove_duplicate=False)
         }
-        once = list(composed.module.named_parameters())
-        self.orders = [[name for name, _ in once], [name for name, p in once if p.requires_grad]]
-        stages = composed.stages
+        stages = parallel.stages
         self.stages = Stages(stages.split, stages.group, stages.stage_rank) if stages is not None else None
 
     def whole(self, checkpoint: dict[str, Any], gather: Gather) -> dict[str, Any]:
-        """`checkpoint` with copies in one piece. Collective; refuses on every rank what cannot be told apart."""
+        """Return `checkpoint` with full copies. Collective; raises on every rank for tensors that are no copies."""
         mine, everyone = self._agree(checkpoint, gather)
         if not everyone:
             return checkpoint
-        wholes = {path: self._in_one_piece(mine[path]) for path in everyone}
+        full = {path: self._full(mine[path]) for path in everyone}
         if self.stages is not None:
-            given = {path: {"value": wholes[path]} for path, row in everyone.items() if self._gives(row)}
-            wholes |= {path: entry["value"] for path, entry in self.stages.exchange(given).items()}
-        return _noted(_replaced(checkpoint, wholes), mine, everyone)
+            provided = {path: {"value": full[path]} for path, kinds in everyone.items() if self._provides(kinds)}
+            full |= {path: entry["value"] for path, entry in self.stages.exchange(provided).items()}
+        return _listed(_replaced(checkpoint, full), mine, everyone)
 
     def in_parts(
         self, checkpoint: dict[str, Any], gather: Gather
     ) -> tuple[dict[str, Any], dict[int, TensorSplit | None]]:
-        """`checkpoint` with what a sharded one needs to know, and how parts in it are split, by id. Collective."""
+        """Return `checkpoint` for a sharded save, and the split of each shard in it by id. Collective."""
         mine, everyone = self._agree(checkpoint, gather)
+        copies = {path: mine[path] for path in everyone}
         splits = {
-            id(item.tensor): self.held[item.name].split
-            for item in (mine[path] for path in everyone)
-            if item.kind == "part" and item.name is not None
+            id(each.tensor): self.layouts[each.name].split
+            for each in copies.values()
+            if each.kind == "shard" and each.name is not None
         }
-        numbers = {path: self._in_one_piece(mine[path]) for path in everyone if mine[path].kind == "number"}
-        return (_noted(_replaced(checkpoint, numbers), mine, everyone) if everyone else checkpoint), splits
+        numbers = {path: self._full(each) for path, each in copies.items() if each.kind == "number"}
+        return (_listed(_replaced(checkpoint, numbers), mine, everyone) if everyone else checkpoint), splits
 
-    def _gives(self, row: Sequence[Any]) -> bool:
-        """Whether this rank is the first of its pipeline that has what others have not."""
+    def _provides(self, kinds: Sequence[str]) -> bool:
+        """Return True if this rank is the first of its pipeline that has a tensor which others lack."""
         assert self.stages is not None
         ranks = dist.get_process_group_ranks(self.stages.group)
-        here = [rank for rank in ranks if row[rank].kind != "away"]
+        here = [rank for rank in ranks if kinds[rank] != "away"]
         return len(here) < len(ranks) and here[:1] == [dist.get_rank()]
 
-    def _in_one_piece(self, item: Copy) -> Tensor:
+    def _full(self, item: Copy) -> Tensor:
         if not isinstance(item.tensor, DTensor):
             return item.tensor
-        return full_tensor(item.tensor, self.held[item.name].split if item.name is not None else None)
+        return full_tensor(item.tensor, self.layouts[item.name].split if item.name is not None else None)
 
-    def _agree(self, checkpoint: Mapping[str, Any], gather: Gather) -> tuple[dict[Path, Copy], dict[Path, list[Any]]]:
-        """What this rank brings, and what each rank brings to paths that are not whole everywhere, or beside such."""
+    def _agree(self, checkpoint: Mapping[str, Any], gather: Gather) -> tuple[dict[Path, Copy], dict[Path, list[str]]]:
+        """Return this rank's tensors, and the kinds on all ranks of each that is sharded, or in a dict with such."""
         mine = dict(self._copies(checkpoint))
-        said = gather({path: _Said(item.kind, item.name, self._wrong(item)) for path, item in mine.items()})
-        rows = {path: [each.get(path) for each in said] for each in said for path in each}
-        cut = {path for path, row in rows.items() if any(one and one.kind != "here" for one in row)}
-        beside = {path[:-1] for path in cut}
-        rows = {path: row for path, row in rows.items() if path in cut or path[:-1] in beside}
+        table = gather({path: _Description(each.kind, self._problem(each)) for path, each in mine.items()})
+        rows = {path: [described.get(path) for described in table] for described in table for path in described}
+        sharded = {path for path, row in rows.items() if any(each and each.kind != "full" for each in row)}
+        dicts = {path[:-1] for path in sharded}
+        kinds: dict[Path, list[str]] = {}
         for path, row in rows.items():
-            where = f"checkpoint{''.join(f'[{key!r}]' for key in path)}"
-            lacking = [rank for rank, one in enumerate(row) if one is None]
-            wrong = next((one.wrong for one in row if one is not None and one.wrong is not None), None)
+            if path not in sharded and path[:-1] not in dicts:
+                continue
+            lacking = ", ".join(str(rank) for rank, each in enumerate(row) if each is None)
+            problem = next((each.problem for each in row if each is not None and each.problem is not None), None)
             if lacking:
-                wrong = (
-                    f"which is missing on rank {', '.join(map(str, lacking))}: return it from state_dict on every rank"
-                )
-            if wrong is not None:
+                problem = f"which is missing on rank {lacking}: return it from state_dict on every rank"
+            if problem is not None:
                 owner = f"The callback {path[1]}" if path[0] == CALLBACKS else "A hook on_save_checkpoint"
-                raise CheckpointError(f"{owner} saves {where}, {wrong}. Nothing was saved.")
-        return mine, rows
+                where = f"checkpoint{''.join(f'[{key!r}]' for key in path)}"
+                raise CheckpointError(f"{owner} saves {where}, {problem}. Nothing was saved.")
+            kinds[path] = [each.kind for each in row if each is not None]
+        return mine, kinds
 
-    def _wrong(self, item: Copy) -> str | None:
-        tensor = item.tensor
-        if not isinstance(tensor, DTensor) or item.kind == "number":
+    def _problem(self, item: Copy) -> str | None:
+        if item.kind in ("full", "number"):
             return None
-        if item.name is not None and self.held[item.name].holds(tensor):
+        if item.name is not None and (item.kind == "away" or self.layouts[item.name].fits(item.tensor)):  # type: ignore[arg-type]
             return None
         return (
-            f"a tensor {tuple(tensor.shape)} of which each rank has a part, and which is no copy of a parameter of"
-            " which this rank has a part. Keep copies of parameters in a dict by the names of named_parameters(), and"
-            " make what you compute from them whole with .full_tensor() in the hook that does"
+            f"a tensor {tuple(item.tensor.shape)} of which each rank has a shard, under a key that is no name of a"
+            " parameter with the same shards: it could not be gathered. Keep copies of parameters in a dict with the"
+            " keys of named_parameters(), and gather results computed from them with .full_tensor() in the hook"
         )
 
     def _copies(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[Path, Copy]]:
-        rest = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
-        for path, tensor, beside in _tensors(rest, (), ()):
+        others = {key: value for key, value in checkpoint.items() if key not in (WEIGHTS, OPTIMIZERS)}
+        for path, tensor in _tensors(others, ()):
+            kind = "away" if tensor.is_meta and self.stages is not None else "full"
             if isinstance(tensor, DTensor):
-                yield path, Copy(tensor, self._name(path[-1], tensor, beside), "part" if tensor.dim() else "number")
-            else:
-                kind = "away" if tensor.is_meta and self.stages is not None else "here"
-                yield path, Copy(tensor, self._name(path[-1], tensor, beside), kind)
+                kind = "shard" if tensor.dim() else "number"
+            yield path, Copy(tensor, self._name(path[-1], tensor), kind)
 
-    def _name(self, key: Any, tensor: Tensor, beside: Sequence[Any]) -> str | None:
-        """Which parameter a tensor is a copy of, by its key, or by its place in a list of copies of all."""
-        alike = [name for name, held in self.held.items() if held.shape == tensor.shape]
-        if not isinstance(key, str):
-            shapes = [item.shape if isinstance(item, Tensor) else None for item in beside]
-            order = next((o for o in self.orders if [self.held[name].shape for name in o] == shapes), None)
-            return order[key] if order is not None else None
-        if key in alike:
-            return key
-        longer = [name for name in alike if name.endswith(f".{key}")]  # a copy of a part of the module
-        shorter = [name for name in alike if key.endswith(f".{name}")]  # of something that holds it
-        return longer[0] if len(longer) == 1 else max(shorter, key=len, default=None)
-
-
-@dataclass(frozen=True)
-class _Said:
-    kind: str
-    name: str | None
-    wrong: str | None
+    def _name(self, key: Any, tensor: Tensor) -> str | None:
+        """Return the parameter of this key, which may have a prefix: of a module that contains the module."""
+        names = [
+            name
+            for name, layout in self.layouts.items()
+            if isinstance(key, str) and f".{key}".endswith(f".{name}") and layout.shape == tensor.shape
+        ]
+        return max(names, key=len, default=None)
 
 
 @dataclass(frozen=True)
 class PendingCopies:
-    """States of callbacks that have to be cut, which is only known how once the module is placed."""
+    """States of callbacks with copies of parameters, which can be sharded once the module is placed."""
 
     states: dict[Any, Any]
-    cuts: list[tuple[Path, str]]
+    copies: list[tuple[Path, str]]
 
     @classmethod
-    def take(cls, loaded: dict[str, Any]) -> "PendingCopies | None":
-        """Take them out of a checkpoint that was loaded."""
-        found = [(tuple(path), name) for path, name in loaded.pop(PARTS, ())]
-        cuts = [(path, name) for path, name in found if path[0] == CALLBACKS and path[1] in loaded.get(CALLBACKS, {})]
-        return cls({key: loaded[CALLBACKS].pop(key) for key in {path[1] for path, _ in cuts}}, cuts) if cuts else None
+    def take(cls, loaded: dict[str, Any], unsplit: Container[str]) -> "PendingCopies | None":
+        """Take them out of a loaded checkpoint.
 
-    def give(self, trainer: Trainer, composed: ParallelModule) -> None:
-        """Cut them as the parameters are now, and give them to the callbacks."""
-        named = dict(composed.module.named_parameters(remove_duplicate=False))
-        state = {CALLBACKS: self.states}
-        parts: dict[Path, Tensor] = {}
-        for path, name in self.cuts:
-            whole = _at(state, path)
-            if name in named and named[name].shape == whole.shape:
-                parts[path] = composed.take_shard(named[name], whole)
-        states = _replaced(state, parts)[CALLBACKS]
+        Args:
+            loaded: the checkpoint.
+            unsplit: state keys of callbacks that load their copies before the module is placed.
+        """
+        listed = [(tuple(path), name) for path, name in loaded.pop(PARTS, ())]
+        states = {key: state for key, state in loaded.get(CALLBACKS, {}).items() if key not in unsplit}
+        copies = [(path, name) for path, name in listed if path[0] == CALLBACKS and path[1] in states]
+        pending = {key: loaded[CALLBACKS].pop(key) for key in {path[1] for path, _ in copies}}
+        return cls(pending, copies) if copies else None
+
+    def give(self, trainer: Trainer, parallel: ParallelModule) -> None:
+        """Shard the copies as the parameters are sharded now, and give them to the callbacks."""
+        named = dict(parallel.module.named_parameters(remove_duplicate=False))
+        checkpoint = {CALLBACKS: self.states}
+        shards: dict[Path, Tensor] = {}
+        for path, name in self.copies:
+            full = _at(checkpoint, path)
+            if name in named and named[name].shape == full.shape:
+                shards[path] = parallel.take_shard(named[name], full)
+        states = _replaced(checkpoint, shards)[CALLBACKS]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in states:
                 callback.load_state_dict(states[callback.state_key])
 
 
-def _tensors(value: Any, path: Path, beside: Sequence[Any]) -> Iterator[tuple[Path, Tensor, Sequence[Any]]]:
-    """Every tensor in `value`, how to reach it, and the list that it is in."""
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+    """Yield every tensor in `value`, with its path."""
     if isinstance(value, Tensor):
-        yield path, value, beside
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(item, (*path, key), ())
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index), value)
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(item, (*path, key))
 
 
 def _at(value: Any, path: Path) -> Any:
@@ -215,7 +215,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _replaced(value: Any, tensors: Mapping[Path, Tensor]) -> Any:
-    """`value` with other tensors in some places; what holds those is copied: a callback may go on with its own."""
+    """Return `value` with other tensors in some places. Copies the containers, which callbacks may go on using."""
     if () in tensors:
         return tensors[()]
     inside: dict[Any, dict[Path, Tensor]] = {}
@@ -231,6 +231,6 @@ def _replaced(value: Any, tensors: Mapping[Path, Tensor]) -> Any:
     return tuple(items) if type(value) is tuple else items
 
 
-def _noted(checkpoint: dict[str, Any], mine: Mapping[Path, Copy], everyone: Mapping[Path, list[Any]]) -> dict[str, Any]:
-    cuts = [[list(path), mine[path].name] for path in everyone if mine[path].name is not None]
-    return {**checkpoint, PARTS: cuts}
+def _listed(checkpoint: dict[str, Any], mine: Mapping[Path, Copy], everyone: Mapping[Path, Any]) -> dict[str, Any]:
+    copies = [[list(path), mine[path].name] for path in everyone if mine[path].name is not None]
+    return {**checkpoint, PARTS: copies}

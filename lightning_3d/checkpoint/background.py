@@ -10,7 +10,7 @@ from torch import distributed as dist
 from lightning_3d.ranks import talk
 
 Gather = Callable[[Any], list[Any]]
-"""What every rank says, in the order of ranks. Collective."""
+"""Gathers the values of all ranks, in the order of ranks. Collective."""
 
 
 class Background:

@@ -1,4 +1,4 @@
-"""What one rank brings to a checkpoint: its tensors with their placements, and everything else as plain JSON.
+"""The contribution of one rank to a checkpoint: tensors with their placements, and everything else as plain JSON.
 
 Optimizer states by parameter name instead of by number: numbers depend on the layout, names do not.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.entry import Entry
+from lightning_3d.checkpoint.entry import TensorEntry
 from lightning_3d.checkpoint.placement import Split, Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
 from lightning_3d.checkpoint.safetensors_files import NAMES
@@ -24,14 +24,14 @@ class Collected:
     """One rank's share of a checkpoint."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    listing: dict[str, Entry] = field(default_factory=dict)
+    listing: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    """What has no plain form."""
+    """Values without a plain form."""
     rest: str = "{}"
     """Everything that is not a tensor, as JSON."""
     optimizers: str = "[]"
     own: str = "{}"
-    """What is this rank's alone: random states, say."""
+    """The rank-local state: random streams, for example."""
 
 
 class Collector:
@@ -85,7 +85,7 @@ class Collector:
         placement = describe(value, self.of_parameter.get(id(value)))
         self.found.tensors[name] = value
         # buffers may drift apart between data ranks; as with DDP, the first rank's count
-        self.found.listing[name] = Entry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
+        self.found.listing[name] = TensorEntry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
         return name
 
 
@@ -141,5 +141,5 @@ def to_numbers(state: Mapping[str, Any], aliases: Sequence[Sequence[str]], what:
 
 
 def is_parameter_state(value: Any, parameter: nn.Parameter) -> bool:
-    """Whether `value` is laid out as `parameter`: one number for each of its elements."""
+    """Return True if `value` has one number for each element of `parameter`."""
     return isinstance(value, Tensor) and value.shape == parameter.shape

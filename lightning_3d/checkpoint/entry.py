@@ -1,4 +1,4 @@
-"""Who writes what: every box of every tensor once, shared out evenly. The same on every rank, without talking."""
+"""The distribution of writes: each box of each tensor once, spread evenly. Equal on every rank, without messages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,17 @@ from lightning_3d.checkpoint.safetensors_files import DTYPES
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor as one rank holds it."""
 
     dtype: str
     placement: Placement
     replicated: bool = True
-    """Whether ranks that hold the same box hold the same values. Otherwise the first one's count."""
+    """True where ranks with the same box have the same values. Otherwise the values of the first rank are saved."""
 
 
-Listing = Mapping[str, Entry]
-"""What one rank holds, by name."""
+Listing = Mapping[str, TensorEntry]
+"""The tensors of one rank, by name."""
 
 
 def share_out(listings: Sequence[Listing]) -> list[dict[str, tuple[Piece, ...]]]:

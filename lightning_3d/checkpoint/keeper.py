@@ -1,4 +1,4 @@
-"""`Keeper`: what a strategy does with checkpoints, in whichever format."""
+"""`Keeper`: saves, loads and removes checkpoints for a strategy, in either format."""
 
 import os
 import time
@@ -56,18 +56,18 @@ class Keeper:
         self._background = Background()
         self._room = Room()
         self._failed = False
-        """Whether the last save that ended did."""
+        """True if the last save that ended has failed."""
         self._old: dict[str, CheckpointIO] = {}
-        """What is to be removed once a save has succeeded."""
+        """Checkpoints to remove once a save has succeeded."""
         self._saved: dict[Path, tuple[int, int] | None] = {}
-        """What was saved here, to know it from what another job puts in its place."""
+        """Identities of the saved files, to recognise those that another job puts in their place."""
         self._refused: set[str] = set()
-        """What the user has been warned of."""
+        """Names that the user has been warned of."""
         self.instead: list[str] = []
-        """What may be loaded in place of the last checkpoint if that is damaged, the newest first."""
+        """Checkpoints to load if the last one is damaged, the newest first."""
 
     def is_sharded(self, module: nn.Module, io: CheckpointIO) -> bool:
-        """Which format is saved in. The same on every rank, before anything is gathered."""
+        """Return True if the format is sharded. Equal on every rank, before anything is gathered."""
         if self.format == "auto":
             return type(io) is TorchCheckpointIO and state_bytes(module) > SHARDED_FROM_BYTES
         return self.format == "sharded"
@@ -174,7 +174,7 @@ class Keeper:
             rank_zero_warn(shared(target))
 
     def _is_of_others(self, target: Path) -> bool:
-        """Whether another job has saved to `target` since this one did."""
+        """Return True if another job has saved to `target` since this one did."""
         mine, there = self._saved.get(target), _identity(target)
         return mine is not None and there is not None and there != mine
 

@@ -13,7 +13,7 @@ from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
 
 BATCH_BYTES = 2**30
-"""How much of the weights is in memory at a time, beside the module."""
+"""Largest number of bytes of weights in memory at a time, in addition to the module."""
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

@@ -125,7 +125,7 @@ def unused(path: Path) -> Iterator[bool]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether someone writes `path` or reads it just now."""
+    """Return True if a process is writing or reading `path`."""
     with unused(path) as free:
         return not free
 

@@ -92,7 +92,7 @@ def _crc(content: dict[str, Any]) -> int:
 
 
 def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
-    """What a box is called in the safetensors file: as the tensor, if it is all of it."""
+    """The name of a box in the safetensors file: that of the tensor, if the box is all of it."""
     return name if piece.size == tuple(shape) else f"{name}@{','.join(map(str, piece.offset))}"
 
 
@@ -167,7 +167,7 @@ def reading(directory: Path) -> Reading:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether `path` is, or was to become, a sharded checkpoint of ours."""
+    """Return True if `path` is a sharded checkpoint of this package, or was to become one."""
     return path.is_dir() and ((path / NAME).exists() or any(_OURS.fullmatch(file.name) for file in path.iterdir()))
 
 
@@ -230,7 +230,7 @@ def _stored(name: str, entry: Any, files: tuple[Written, ...]) -> Stored:
 
 
 def _any_overlap(pieces: list[Piece]) -> bool:
-    """Whether two boxes share an element. Sorted by their first row, only neighbours can."""
+    """Return True if two boxes share an element. Sorted by their first row, only neighbours can."""
     pieces = sorted((piece for piece in pieces if piece.elements), key=lambda piece: piece.offset)
     compared = 0
     for index, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank holds. Pure arithmetic on sizes: no process group, no tensor.
+"""The shard of a tensor that a rank has. Pure arithmetic on sizes: no process group, no tensor.
 
 Live tensors to plain placements: the only file of this package that knows how each parallelism lays tensors out.
 """
@@ -33,7 +33,7 @@ class Piece:
         return prod(self.size)
 
     def overlap(self, other: "Piece") -> "Piece | None":
-        """What `self` and `other` have in common, at its place in what holds `self`."""
+        """The common box of `self` and `other`, at its place in the local tensor of `self`."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
@@ -55,7 +55,7 @@ class Placement:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     pieces: tuple[Piece, ...]
-    """What this rank holds; nothing where the tensor lives on another pipeline stage."""
+    """The boxes of this rank; none where another pipeline stage owns the tensor."""
     local_shape: tuple[int, ...]
     """Of what this rank holds."""
 
@@ -120,7 +120,7 @@ def overlaps(held: Iterable[Piece], wanted: Iterable[Piece]) -> Iterator[tuple[P
 
 
 class Split(Protocol):
-    """How tensor parallelism divides one tensor (`tensor.geometry.TensorSplit` is one)."""
+    """The division of one tensor over tensor ranks (`tensor.geometry.TensorSplit` is one)."""
 
     @property
     def dim(self) -> int: ...
@@ -133,7 +133,7 @@ Splits = Mapping[nn.Parameter, Split]
 
 
 def describe(tensor: Tensor, split: Split | None = None) -> Placement:
-    """What this rank holds of `tensor`: chunks by tensor rank first, then rows of those by data rank."""
+    """The placement of `tensor` on this rank: chunks by tensor rank first, then rows of those by data rank."""
     if tensor.is_meta:
         return Placement.nothing(tensor.shape)
     placement = Placement.whole(tensor.shape)

@@ -104,7 +104,7 @@ def _numpy(parts: list[Any]) -> Any:
 
 
 Kind = tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]]
-"""Whether a value is of this kind, what it becomes, and back."""
+"""The test for a kind of value, and the functions that encode and decode it."""
 KINDS: dict[str, Kind] = {
     "tuple": (lambda v: isinstance(v, tuple) and not isinstance(v, torch.Size), list, tuple),
     "size": (lambda v: isinstance(v, torch.Size), list, torch.Size),

@@ -43,7 +43,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in a file."""
+    """The location of a tensor in a file."""
 
     file: Path
     start: int
@@ -101,7 +101,7 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def read_header(path: Path) -> dict[str, Slot]:
-    """What lies where in a file, every number checked against its size."""
+    """The locations of tensors in a file, every number checked against its size."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -31,7 +31,7 @@ class SaveFailed(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """Everything that one rank needs to write its part, without asking anyone."""
 
     rank: int
@@ -45,19 +45,19 @@ class Job:
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """Type and shape of every tensor."""
     tensors: tuple[Tensor, ...]
-    """What this rank writes, in the order of its plan."""
+    """The tensors that this rank writes, in the order of its plan."""
     state: bytes = b""
     """On rank 0: everything that is not a tensor."""
     objects: bytes = b""
-    """On rank 0: what has no plain form."""
+    """On rank 0: values without a plain form."""
     claimed: BinaryIO | None = None
-    """On rank 0: what becomes the manifest."""
+    """On rank 0: the content of the manifest."""
 
     def part_name(self, rank: int) -> str:
         return f"part-{rank:05d}-{self.generation}.safetensors"
 
 
-def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
+def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> SaveJob:
     """Agree on who writes what. Collective."""
     mine, said = _attempt(lambda: _claim(found, path) if rank == 0 else None)
     everyone = gather((said, mine and mine.where, found.listing, found.optimizers, found.own))
@@ -77,7 +77,7 @@ def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> Job:
         for piece in pieces
     ]
     objects, claimed = (mine.objects, mine.file) if mine is not None else (b"", None)
-    return Job(rank, path, directory, generation, plan, stored, tuple(tensors), state, objects, claimed)
+    return SaveJob(rank, path, directory, generation, plan, stored, tuple(tensors), state, objects, claimed)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Room:
         )
 
 
-def snapshot(job: Job, room: Room) -> Job:
+def snapshot(job: SaveJob, room: Room) -> SaveJob:
     """`job` with tensors that training does not change."""
     return replace(job, tensors=room.copies(job.tensors))
 
@@ -129,7 +129,7 @@ def _pickled(objects: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write(job: Job) -> list[Written]:
+def write(job: SaveJob) -> list[Written]:
     """Write this rank's files."""
     job.directory.mkdir(parents=True, exist_ok=True)
     pieces = [(name, piece) for name, pieces in job.plan[job.rank].items() for piece in pieces]
@@ -145,7 +145,7 @@ def write(job: Job) -> list[Written]:
     return written
 
 
-def carry_out(job: Job, gather: Gather) -> None:
+def carry_out(job: SaveJob, gather: Gather) -> None:
     """Write, and make it count if every rank has written. Raises the same on every rank. Collective."""
     try:
         written, said = _attempt(lambda: write(job))
@@ -185,7 +185,7 @@ def _raise_any(path: Any, said: Sequence[str]) -> None:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returned, and what went wrong as text that the other ranks can read."""
+    """Return the result of `work`, and its error as text for the other ranks."""
     try:
         return work(), ""
     except (OSError, SaveFailed) as error:
@@ -194,7 +194,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"!error {type(error).__name__}: {error}"
 
 
-def _commit(job: Job, files: tuple[Written, ...]) -> None:
+def _commit(job: SaveJob, files: tuple[Written, ...]) -> None:
     tensors = {}
     for name, (dtype, shape) in job.stored.items():
         pieces = [(rank, piece) for rank, task in enumerate(job.plan) for piece in task.get(name, ())]
@@ -212,7 +212,7 @@ def _commit(job: Job, files: tuple[Written, ...]) -> None:
         sync_directory(job.path.parent)
 
 
-def _discard(job: Job) -> None:
+def _discard(job: SaveJob) -> None:
     """Remove what the ranks wrote, all of which have ended. One rank does: others would look into what it removes."""
     if not job.directory.is_dir():
         return

@@ -23,7 +23,7 @@ _FOLDER = 0x10
 
 
 def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: bool) -> dict[str, Any]:
-    """What `io` loads, with every way in which a file can be broken as a CheckpointError."""
+    """Load through `io`. Every kind of damage becomes a CheckpointError."""
     if local and Path(path).is_file():
         check_file(Path(path))
     elif not local and weights_only is None:

@@ -36,7 +36,7 @@ class StoredTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def part(self, placement: Placement) -> Tensor:
-        """What a rank that is to hold `placement` holds."""
+        """Read the shard of `placement`."""
         if placement.shape != tuple(self.shape):
             raise CheckpointError(f"{self.name} has shape {tuple(self.shape)} here, {placement.shape} is wanted.")
         local = torch.empty(placement.local_shape, dtype=self.dtype)

@@ -19,7 +19,7 @@ NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch e
 
 
 def places(fit_loop: Any) -> list[Place | None] | None:
-    """Where each loader is in this epoch, as far as that can be told; None between epochs."""
+    """The position of each loader in this epoch, as far as it is known; None between epochs."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     batches, _ = _batches(progress)
     if combined is None or batches == 0 or progress.is_last_batch:
@@ -29,7 +29,7 @@ def places(fit_loop: Any) -> list[Place | None] | None:
 
 
 def continues_shared_order(fit_loop: Any) -> bool:
-    """Whether what is left of the run depends on samplers that the data ranks share.
+    """Return True if the rest of the run depends on samplers that the data ranks share.
 
     Between epochs it does not where those do not shuffle: Lightning's own in their place would.
     """
@@ -46,19 +46,19 @@ def loader_states(fit_loop: Any) -> list[dict[str, Any]]:
 
 
 class LoopPlace(Protocol):
-    """Where the data was when a checkpoint was saved."""
+    """The position in the data when a checkpoint was saved."""
 
     @property
     def places(self) -> list[Place | None] | None:
-        """What `places` gave; None where it is not known."""
+        """The result of `places`; None where it is not known."""
 
     @property
     def loaders(self) -> list[dict[str, Any]]:
-        """What `loader_states` gave."""
+        """The result of `loader_states`."""
 
     @property
     def same_data_ranks(self) -> bool:
-        """Whether there are as many data ranks as there were."""
+        """True where the number of data ranks is the same."""
 
 
 def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) ->
 
     Args:
         fit_loop: Lightning's, its progress restored.
-        was: what the checkpoint says of the data.
+        was: the position in the checkpoint.
         restore_streams: puts the random streams where they were.
     """
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
@@ -96,7 +96,7 @@ def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) ->
 
 
 def _batches(progress: Any) -> tuple[int, bool]:
-    """How many batches of the epoch count as had when the loop restarts, and whether a batch was just ending."""
+    """Return the number of batches of the epoch that are done at a restart, and True if a batch was just ending."""
     total = progress.total
     at_batch_end = total.ready == total.started == total.processed == total.completed + 1
     return progress.current.completed + at_batch_end, at_batch_end

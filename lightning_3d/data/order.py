@@ -1,4 +1,4 @@
-"""The order in which the samples of an epoch are dealt out, told as plain values, and drawn again from them.
+"""The order of the samples of an epoch, described by plain values, and drawn again from them.
 
 With several data ranks Lightning puts a sampler of its own in the place of the user's; with one, the user's stays, and
 samples come as on one device. A run that goes on with another number of data ranks in the middle of an epoch ends that
@@ -13,11 +13,11 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 Order = dict[str, Any]
-"""What an order is made from, beside random streams: its `kind` and, of a shared one, `seed` and `shuffle`."""
+"""The source of an order besides random streams: its `kind` and, if shared, `seed` and `shuffle`."""
 
 
 def is_shared(sampler: object) -> bool:
-    """Whether the data ranks share one order, of which each takes its part."""
+    """Return True if the data ranks share one order, of which each takes its share."""
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper)
 
 
@@ -33,7 +33,7 @@ def order_of(sampler: Any) -> Order:
 
 
 def can_draw(sampler: object, order: Order) -> bool:
-    """Whether `full_order` can make `order`, begun under another number of data ranks, with the sampler of now."""
+    """Return True if `full_order` can draw `order`, begun under another number of data ranks, with this sampler."""
     kinds = {"shared": (DistributedSampler, DistributedSamplerWrapper), "own": (DistributedSamplerWrapper,)}
     return type(sampler) in kinds.get(order["kind"], (DistributedSampler,))
 

@@ -1,4 +1,4 @@
-"""How far a map-style dataloader is in an epoch, and going on from there.
+"""The position of a map-style dataloader in an epoch, and how to resume from it.
 
 A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. It is the number
 of samples that all data ranks have had together, so that another number of data ranks deals out the rest of the same
@@ -38,7 +38,7 @@ def counted(loader: object) -> object:
 
 
 def counter_of(loader: object) -> "Counted | None":
-    """What counts the batches of a loader that `counted` returned."""
+    """Return the counter of the batches of a loader that `counted` returned."""
     for name in ("batch_sampler", "sampler"):
         if type(found := getattr(loader, name, None)) is Counted:
             return found
@@ -50,7 +50,7 @@ class Counted(Sampler[Any]):
 
     Args:
         inner: whose batches it deals out.
-        batched: whether `inner` deals out lists.
+        batched: True where `inner` yields lists.
     """
 
     def __init__(self, inner: Any, batched: bool) -> None:
@@ -59,12 +59,12 @@ class Counted(Sampler[Any]):
         self._next: tuple[Place | None, int] = (None, 0)
         self._skipped = self._samples = 0
         self._ends = array("q")
-        """How many samples this data rank has had after each batch of the epoch that was not skipped."""
+        """Number of samples of this data rank after each batch of the epoch that was not skipped."""
         self._streams: list[Streams] = []
         self._order: Order = {"kind": "own"}
         """Of the epoch that is under way; another sampler than this one's may have begun it."""
         self.follows = True
-        """Whether the epoch goes on with exactly the samples that were not had."""
+        """True where the epoch resumes with exactly the samples that were not used yet."""
 
     @property  # type: ignore[misc, override]
     def __class__(self) -> type:
@@ -80,12 +80,12 @@ class Counted(Sampler[Any]):
 
     @property
     def shared(self) -> bool:
-        """Whether the data ranks share one order, of which each takes its part."""
+        """True where the data ranks share one order, of which each takes its share."""
         return is_shared(self.sampler)
 
     @property
     def _drawn(self) -> bool:
-        """Whether the order is drawn from a random stream. That of a DistributedSampler is a matter of its seed."""
+        """True where the order is drawn from a random stream. That of a DistributedSampler depends on its seed only."""
         return type(self.sampler) is not DistributedSampler
 
     @property
@@ -103,7 +103,7 @@ class Counted(Sampler[Any]):
         return place
 
     def _had(self, batches: int) -> int:
-        """How many samples of the order were dealt out after `batches` of this epoch, to all that share it."""
+        """Number of samples of the order that all its ranks together have used after `batches` of this epoch."""
         index = min(batches - self._skipped, len(self._ends))
         here = self._ends[index - 1] if index > 0 else 0
         return self._samples + int(here) * self._ranks
@@ -139,14 +139,14 @@ class Counted(Sampler[Any]):
         return skip
 
     def _deals_rest_of(self, place: Place) -> bool:
-        """Whether it takes the rest of the very order of `place`, and not its own from the start."""
+        """Return True if it resumes the order of `place`, and does not start its own."""
         if "order" not in place or not can_draw(self.sampler, place["order"]):
             return False
         plain = not self.batched or type(self.inner) is BatchSampler  # another may not ask its sampler
         return plain or place["order"]["kind"] == "shared"
 
     def _rest(self, place: Place) -> Any:
-        """What deals out the rest of the order of `place`."""
+        """Return the sampler of the rest of the order of `place`."""
         part = self._part(place)
         if not self.batched:
             return part

@@ -1,4 +1,4 @@
-"""What the ranks of one data rank must share so that they see the same samples, and a check that they do."""
+"""Equal samples on the ranks of one data rank: seeds of workers, and a check of the first batches."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 
 BATCHES = 2
-"""How many batches of each kind of step are compared; of training in each epoch, else in each run over a loader."""
+"""Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
 SEED = (
     "Where data is made, split or augmented at random, call seed_everything(1, workers=True) first; do not shuffle or"
     " shard by global rank, but by trainer.distributed_sampler_kwargs."
@@ -88,7 +88,7 @@ class SampleCheck:
         return move_data_to_device(batch, self.device)
 
     def _difference(self, step: str, batch: Any) -> str | None:
-        """Which peers have which of the first batches, or None if they are equal."""
+        """Describe which peers have which of the first batches; None if they are equal."""
         if self.alone or self.seen[step] >= BATCHES:
             return None
         self.seen[step] += 1
@@ -142,7 +142,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def leaf_bytes(leaf: Any) -> bytes | memoryview:
-    """What two leaves have in common that are equal."""
+    """The bytes of a leaf: equal for equal leaves."""
     if not isinstance(leaf, Tensor):
         return repr(leaf).encode()
     if leaf.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Which of the user's code that makes data asks the Trainer for the number of all ranks."""
+"""Finds user code for data that asks the Trainer for the number of all ranks."""
 
 from types import FrameType
 

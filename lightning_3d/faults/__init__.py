@@ -3,4 +3,4 @@
 from lightning_3d.faults.flight_recorder import Doing as Doing
 from lightning_3d.faults.flight_recorder import flight as flight
 from lightning_3d.faults.preemption import Preemption as Preemption
-from lightning_3d.faults.watchdog import Watch as Watch
+from lightning_3d.faults.watchdog import Watchdog as Watchdog

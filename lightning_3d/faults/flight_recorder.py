@@ -1,4 +1,4 @@
-"""What this process did last, kept in memory and written to a file when the job fails."""
+"""The last actions of this process, kept in memory and written to a file when the job fails."""
 
 import json
 import os
@@ -34,7 +34,7 @@ _LIBRARIES = (
 
 
 @dataclass
-class Entry:
+class FlightEntry:
     """One thing that this process waited for others in."""
 
     at: float
@@ -51,11 +51,11 @@ class Flight:
     """The recorder. One per process, as the process is what others wait for; every thread writes to it."""
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.entries: deque[FlightEntry] = deque(maxlen=LENGTH)
         self.step, self.phase = 0, "starting"
-        self.open: dict[int, list[Entry]] = {}
+        self.open: dict[int, list[FlightEntry]] = {}
         """Per thread what is going on, the innermost last."""
-        self.broken: Entry | None = None
+        self.broken: FlightEntry | None = None
         """The first operation that failed."""
 
     def clear(self) -> None:
@@ -74,7 +74,7 @@ class Flight:
         return Doing(self, operation)
 
     def standing(self) -> str:
-        """Where this process is, in words. Any thread may ask."""
+        """The current place of this process, in words. Any thread may ask."""
         main = threading.main_thread().ident
         waiting = {thread: entries[-1].operation for thread, entries in list(self.open.items()) if entries}
         place = waiting.pop(main or 0, None) or _place(_main_frame())
@@ -82,7 +82,7 @@ class Flight:
         return f"step {self.step}, {self.phase}, in {place}{behind}"
 
     def failing(self, error: BaseException) -> str:
-        """Where this process was when it raised `error`, in words."""
+        """The place of this process when it raised `error`, in words."""
         where = self.broken.operation if self.broken is not None else _collective(error.__traceback__)
         return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
 
@@ -106,7 +106,7 @@ class Doing:
     def __enter__(self) -> None:
         flight, thread = self.flight, threading.current_thread()
         self.start = time.monotonic()
-        self.entry = Entry(time.time(), flight.step, flight.phase, self.operation, thread.name)
+        self.entry = FlightEntry(time.time(), flight.step, flight.phase, self.operation, thread.name)
         flight.entries.append(self.entry)
         flight.open.setdefault(threading.get_ident(), []).append(self.entry)
 
@@ -157,12 +157,12 @@ def _collective(trace: TracebackType | None) -> str | None:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Whether `frame` is a public function of torch's collectives."""
+    """Return True if `frame` is a public function of torch's collectives."""
     return frame.f_code.co_filename.endswith(_C10D) and not frame.f_code.co_name.startswith("_")
 
 
 def _name(frame: FrameType) -> str:
-    """What a collective is called, and on which axis: meshes name their groups after it."""
+    """The name of a collective and its axis: meshes name their groups after it."""
     axis = getattr(frame.f_locals.get("group"), "group_desc", None)
     return frame.f_code.co_name + (f" on {axis.removeprefix('mesh_')}" if axis else "")
 

@@ -107,7 +107,7 @@ class Preemption:
         raise SIGTERMException
 
     def _saved_by_others(self) -> bool:
-        """Whether a callback saves when it sees the exception that ends the run."""
+        """Return True if a callback saves when it gets the exception that ends the run."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         return any(isinstance(c, OnExceptionCheckpoint) or getattr(c, "save_on_exception", False) for c in callbacks)
 

@@ -1,4 +1,4 @@
-"""Who made a job fail, decided once for all ranks, and what each of them says of it."""
+"""The rank that made a job fail, decided once for all ranks, and the error that each of them raises."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who made a job fail."""
+    """The rank that made a job fail."""
 
     how: How
     ranks: dict[int, str]
@@ -62,7 +62,7 @@ def _at(place: str | None) -> str:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether `error` is what a rank gets because of another one."""
+    """Return True if another rank caused `error`."""
     if isinstance(error, PeerError | dist.DistError):
         return True
     words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
@@ -83,7 +83,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int, str]) -> Verdict:
-    """Who is to blame where no rank said that it failed by itself.
+    """Return the rank to blame where no rank reported an error of its own.
 
     Args:
         silent: ranks that have not been heard of lately, with where they stood.

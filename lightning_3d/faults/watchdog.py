@@ -28,7 +28,7 @@ LINGER = 10.0
 EXIT_CODE = 1
 
 
-class Watch:
+class Watchdog:
     """Watches over the ranks of one run. Every rank makes one, in the same order.
 
     Args:
@@ -126,7 +126,7 @@ class Watch:
     # ---- what the main thread asks ---------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> BaseException:
-        """What to raise instead of `error`: if another rank caused it, an error that says which, and where it was."""
+        """The error to raise instead of `error`: if another rank caused it, it names that rank and its place."""
         self.failing = True
         where = flight.failing(error)
         try:
@@ -240,12 +240,12 @@ class Watch:
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun serves the store, so that it outlives rank 0."""
+    """Return True if torchrun serves the store, so that it outlives rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _standing(beat: bytes) -> str:
-    """Where the rank of `beat` was, and how old that news is by the clocks of the two machines."""
+    """The place of the rank of `beat`, and the age of that message by the clocks of the two machines."""
     try:
         _, where, at = json.loads(beat)
         return f"{where}, {max(0.0, time.time() - at):.0f} s ago"
@@ -254,7 +254,7 @@ def _standing(beat: bytes) -> str:
 
 
 def _read(store: Store, key: str) -> bytes:
-    """What `key` holds, nothing where nobody has set it."""
+    """The value of `key`, empty where no rank has set it."""
     return store.get(key) if store.check([key]) else b""
 
 

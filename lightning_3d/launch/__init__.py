@@ -1,4 +1,4 @@
-"""How the other processes of a job start when a script is simply run, also inside of Hydra runs and sweeps."""
+"""Starts the other processes of a job where a script is simply run, also in Hydra runs and sweeps."""
 
 from lightning_3d.launch.hydra_job import job_folder as job_folder
 from lightning_3d.launch.script import ScriptLauncher as ScriptLauncher

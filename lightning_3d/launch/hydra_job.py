@@ -1,4 +1,4 @@
-"""What Hydra is doing in this process, and the command by which another process joins the same job."""
+"""The Hydra job of this process, and the command by which another process joins it."""
 
 import sys
 from argparse import ArgumentParser
@@ -22,12 +22,12 @@ def running_job() -> object | None:
 
 
 def job_folder() -> Path | None:
-    """Where the running job writes, None outside of Hydra."""
+    """The output folder of the running job, None outside of Hydra."""
     return Path(HydraConfig.get().runtime.output_dir) if running_job() is not None else None
 
 
 def is_sweep() -> bool:
-    """Whether the job is one of several that this command line asked for."""
+    """Return True if the command line asked for several jobs."""
     return running_job() is not None and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -70,13 +70,13 @@ _PLAIN = ("hydra.mode", "hydra.output_subdir", "hydra.job.num")
 
 
 def _is_kept(override: str) -> bool:
-    """Whether a child gets an override of Hydra's own settings, as in `hydra.x=1` or `+hydra/launcher=y`."""
+    """Return True if a child gets an override of Hydra's own settings, as in `hydra.x=1` or `+hydra/launcher=y`."""
     name = override.lstrip("+~").partition("=")[0].partition("@")[0]
     return name.replace("/", ".").removeprefix("hydra.").partition(".")[0] not in NOT_FOR_CHILDREN
 
 
 def _config_flags(arguments: Sequence[str]) -> list[str]:
-    """Where the configuration is, as the user said on the command line."""
+    """The location of the configuration, as given on the command line."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for short, name in (
         ("-cp", "--config-path"),

@@ -1,4 +1,4 @@
-"""What a job leaves in the process that launched it, so that the next job in the same process starts from nothing.
+"""Removes the traces of a job from the process that launched it, so that the next job starts from nothing.
 
 Runs the user's script once more for each other process, as Lightning does, but right inside of Hydra's sweeps.
 
@@ -175,7 +175,7 @@ class _SweepObserver(_Observer):
 
 
 def can_run_again() -> bool:
-    """Whether there is a script: not in a notebook, at a prompt, or in what `python -c` or a pipe was given."""
+    """Return True if there is a script: not in a notebook, at a prompt, or in what `python -c` or a pipe was given."""
     import __main__
 
     named = __main__.__spec__ is not None or Path(to_absolute_path(sys.argv[0])).is_file()

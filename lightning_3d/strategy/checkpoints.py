@@ -25,6 +25,7 @@ from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.steps import CheckedSteps
+from lightning_3d.usercode.averages_private import AVERAGES
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -95,7 +96,9 @@ class Saving(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        self._waiting = PendingCopies.take(loaded)
+        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        unsplit = {callback.state_key for callback in callbacks if isinstance(callback, AVERAGES)}
+        self._waiting = PendingCopies.take(loaded, unsplit)
         self._found = found = find_own_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:

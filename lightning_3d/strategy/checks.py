@@ -1,16 +1,16 @@
-"""Checks before anything is placed, on every rank, so that all raise together and none waits."""
+"""Checks before the module is placed, on every rank, so that all raise together and none waits."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -119,17 +119,21 @@ def check_hooks(module: nn.Module, layout: Layout) -> None:
             )
 
 
-_FULL = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
-
-
-def check_callbacks(callbacks: Sequence[Callback], layout: Layout) -> None:
-    """Raise for a callback that computes with full parameters where ranks have shards."""
+def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layout: Layout) -> None:
+    """Raise for a callback that computes with all values of a parameter where ranks have shards."""
     for callback in callbacks:
-        if isinstance(callback, _FULL) and layout.holds_parts:
+        if isinstance(callback, ModelPruning) and layout.holds_parts:
             raise UnsupportedError(
-                f"{type(callback).__name__} computes with the module's full parameters, and a rank has only shards"
-                f" of them ({layout}). Use data parallelism with zero_stage=0, or average the weights of checkpoints"
-                " after training."
+                f"{type(callback).__name__} chooses weights by all values of a parameter, of which a rank has only a"
+                f" shard ({layout}): other weights would be pruned than on one device. Use data parallelism with"
+                " zero_stage=0."
+            )
+        swa = isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module)
+        if swa and layout.holds_parts:
+            raise UnsupportedError(
+                "StochasticWeightAveraging computes the statistics of BatchNorm anew in an epoch without backward."
+                f" Where ranks have shards ({layout}) such an epoch would leave gathered weights or gradients behind."
+                " Use WeightAveraging or EMAWeightAveraging, which average the statistics, or zero_stage=0."
             )
 
 

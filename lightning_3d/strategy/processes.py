@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.data.world_size_use import data_code_that_asks
-from lightning_3d.faults import Watch, flight
+from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
@@ -59,7 +59,7 @@ class Processes(ParallelStrategy):
     """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
     _mesh: DeviceMesh | None = None
     _data_axis: DataAxis | None = None
-    _watch: Watch | None = None
+    _watch: Watchdog | None = None
     _wants_sampler = True
     """The user's `use_distributed_sampler`."""
 
@@ -306,13 +306,13 @@ class Processes(ParallelStrategy):
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
-    def _start_watch(self, layout: Layout) -> Watch | None:
+    def _start_watch(self, layout: Layout) -> Watchdog | None:
         flight.clear()
         if self.world_size == 1 or not has_peers():
             return None  # there is no other process
         places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         folder = flight_folder(self._module.trainer.default_root_dir)
-        return Watch(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
+        return Watchdog(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 
     def _move_old_records(self) -> None:
         try:

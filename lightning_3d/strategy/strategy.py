@@ -1,5 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -49,6 +50,7 @@ from lightning_3d.strategy.step_checks import FirstStepAgrees, ReplicasAgree, Sa
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.training import Training
 from lightning_3d.strategy.window import Window
+from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
@@ -246,7 +248,7 @@ class Strategy3D(Training):
         check_hooks(self._module, self.layout)
         if self.layout.pipeline_parallel_size > 1:
             check_automatic(self._module)  # first: later checks assume automatic optimization
-        check_callbacks(callbacks, self.layout)
+        check_callbacks(callbacks, self._module, self.layout)
 
     def _adapt_user_code(self, trainer: Trainer, fitting: bool) -> None:
         """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
@@ -281,6 +283,12 @@ class Strategy3D(Training):
         parallel.hooks += full_module_state(
             module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet
         )
+        callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]
+        self._undo.callback(self._restore_averages, shard_averages(callbacks, parallel, self._as_saved))
+
+    def _restore_averages(self, unshard: Callable[[], None]) -> None:
+        if not self._failed:
+            unshard()
 
     def _restore_module(self, parallel: ParallelModule) -> None:
         if not self._failed:  # else other ranks do not answer: the module stays sharded

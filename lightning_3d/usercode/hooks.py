@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
 from lightning_3d.zero.data_parallel import DataParallel
@@ -67,7 +68,8 @@ def wrap_hooks(
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
             if hook is None:
                 continue
-            if name not in owner.__dict__ and not hook.__module__.startswith(("lightning.", "lightning_3d.")):
+            trusted = hook.__module__.startswith(("lightning.", "lightning_3d.")) and not isinstance(owner, AVERAGES)
+            if name not in owner.__dict__ and not trusted:
                 at = f"{type(owner).__name__}.{name}"
                 owner.__dict__[name] = _watched(hook, at, module, composed, data)
                 watched.append((owner, name))
@@ -88,6 +90,9 @@ def _watched(
 ) -> Callable[..., Any]:
     read: set[str] = set()
     kind = name.rpartition(".")[2]
+    averages = isinstance(
+        getattr(hook, "__self__", None), AVERAGES
+    )  # swap weights, by `.data`, which torch does not count
 
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -96,14 +101,14 @@ def _watched(
             data().reshard()
             gathered = ()
         numbers = None
-        if placed is not None and placed.stages is not None:
+        if placed is not None and placed.stages is not None and not averages:
             numbers = RemoteNumbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
         if kind in _WITHIN:
             gathered = ()
         before = [shard._version for _, shard in gathered]
         with Interceptor(HookRules(name, placed, read, gathered, numbers)):
             result = hook(*args, **kwargs)
-        if before != [shard._version for _, shard in gathered]:
+        if averages or before != [shard._version for _, shard in gathered]:
             data().reshard()  # what is gathered is out of date
         if placed is not None and placed.stages is not None:
             _refuse_absent_logs(name, module)

@@ -1,4 +1,4 @@
-"""The safety net: what `Strategy3D(verify=...)` compares while training."""
+"""The comparisons of `Strategy3D(verify=...)` in training."""
 
 import math
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def _judge(worst: Compared) -> None:
 
 
 def _typical(found: list[Compared]) -> float:
-    """How large an element of all gradients is: the root of the mean square."""
+    """The size of an element of all gradients: the root of the mean square."""
     parts = talk.gather((sum(each.norm**2 for each in found), sum(each.size for each in found)))
     squares, sizes = map(sum, zip(*parts, strict=True))
     return math.sqrt(squares / max(sizes, 1))

@@ -17,7 +17,7 @@ CHUNK = 16 * 65521
 
 
 class ReplicaCheck:
-    """Whether what several ranks hold a copy of is the same, bit by bit, on all of them."""
+    """Checks that tensors of which several ranks have a copy are equal on all of them, bit by bit."""
 
     def __init__(self, composed: ParallelModule, layout: Layout, device: torch.device) -> None:
         self.composed, self.layout, self.device = composed, layout, device
@@ -55,7 +55,7 @@ class ReplicaCheck:
         return place.data, place.pipeline
 
     def _part(self, rank: int, axes: int) -> tuple[int, ...]:
-        """Which part of a parameter that is split over `axes` a rank holds."""
+        """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size
         return (place.data % shard if axes & 1 else 0), (place.tensor if axes & 2 else 0)
@@ -73,7 +73,7 @@ def _axes(parameter: Tensor | None) -> int:
 
 
 def _absent(tensor: Tensor | None) -> bool:
-    """Whether there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
+    """Return True if there is nothing to compare. The bits of a sparse buffer (a graph) are in several tensors."""
     return tensor is None or tensor.is_meta or tensor.layout != torch.strided
 
 

@@ -5,7 +5,7 @@ from threading import Barrier, Thread
 import torch
 
 from lightning_3d.checkpoint.collect import Collected
-from lightning_3d.checkpoint.entry import Entry
+from lightning_3d.checkpoint.entry import TensorEntry
 from lightning_3d.checkpoint.placement import Placement, box
 from lightning_3d.checkpoint.plain_json import dumps
 from lightning_3d.checkpoint.safetensors_files import NAMES
@@ -41,7 +41,7 @@ def save(path, tensors, rest=None, ranks=2, place=None):
             local = torch.zeros(placement.local_shape, dtype=whole.dtype)
             for piece in placement.pieces:
                 local[box(piece.local, piece.size)] = whole[box(piece.offset, piece.size)]
-            found.tensors[name], found.listing[name] = local, Entry(NAMES[whole.dtype], placement)
+            found.tensors[name], found.listing[name] = local, TensorEntry(NAMES[whole.dtype], placement)
         found.rest = dumps(
             {**(rest or {}), "state_dict": _references(tensors)}, lambda value, at: value.name, ""
         ).decode()

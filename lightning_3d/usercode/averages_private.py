@@ -1,0 +1,176 @@
+"""Lightning's callbacks that average weights: their copy of the module is sharded as the module is.
+
+`WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` copy the module in `setup`, before it is placed.
+An average is computed element by element, so shards of the copy and of the module give the shards of the average.
+`state_dict()` of the copy is gathered, as that of the module is. After the run the copy is unsplit again.
+
+A checkpoint is loaded before the module is placed, so the callbacks restore their unsplit copy by themselves.
+
+Reads `_average_model` of the callbacks (Lightning 2.6).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+
+from lightning_3d.module.state_dict import full_module_state
+from lightning_3d.parallelize import ParallelModule
+from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.ranks import talk
+
+AVERAGES = (WeightAveraging, StochasticWeightAveraging)
+_SAVES = ("state_dict", "on_save_checkpoint")
+
+
+def shard_averages(
+    callbacks: Iterable[Callback], parallel: ParallelModule, as_saved: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Shard the copies of `callbacks` as `parallel` is, and return the function that undoes it. Both are collective.
+
+    Args:
+        callbacks: those of the Trainer.
+        parallel: the placed module.
+        as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
+    """
+    undo = [
+        _shard(callback, copy, parallel, as_saved)
+        for callback in callbacks
+        if isinstance(callback, AVERAGES) and (copy := _copy_of(callback)) is not None
+    ]
+
+    def undo_all() -> None:
+        for each in reversed(undo):
+            each()
+
+    return undo_all
+
+
+def _copy_of(callback: Any) -> nn.Module | None:
+    copy: nn.Module | None = callback._average_model
+    return copy.module if isinstance(copy, torch.optim.swa_utils.AveragedModel) else copy
+
+
+def _shard(
+    callback: Callback, copy: nn.Module, parallel: ParallelModule, as_saved: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    averaged = _AveragedModule.of(copy, parallel)
+    stages = None if parallel.stages is None else _CopyStages(parallel.stages, averaged.origin)
+    hooks = full_module_state(copy, averaged.whole, averaged.part, stages, talk.meet)
+    for name in _SAVES:
+        callback.__dict__[name] = _within(getattr(callback, name), as_saved)
+    copy.__dict__["to"] = lambda *args, **kwargs: copy  # shards stay with those of the module; meta tensors cannot move
+
+    replaced = [*_SAVES]
+    if isinstance(callback, StochasticWeightAveraging):
+        callback.__dict__["transfer_weights"] = averaged.transfer
+        replaced.append("transfer_weights")
+
+    def undo() -> None:
+        del copy.__dict__["to"]
+        for name in replaced:
+            del callback.__dict__[name]
+        for hook in hooks:
+            hook.remove()
+        averaged.undo()
+
+    return undo
+
+
+def _within(method: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _AveragedModule:
+    """A copy of the module whose parameters are sharded as those of the module."""
+
+    copy: nn.Module
+    parallel: ParallelModule
+    origin: Mapping[nn.Parameter, nn.Parameter]
+    """The parameter of the module for each sharded parameter of the copy."""
+    plain: Mapping[str, nn.Parameter]
+    """The copy's own parameters, without values."""
+    absent: Mapping[str, Tensor]
+    """The copy's own buffers that other stages own."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, copy: nn.Module, parallel: ParallelModule) -> "_AveragedModule":
+        module = parallel.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        talk.broadcast_tensors([*copy.parameters(), *copy.buffers()], group=None)
+        plain = dict(copy.named_parameters(remove_duplicate=False))
+        absent = {name: each for name, each in copy.named_buffers() if name in buffers and buffers[name].is_meta}
+        shards: dict[nn.Parameter, nn.Parameter] = {}
+        for name, unsplit in plain.items():
+            here = parameters[name]
+            if here not in shards:
+                shards[here] = nn.Parameter(parallel.take_shard(here, unsplit.detach()), unsplit.requires_grad)
+            _owner(copy, name)._parameters[name.rpartition(".")[2]] = shards[here]
+        for name, buffer in absent.items():
+            _owner(copy, name)._buffers[name.rpartition(".")[2]] = buffer.to("meta")
+        for unsplit in plain.values():
+            unsplit.data = unsplit.data.new_empty(0)
+        return cls(copy, parallel, {shard: here for here, shard in shards.items()}, plain, absent)
+
+    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return self.parallel.gather_full(self.origin[parameter], tensor)
+
+    def part(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        return self.parallel.take_shard(self.origin[parameter], full)
+
+    @torch.no_grad()
+    def transfer(self, *_: object) -> None:
+        """Copy the average into the module. Absent parameters (`pipeline/absent.py`) name a device they are not on."""
+        for shard, here in self.origin.items():
+            here.copy_(shard)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Make the copy unsplit. Collective."""
+        named = dict(self.copy.named_parameters(remove_duplicate=False))
+        full = {name: self.whole(shard, shard.detach()) for name, shard in named.items() if not shard.is_meta}
+        full |= {name: each for name, each in self.copy.named_buffers() if not each.is_meta}
+        if (stages := self.parallel.stages) is not None:
+            counted = {
+                name: {"value": value}
+                for name, value in full.items()
+                if name not in named or stages.counts(self.origin[named[name]])
+            }
+            full |= {name: entry["value"] for name, entry in stages.exchange(counted).items()}
+        for name, unsplit in self.plain.items():
+            unsplit.data = full[name]
+            _owner(self.copy, name)._parameters[name.rpartition(".")[2]] = unsplit
+        for name, buffer in self.absent.items():
+            _owner(self.copy, name)._buffers[name.rpartition(".")[2]] = full.get(name, buffer)
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+@dataclass(frozen=True)
+class _CopyStages:
+    """The pipeline stages, asked about the parameters of a copy."""
+
+    stages: Stages
+    origin: Mapping[nn.Parameter, nn.Parameter]
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        return self.stages.counts(self.origin[parameter])
+
+    def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+        return self.stages.exchange(mine)

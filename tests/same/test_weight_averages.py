@@ -1,0 +1,171 @@
+"""Lightning's averages of weights give the numbers of one device, in training, evaluation and checkpoints."""
+
+import io
+import itertools
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
+from tests.checkpoint.trainings import SaveAt
+from tests.parity import QUIET, build
+from tests.workers import run
+
+STOP = 5
+LAYOUTS = {
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+}
+FULL, SHARDED = {"checkpoint_format": "full"}, {"checkpoint_format": "sharded"}
+AVERAGES = {
+    "ema": partial(EMAWeightAveraging, decay=0.7),
+    "mean": WeightAveraging,
+    "multi": partial(WeightAveraging, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)),
+    "swa": partial(StochasticWeightAveraging, swa_lrs=1e-3, swa_epoch_start=1),
+}
+
+
+class Validate(Callback):
+    """Notes the loss of validation, which uses the averaged weights."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_validation_end(self, trainer, module):
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def average_of(callback):
+    model = callback._average_model
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train(name, kind, world, strategy, resume=None, save=None, trainer=None):
+    """Train, or save at step `STOP` and stop; losses, weights and averages on this rank."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module, average, validate = build(name), AVERAGES[kind](), Validate()
+    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {**QUIET, "limit_val_batches": 1, "max_epochs": 4, "devices": world, **(trainer or {})}
+    fit = Trainer(
+        **flags, strategy=chosen, callbacks=[average, validate, *([SaveAt(STOP, save, True)] if save else [])]
+    )
+    fit.fit(module, ckpt_path=resume)
+    fit.validate(module, verbose=False)
+    return {
+        "losses": module.seen,
+        "validation": validate.losses,
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "average": average_of(average),
+    }
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+_references = {}
+
+
+def reference(name, kind, *args):
+    key = repr((name, kind, args))
+    if key not in _references:
+        (_references[key],) = run(train, name, kind, 1, None, *args, world=1)
+    return _references[key]
+
+
+CASES = list(itertools.product(["ema", "mean", "swa"], ["zero1", "zero3", "tensor", "pipeline"]))
+MORE = [("multi", "tensor"), ("multi", "pipeline"), ("multi", "zero2"), ("ema", "zero2")]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.long) for case in MORE])
+def test_trains_as_on_one_device(kind, layout):
+    wanted = reference("GPT", kind)
+    for got in run(train, "GPT", kind, 2, LAYOUTS[layout], world=2):
+        assert_same(got, wanted)
+
+
+def average_in(path):
+    """The averaged weights in a checkpoint of one file, and those in training."""
+    checkpoint = torch.load(path, weights_only=True)
+    if "current_model_state" in checkpoint:
+        return checkpoint["state_dict"], checkpoint["current_model_state"], checkpoint["averaging_state"]
+    return checkpoint["callbacks"]["StochasticWeightAveraging"]["average_model_state"], checkpoint["state_dict"], {}
+
+
+MOVES = [
+    ("ema", FULL, "zero3", "tensor"),
+    ("swa", FULL, "tensor", "pipeline"),
+    ("mean", FULL, "pipeline", "zero1"),
+    ("ema", SHARDED, "tensor", "zero3"),
+    ("swa", SHARDED, "zero1", "tensor"),
+    ("mean", SHARDED, "pipeline", "tensor"),
+]
+
+
+@pytest.mark.parametrize(("kind", "form", "before", "after"), MOVES)
+def test_resumes_in_another_layout(tmp_path, kind, form, before, after):
+    """As one device resumes, which loses an update of SWA."""
+    path, plain = str(tmp_path / "x.ckpt"), str(tmp_path / "plain.ckpt")
+    run(train, "GPT", kind, 1, None, None, plain, world=1)
+    run(train, "GPT", kind, 2, {**LAYOUTS[before], **form}, None, path, world=2)
+    if form is FULL:
+        for got, expected in zip(average_in(path), average_in(plain), strict=True):
+            assert_same(got, expected)
+    (wanted,) = run(train, "GPT", kind, 1, None, plain, world=1)
+    for got in run(train, "GPT", kind, 2, {**LAYOUTS[after], **form}, path, world=2):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_validation_within_a_window_of_accumulation(layout):
+    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 1}
+    wanted = reference("GPT", "ema", None, None, trainer)
+    for got in run(train, "GPT", "ema", 2, LAYOUTS[layout], None, None, trainer, world=2):
+        assert_same(got, wanted)
+
+
+def _saved(strategy):
+    """The classes of the module before and after `fit`, and after `torch.save` and `torch.load`."""
+    module = build("MLP")
+    before = [type(each) for each in module.modules()]
+    trainer = Trainer(**QUIET, limit_val_batches=0, max_steps=1, devices=2, strategy=Strategy3D(**strategy))
+    trainer.fit(module)
+    file = io.BytesIO()
+    torch.save(trainer.model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_same(loaded.state_dict(), module.state_dict())
+    return before == [type(each) for each in module.modules()] == [type(each) for each in loaded.modules()]
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "tensor", "pipeline"])
+def test_the_module_is_plain_after_fit_and_can_be_saved(layout):
+    assert run(_saved, LAYOUTS[layout], world=2) == [True, True]
+
+
+def _refused(strategy):
+    module = build("MLP")
+    module.statistics = torch.nn.BatchNorm1d(4)
+    try:
+        trainer = Trainer(
+            **QUIET, max_steps=1, devices=2, strategy=Strategy3D(**strategy), callbacks=[AVERAGES["swa"]()]
+        )
+        trainer.fit(module)
+    except UnsupportedError as error:
+        return str(error)
+
+
+def test_an_epoch_without_backward_is_refused():
+    for text in run(_refused, LAYOUTS["zero1"], world=2):
+        assert text.startswith("StochasticWeightAveraging computes the statistics of BatchNorm anew")

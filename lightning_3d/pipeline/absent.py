@@ -1,7 +1,10 @@
-"""What stands for the parameters and buffers that other stages hold: on meta, without values.
+"""The stand-ins for parameters and buffers of other stages: on meta, without values.
 
-Code that asks one of them for its device (`next(self.parameters()).device`, Hugging Face's `.device`) wants to make a
-tensor there, and means the device of the rank.
+Code that reads the device of one (`next(self.parameters()).device`, Hugging Face's `.device`) will make a tensor there,
+and means the device of the rank. Torch's own code for meta tensors needs the device meta.
+
+Who reads is known from the caller's frame. A `__torch_function__` would do without, but makes each stand-in meet the
+tensor subclasses of users and of torch, of which some refuse any other subclass.
 """
 
 import os
@@ -15,7 +18,7 @@ from lightning_3d.module.materialize import ABSENT
 
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")
-"""Begins the files of torch's private modules."""
+"""Beginning of the paths of torch's private modules."""
 
 
 class _StandsOn:
@@ -23,7 +26,7 @@ class _StandsOn:
 
     @property
     def device(self) -> torch.device:
-        """That of the rank. What torch computes on meta is computed in Python, which must know where it is."""
+        """The rank's, but for torch's private modules: they compute on meta in Python."""
         inside = sys._getframe(1).f_code.co_filename.startswith(_INSIDE)
         return _DEVICE(self) if inside or self.stands_on is None else self.stands_on  # type: ignore[no-any-return]
 
@@ -37,7 +40,7 @@ class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
 
 
 def absent_like(tensor: Tensor) -> Tensor:
-    """What stands for `tensor`; its `device` is that of `tensor`."""
+    """The stand-in for `tensor`; its `device` is that of `tensor`."""
     empty = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         empty = _AbsentParameter(empty, requires_grad=tensor.requires_grad)

@@ -1,9 +1,7 @@
-"""The step on the whole module, before it is cut: the order of its blocks, and the numbers that the cut must keep.
+"""The run of the step on the uncut module: the order of its blocks, and the numbers that the cut must keep.
 
-Once the module is cut, no rank can run all of it, and what blocks tell each other beside their arguments (a tensor kept
-on a module, a hook inside a block) is lost on every rank alike. So one microbatch goes through the module before.
-
-One batch through the whole module before it is placed: what each block is called with, and what comes out.
+Once the module is cut, no rank can run all of it. What blocks pass on other than by arguments (a tensor stored on a
+module, a hook inside a block) would be lost on every rank alike. So one microbatch runs before.
 """
 
 import random
@@ -46,7 +44,7 @@ _TRIALS = 8
 
 @dataclass(frozen=True)
 class UncutRun:
-    """What a step does with one microbatch on the whole module."""
+    """The calls and the results of a step on one microbatch, on the uncut module."""
 
     step: str
     args: tuple[Any, ...]
@@ -65,7 +63,7 @@ class UncutRun:
     buffers: Mapping[str, Prints]
     """Those that the step changes, as it leaves them."""
     compared: bool
-    """Whether the numbers are to be compared with those of the cut module."""
+    """True where the numbers are to be compared with those of the cut module."""
 
 
 class Observer:
@@ -78,7 +76,7 @@ class Observer:
         self.calls: list[str] = []
         self.arguments: list[Prints] = []
         self.drawn = False
-        """Whether code between units drew random numbers."""
+        """True where code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

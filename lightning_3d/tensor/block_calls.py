@@ -1,4 +1,4 @@
-"""What each block of a module is called with: the shapes that a proof runs on."""
+"""The calls of each block of a module: the shapes that a proof runs on."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ FORMS = 4
 
 @dataclass(frozen=True)
 class Recording:
-    """What one run of a module showed."""
+    """The results of one recorded run of a module."""
 
     samples: Mapping[str, tuple[Sample, ...]]
     """The first call of each form of each block, by name."""

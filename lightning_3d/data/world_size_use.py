@@ -1,4 +1,4 @@
-"""Finds user code for data that asks the Trainer for the number of all ranks."""
+"""The user's data code that reads the number of all ranks, where it means the data ranks."""
 
 from types import FrameType
 
@@ -8,7 +8,8 @@ _WORLD_SIZE = Trainer.world_size.fget.__code__  # type: ignore[attr-defined]
 
 
 def data_code_that_asks(asker: FrameType) -> str | None:
-    """The method of a datamodule, or the dataloader hook of a module, where `asker` is `trainer.world_size`."""
+    """The method of a datamodule, or the dataloader hook of a module, that reads `trainer.world_size`, which runs in
+    `asker`."""
     frame = asker.f_back if asker.f_code is _WORLD_SIZE else None
     while frame is not None:
         owner, name = frame.f_locals.get("self"), frame.f_code.co_name

@@ -1,8 +1,8 @@
 """The user's code between steps that computes with parameters: hooks (`hooks.py`), optimizers that are not torch's.
 
-What it does with each element works on shards too. What torch would get wrong in silence there is done as it is meant,
-or refused: numbers read from a part are read from the whole; parameters of other pipeline stages are on meta, and
-adding such a one to a real one changes nothing. See `shards.py` for single operations.
+Elementwise code works on shards too. Operations that torch would compute wrongly there are done as they are meant, or
+refused. Numbers read from a shard are read from the full tensor. Parameters of other stages are on meta, and adding
+one to a real one would change nothing. See `shard_rules.py` for single operations.
 """
 
 import os
@@ -33,7 +33,7 @@ _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__form
 
 
 def on_another_stage(name: str, why: object) -> UnsupportedError:
-    """What to raise where `name` reads what is not on this rank."""
+    """The error where `name` reads a value of another stage."""
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). The norm"
         " of all gradients is trainer.strategy.grad_norm(). Compute other things in training_step, where what it logs"
@@ -48,9 +48,9 @@ class HookRules(Rule):
         name: of a hook or an optimizer's step, for errors.
         composed: None before the module is placed.
         read: places in the code at which numbers were read from weights.
-        gathered: parameters that are whole for now, with the shards that the code is to see in their place.
-        numbers: gives numbers of other stages' tensors; those of this stage only are told without.
-        remedy: what to do instead of what is refused.
+        gathered: gathered parameters with the shards to use in their place.
+        numbers: gives numbers of other stages' tensors; without it they are refused.
+        remedy: the end of each error: another way.
     """
 
     def __init__(
@@ -111,15 +111,14 @@ class HookRules(Rule):
         return self.numbers.passed_on(func, args, kwargs, result, _place(self.name, caller))
 
     def _plain(self, leaf: Any, caller: FrameType) -> Any:
-        """A number that was made of a whole tensor (a norm) as a plain one, to be put beside those of tensors that
-        every rank has whole."""
+        """A number computed from a full tensor (a norm) as a plain tensor, to go with those of unsplit tensors."""
         return self._read(leaf, caller) if isinstance(leaf, DTensor) and not leaf.dim() else leaf
 
     def _read(self, tensor: Tensor, frame: FrameType) -> Tensor:
-        """What numbers are read from: those of this rank's part would be others.
+        """The full tensor, from which numbers are read.
 
-        All ranks that hold a part must read. A rank that is alone in it (`if trainer.is_global_zero:`) shows the first
-        time at each place in the code, before messages meet others that are not meant for them.
+        All ranks that have a shard must read. A rank that reads alone (`if trainer.is_global_zero:`) is found the first
+        time at each place in the code, before its messages meet others.
         """
         held = self.numbers.held(tensor) if self.numbers is not None else None
         if tensor.is_meta and (held is None or tensor.dim()):
@@ -155,7 +154,7 @@ class HookRules(Rule):
 
 
 def _place(name: str, frame: FrameType) -> str:
-    """The line of the user's code that is run in `frame`, for errors."""
+    """The line of the user's code that `frame` runs, for errors."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"reading a weight in {name} (line {frame.f_lineno})"
@@ -199,7 +198,7 @@ def _is_foreach(func: Any) -> bool:
 
 
 def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on lists, of which it takes tensors that are divided among the same ranks, or all on meta, only."""
+    """Run `func` on lists in groups: it takes only tensors sharded over the same ranks, or all on meta."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
     kinds = [_kind(row) for row in zip(*lists, strict=False)]
     if len(set(kinds)) < 2:
@@ -218,12 +217,12 @@ def _by_kind(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _kind(tensors: Sequence[Any]) -> tuple[Any, bool]:
-    """The mesh that they are divided over, and whether they are of another stage."""
+    """The mesh that tensors are sharded over, and True if they belong to another stage."""
     mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
     return mesh, any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors)
 
 
 def _of_two_stages(tensors: list[Tensor]) -> bool:
-    """Whether some are on meta and others not. A single number may come from anywhere."""
+    """Return True if some are on meta and others not. A single number may come from anywhere."""
     large = [tensor for tensor in tensors if tensor.dim()] or tensors
     return len({tensor.is_meta for tensor in large}) > 1

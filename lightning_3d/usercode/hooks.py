@@ -42,9 +42,10 @@ HOOKS = (
     "on_train_end",
 )
 _WITHIN = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad")
-"""Those that belong to a backward: what is gathered for it has its gradients."""
+"""Hooks of a backward: the parameters that are gathered for it have its gradients."""
 _IN_WINDOWS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start")
-"""Within a window of accumulation, letting go of weights would gather them once more, and hide their gradients."""
+"""Hooks that may run within a window of accumulation. Sharding weights there would gather them again, and hide their
+gradients."""
 
 
 def wrap_hooks(
@@ -53,14 +54,14 @@ def wrap_hooks(
     composed: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
 ) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `HookRules`; returns what undoes it.
+    """Run these hooks of the module and of the user's callbacks in `HookRules`. Returns a function that undoes it.
 
     Args:
         module: the user's.
         callbacks: the Trainer's.
-        composed: what was made of the module, by the time that a hook runs.
-        data: lets go of weights that an evaluation or a window of accumulation keeps gathered: a hook would see those
-            in place of what it saw before, and what it writes to them is lost.
+        composed: gives the parallel module, once a hook runs.
+        data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
+            to gathered ones is lost.
     """
     watched = []
     for owner in (module, *callbacks):
@@ -118,7 +119,7 @@ def _watched(
 
 
 def _refuse_absent_logs(name: str, module: LightningModule) -> None:
-    """What was logged of other stages' weights is read long after the hook, by Lightning."""
+    """Refuse logged values of other stages' weights here: Lightning reads them long after the hook."""
     logged = module._trainer._results if module._trainer is not None else None
     for key, metric in (logged or {}).items():
         if isinstance(metric.value, Tensor) and metric.value.is_meta:

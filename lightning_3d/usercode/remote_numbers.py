@@ -1,7 +1,7 @@
-"""Numbers that hooks compute from weights and gradients which only some ranks of a pipeline have: all get them.
+"""Numbers that hooks compute from weights and gradients of one stage, sent to the ranks of all stages.
 
-What comes from such a tensor carries a mark with the rank that has it, and so do the stand-ins on meta from which the
-others compute. A number that is computed from a marked tensor is exchanged, at once, by the name of what it is of.
+A tensor computed from such a weight carries a mark with the rank that has it. So do the stand-ins on meta from which
+the other ranks compute. A number computed from a marked tensor is exchanged at once, under the parameter's name.
 """
 
 import zlib
@@ -26,14 +26,14 @@ Held = tuple[str, int]
 
 
 class RemoteNumbers:
-    """For one call of a hook.
+    """The exchange of numbers within one call of a hook.
 
     Args:
         name: of the hook, for errors.
-        stages: who holds what.
+        stages: the ranks of the parameters.
         read: places in the code at which numbers were read.
-        gathered: parameters that are whole for now, with their shards.
-        of_gradients: whether the hook is about gradients. Then this is collective, else the first look at one is.
+        gathered: gathered parameters with their shards.
+        of_gradients: the hook belongs to a backward. Then this is collective; else the first read of a gradient is.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class RemoteNumbers:
         self.name, self.stages, self.read = name, stages, read
         self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
         self.standing_in: dict[str, Tensor] = {}
-        """Gradients on meta, which others than this rank have, by the name of the parameter."""
+        """Stand-ins on meta for gradients of other ranks, by the name of the parameter."""
         self.with_gradient: set[str] | None = None
         """Names of parameters that have a gradient on the rank that has them."""
         if of_gradients:
             self._look(name)
 
     def gradient(self, parameter: Any, place: str) -> Tensor | None:
-        """What `parameter.grad` is in a hook."""
+        """The value of `parameter.grad` in a hook."""
         held, grad = self.held(parameter), parameter.grad
         if held is None:
             return grad  # type: ignore[no-any-return]
@@ -67,17 +67,17 @@ class RemoteNumbers:
         return grad  # type: ignore[no-any-return]
 
     def device(self, tensor: Tensor) -> torch.device:
-        """Where numbers are summed up that come from `tensor`: its own device, were it here."""
+        """The device of `tensor`. For a stand-in it is the rank's, where sums of its numbers are made."""
         held = getattr(tensor, _MARK, None)
         stands_in = held is not None and self.standing_in.get(held[0]) is tensor
         return self.stages.device if stands_in else tensor.device
 
     def held(self, value: Any) -> Held | None:
-        """Who has `value`, None where all ranks do."""
+        """The rank that has `value`, None where all ranks have it."""
         return self.stages.on_some_ranks.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
 
     def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
-        """`result` of `func`: what is a number on every rank, and marked what is none."""
+        """The `result` of `func`: numbers as on the rank that has them, other tensors marked."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         held = next((found for found in map(self.held, tensors) if found is not None), None)
         if held is None:
@@ -96,7 +96,7 @@ class RemoteNumbers:
         return result
 
     def shared(self, value: Tensor, held: Held, what: str, place: str) -> Tensor:
-        """`value` of the rank that has it. Collective over the pipeline."""
+        """The `value` of the rank that has it. Collective over the pipeline."""
         if not has_peers():
             return torch.zeros((), dtype=value.dtype) if value.is_meta else value
         group, (name, source) = self.stages.group, held
@@ -122,11 +122,11 @@ class RemoteNumbers:
         return self.with_gradient
 
     def _meet(self, place: str) -> None:
-        """A rank that comes alone shows the first time, as where weights are read that it has a part of."""
+        """Raise, at the first call from a place, where a rank runs it alone."""
         what = f"{place}, with gradients and weights of all stages,"
         talk.meet_once(what, dist.get_process_group_ranks(self.stages.group), self.read)
 
 
 def is_view(func: Any) -> bool:
-    """Of an attribute, or of a place in a tensor: what is written into it is to arrive."""
+    """Return True if `func` gives a view (of an attribute or a place), through which writes must arrive."""
     return getattr(func, "__name__", "") in _VIEWS

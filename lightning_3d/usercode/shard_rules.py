@@ -1,7 +1,7 @@
-"""Operations of the user's code on tensors of which ranks hold parts that torch gets wrong in silence.
+"""The rules for operations on sharded tensors that torch computes wrongly, without an error.
 
-Random numbers: each rank would draw its own part's from the same stream, so that parts repeat each other. And views:
-where a slice crosses the parts of several ranks, it is a copy, and what is written into it is lost.
+Random numbers: each rank would draw for its shard from the same stream, so that shards repeat each other. Views: a
+slice across the shards of several ranks is a copy, and what is written into it is lost.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _COPY = "_lightning_3d_copy"
 
 
 def is_copy(tensor: Any) -> bool:
-    """Whether it would be a view on one device."""
+    """Return True for a copy that would be a view on one device."""
     return hasattr(tensor, _COPY)
 
 
@@ -31,8 +31,8 @@ class ShardRules(TorchDispatchMode):
 
     Args:
         name: for errors.
-        composed: tells which parameter is divided how.
-        remedy: what to do instead of what is refused.
+        composed: knows how each parameter is sharded.
+        remedy: the end of each error: another way.
     """
 
     def __init__(self, name: str, composed: ParallelModule, remedy: str) -> None:
@@ -58,7 +58,7 @@ class ShardRules(TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Draw for the whole tensor, as one device does, and keep this rank's part."""
+        """Draw for the full tensor, as one device does, and keep this rank's shard."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(map(self._concerns, tensors)):
             return func(*args, **kwargs)
@@ -100,9 +100,9 @@ class ShardRules(TorchDispatchMode):
         return any(grad is not None and storage(grad) == storage(tensor) for grad in gradients)
 
     def owner(self, tensor: DTensor, does: str) -> nn.Parameter | None:
-        """A parameter that is divided as `tensor` is, None where there is none.
+        """A parameter that is sharded as `tensor` is, None where there is none.
 
-        Raises where there are several that are not divided alike: it `does` what needs to know.
+        Raises where the candidates are sharded in several ways, since the code `does` something that needs to know.
         """
         alike = [
             p

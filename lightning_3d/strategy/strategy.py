@@ -166,6 +166,8 @@ class Strategy3D(Training):
         """What undoes what was changed in torch and torchmetrics, after a failed run too."""
         self._hooks: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
+        self._unshard_averages: Callable[[], None] | None = None
+        """Collective; not called after a failed run."""
 
     def _configure_launcher(self) -> None:
         world = current_world() or self._dry_world
@@ -215,6 +217,7 @@ class Strategy3D(Training):
             "_steps": None,
             "_hooks": [],
             "_undo": [],
+            "_unshard_averages": None,
             "_patches": [],
             "_clones": None,
             "_left": {},
@@ -269,7 +272,7 @@ class Strategy3D(Training):
         prove_cut(composed, plans, make, plugin)
         divide(composed, plans, self.layout, self.mesh, self._sending, plugin.policy(), training=fitting)
         self._hooks = state_dict.full_module_state(module, composed.whole, composed.part, composed.stages, talk.meet)
-        self._undo.append(shard_averages(callbacks, composed, self._as_saved))
+        self._unshard_averages = shard_averages(callbacks, composed, self._as_saved)
         if fitting:
             self._tell_callbacks()
             self.setup_optimizers(trainer)
@@ -340,12 +343,14 @@ class Strategy3D(Training):
             self._restore()
         while self._patches:
             self._patches.pop()()
-        self._composed, self._steps = None, None
+        self._composed, self._steps, self._unshard_averages = None, None, None
         super().teardown()
 
     def _restore(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._unshard_averages is not None:
+            self._unshard_averages()
         for undo in reversed(self._undo):
             undo()
         self._hooks, self._undo = [], []

@@ -20,6 +20,12 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
+    "lightning.pytorch.strategies.ParallelStrategy": {
+        "_layer_sync": "strategy/strategy",
+    },
+    "lightning.pytorch.callbacks.WeightAveraging": {
+        "_average_model": "usercode/averages_private",
+    },
     "lightning.fabric.strategies.launchers.subprocess_script": {
         "_ChildProcessObserver": "launch/lightning_private",
         "_basic_subprocess_cmd": "launch/lightning_private",
@@ -50,7 +56,7 @@ PRIVATE = {
         "_device_mesh": "strategy/processes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
         "_on_before_batch_transfer": "strategy/strategy",
-        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial"
+        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/processes tensor/scratch usercode/hooks verify/twin"
         " strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
@@ -107,17 +113,16 @@ PRIVATE = {
         "_hparams_name": "sandbox/snapshot",
     },
     "torch": {
-        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private"
+        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
     },
     "torch.Tensor": {
         "_backward_hooks": "strategy/checks verify/twin",
         "_base": "tensor/late_gather",
-        "_cdata": "dryrun/fake_cache planner/profile_module sandbox/lent sandbox/writes usercode/shard_rules",
-        "_is_view": "sandbox/lent",
+        "_cdata": "dryrun/fake_cache planner/profile_module sandbox/interceptor",
         "_make_wrapper_subclass": "comm/unallocated",
         "_post_accumulate_grad_hooks": "strategy/checks zero/fsdp_private",
-        "_version": "sandbox/lent sandbox/snapshot sandbox/trial"
+        "_version": "sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
         " sandbox/writes usercode/hooks verify/twin zero/written",
     },
     "torch._C": {
@@ -131,7 +136,7 @@ PRIVATE = {
         "OpOverload": "dryrun/fake_cache",
         "_overloadname": "dryrun/fake_cache",
         "_overloadpacket": "dryrun/fake_device",
-        "_schema": "dryrun/fake_cache dryrun/fake_device"
+        "_schema": "dryrun/fake_cache dryrun/fake_device planner/profile_module usercode/between_steps usercode/shard_rules"
         " planner/profile_module usercode/between_steps usercode/shard_rules",
     },
     "torch._subclasses.fake_tensor": {
@@ -218,10 +223,9 @@ PRIVATE = {
         "_add_send_recv": "pipeline/schedule",
     },
     "torch.nn.Module": {
-        "_apply": "dryrun/cluster dryrun/lone_rank pipeline/split",
         "_forward_hooks": "pipeline/gates",
         "_forward_pre_hooks": "pipeline/gates",
-        "_modules": "module/metrics pipeline/reading pipeline/units",
+        "_modules": "module/metrics pipeline/units",
     },
     "torch.nn.MultiheadAttention": {
         "_qkv_same_embed_dim": "tensor/attention",
@@ -236,7 +240,7 @@ PRIVATE = {
         "_group_tensors_by_device_and_dtype": "optim/grad_norm",
     },
     "torch.ops.aten": {
-        "_grouped_mm": "tensor/trace",
+        "_grouped_mm": "tensor/regions",
         "_local_scalar_dense": "dryrun/fake_device",
         "_scaled_dot_product_flash_attention_for_cpu": "planner/profile_module",
         "_unsafe_view": "planner/profile_module",
@@ -252,11 +256,9 @@ PRIVATE = {
         "_disable_current_modes": "dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_flatten": "tensor/sample tensor/trace",
-        "tree_leaves": "dryrun/fake_cache dryrun/fake_device sandbox/writes tensor/heads"
+        "tree_leaves": "dryrun/fake_cache dryrun/fake_device sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
         " tensor/late_gather usercode/between_steps usercode/remote_numbers usercode/shard_rules",
-        "tree_map": "tensor/forwards tensor/late_gather tensor/trace usercode/between_steps usercode/remote_numbers",
-        "tree_unflatten": "tensor/sample",
+        "tree_map": "usercode/between_steps usercode/remote_numbers",
     },
     "torch.utils.checkpoint": {
         "_checkpoint_without_reentrant_generator": "tensor/recompute",
@@ -284,7 +286,7 @@ NOT_THEIRS = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_ge
 """Attributes of Python's own classes and modules, and of jsonargparse's."""
 NO_NAMES = {
     "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_held", "_local_scalar",
-    "_logger", "_no_grad_", "_parallel_size", "_sum_over_ranks", "_us",
+    "_is_any_true", "_logger", "_no_grad_", "_parallel_size", "_recorded", "_sum_over_ranks", "_us",
 }  # fmt: skip
 """Beginnings and ends of names, and attributes that the package sets on objects of others."""
 

@@ -117,7 +117,9 @@ def held(capsys, *arguments):
     assert main(["inspect", "tests.modules.UntiedGPT", *arguments]) == 0
     text = capsys.readouterr().out
     return text, [
-        int(line.split("holds ")[1].split()[0].replace(",", "")) for line in text.splitlines() if "holds" in line
+        int(line.split(" has ")[1].split()[0].replace(",", ""))
+        for line in text.splitlines()
+        if line.startswith("stage ") and " has " in line
     ]
 
 

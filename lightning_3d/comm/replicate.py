@@ -3,9 +3,8 @@
 Gradients are sent in buckets, one collective each.
 """
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,15 +133,6 @@ class ReplicatedGradients:
     def accumulate_only(self, on: bool) -> None:
         """Have gradients only accumulate on this rank, without `finish()` doing anything, or not."""
         self._only_accumulates = on
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
-        """Only accumulate inside."""
-        before, self._only_accumulates = self._only_accumulates, True
-        try:
-            yield
-        finally:
-            self._only_accumulates = before
 
     def finish(self) -> None:
         """Average the gradients of a backward, at its end. Every rank calls it, also one that used nothing."""

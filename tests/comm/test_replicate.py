@@ -139,9 +139,10 @@ def _held_until_reduce():
     """A pipeline: all microbatches held, one reduce."""
     case = Case()
     for _ in range(2):
-        with case.replicas.holding():
-            for micro in range(3):
-                case.backward(lambda rank, micro=micro: micro)
+        case.replicas.accumulate_only(True)
+        for micro in range(3):
+            case.backward(lambda rank, micro=micro: micro)
+        case.replicas.accumulate_only(False)
         assert case.ledger.rows() == []
         case.replicas.reduce()
         case.step()

@@ -65,45 +65,13 @@ def save_states() -> Callable[[], None]:
     return restore
 
 
-class _CheckpointsNoted:
-    """torch's two functions that begin a checkpoint, replaced while some thread runs a block, and only then.
-
-    Read in torch 2.13: `checkpoint` looks both up when it is called, also where a library has kept `checkpoint` itself.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.blocks = threading.Lock(), 0
-        self.generator: Any = None
-
-    def __enter__(self) -> None:
-        torchs: Any = checkpoint
-        with self.lock:
-            self.blocks += 1
-            if self.blocks == 1:
-                self.generator = torchs._checkpoint_without_reentrant_generator
-                torchs._checkpoint_without_reentrant_generator = _noting(self.generator)
-                torchs.CheckpointFunction.apply = staticmethod(_noting(torchs.CheckpointFunction.apply))
-
-    def __exit__(self, *_: object) -> None:
-        torchs: Any = checkpoint
-        with self.lock:
-            self.blocks -= 1
-            if self.blocks == 0:
-                torchs._checkpoint_without_reentrant_generator = self.generator
-                del torchs.CheckpointFunction.apply  # the base class has it
-
-
-_checkpoints_noted = _CheckpointsNoted()
-
-
 @contextmanager
 def noted(note: Callable[[], Resume]) -> Iterator[None]:
     """Call `note` for the state of the block that runs inside, whenever a checkpoint begins."""
     call = _Call(note)
     _here.calls.append(call)
     try:
-        with _checkpoints_noted:
-            yield
+        yield
     finally:
         _here.calls.remove(call)
         call.over = True

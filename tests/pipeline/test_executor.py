@@ -69,7 +69,7 @@ def memory(microbatches):
     def counted(self, stage, index):
         counts["arriving"] = max(counts["arriving"], len(self.arriving))
         forward(self, stage, index)
-        counts["flights"] = max(counts["flights"], len(self.flights))
+        counts["flights"] = max(counts["flights"], len(self.in_flight))
 
     executor.Execution._forward = counted
     try:

@@ -12,7 +12,7 @@ from tests.workers import WorkerError, run
 REFUSED = {
     "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
     "SkippedBlocks": "UnsupportedError: training_step draws at random which blocks to run",
-    "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must be telling it something beside",
+    "Stateful": "PipelineSplitError: .*once the module is cut. A block before it must pass it a value in another way than by arguments",
     "Balanced": "PipelineSplitError: Cut into stages, the step fails, but uncut it does not .*has no attribute 'penalty'",
     "InnerHook": "PipelineSplitError: ",
     "SmallHook": "PipelineSplitError: .* another gradient .*: 'blocks.0.0', which is inside of a block, has a forward hook",

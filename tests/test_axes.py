@@ -71,9 +71,9 @@ def _groups_of_runs():
     return [next(place for place, one in enumerate(meshes) if one is mesh) for mesh in meshes], inner.apart
 
 
-def test_a_run_that_failed_keeps_its_groups_and_one_inside_another_gets_its_own():
-    """Either might have sent what not all ranks have received."""
-    assert run(_groups_of_runs, world=2) == [([0, 0, 2, 2], True)] * 2
+def test_a_run_after_one_that_failed_on_all_ranks_uses_its_groups_and_one_inside_another_gets_its_own():
+    """All ranks are proven in step after the failure. A run inside of another is not."""
+    assert run(_groups_of_runs, world=2) == [([0, 0, 0, 0], True)] * 2
 
 
 def _collect_in_a_worker():

@@ -83,7 +83,8 @@ def _list(path: Path, values: list[list[Any]], sizes: list[int]) -> list[Any]:
 
 
 def _in_turn(path: Path, values: list[Any], sizes: list[int]) -> list[Any]:
-    return [_value(path, None, list(entries), sizes) for entries in zip(*values, strict=False)]
+    columns = enumerate(zip(*values, strict=False))
+    return [_value((*path, f"[{at}]"), None, list(entries), sizes) for at, entries in columns]
 
 
 def _value(
@@ -120,7 +121,9 @@ def _value(
 
 
 def _integer(path: Path, before: Any, values: list[Any], sizes: list[int], everywhere: bool) -> Any:
-    rows = [int(value) for value in values] == sizes and sizes[0] > 1  # such as `self.batch_size = len(x)`
+    # such as `self.batch_size = len(x)`; an entry of a list may be an index that is as large by chance
+    entry = str(path[-1]).startswith("[")
+    rows = not entry and [int(value) for value in values] == sizes and sizes[0] > 1
     if before is None:
         if not rows and isinstance(path[-1], str) and len({int(value) for value in values}) == 1:
             return values[0]

@@ -28,7 +28,10 @@ def test_a_failed_job_does_not_harm_the_next(tmp_path, capsys):
     assert "this job was made to fail" in text
     assert jobs.keys() == {1}
     assert_right(jobs, {1: (2, ["layout@trainer.strategy=pp2", "trainer.devices=2", "fail_job=0"])})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flight", "out"]  # the failed job left its record
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "flight_before",
+        "out",
+    ]  # the record of the failed job, moved by the next
     assert main(["compare", str(tmp_path / "out")]) == 0
     failed, ended, why = capsys.readouterr().out.splitlines()[1:]
     assert failed.split() == ["0", "did", "not", "finish", *["-"] * 6, "layout@trainer.strategy=zero1"]

@@ -3,19 +3,13 @@
 import torch
 
 from lightning_3d.pipeline.ties import Ties
-from lightning_3d.strategy.steps import PipelineRunner
+from lightning_3d.strategy.window import Window
 from lightning_3d.tensor.axis import GroupAxis
 
 
 def _accumulation_is_not_averaged(patch):
     """A pipeline that sums the batches of an accumulation window."""
-    train = PipelineRunner.train
-
-    def without(self, call, args):
-        self.scale = lambda: 1.0
-        return train(self, call, args)
-
-    patch.setattr(PipelineRunner, "train", without)
+    patch.setattr(Window, "scale", lambda self, plugin: 1.0)
 
 
 def _input_gradients_are_not_summed(patch):

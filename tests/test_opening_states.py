@@ -87,11 +87,13 @@ class Net(LightningModule):
 
 
 @pytest.mark.parametrize(("kind", "said"), [("SGD", ""), ("momentum", " + 4 KB SGD"), ("Adam", " + 8 KB Adam")])
-def test_fit_says_the_states_of_its_optimizer(kind, said, capfd):
+def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
+    printed = []
+    monkeypatch.setattr("lightning_3d.strategy.training.rank_zero_info", printed.append)
     data = DataLoader(TensorDataset(torch.zeros(4, 100)), batch_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(zero_stage=0)).fit(Net(kind), data)
-    lines = [line for line in capfd.readouterr().err.splitlines() if "memory of a rank" in line]
+    lines = [line for line in printed if "memory of a rank" in line]
     assert len(lines) == 1
     assert re.search(r"\(4 KB weights \+ 4 KB gradients(.*)\), and activations", lines[0])[1] == said

@@ -144,7 +144,8 @@ def world_for(strategy: object, cluster: Cluster) -> World:
     dry = _on_cluster(before, world)
 
     def init(trainer: Trainer, *args: Any, **flags: Any) -> None:
-        if flags.get("strategy") is not owner():
+        dry_strategy = owner()  # None once it is gone, as is the `strategy` of a Trainer that is given none
+        if dry_strategy is None or flags.get("strategy") is not dry_strategy:
             before(trainer, *args, **flags)
             return
         if Trainer.__init__ is init:

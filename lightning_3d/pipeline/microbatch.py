@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.sandbox.trees import _SIMPLE, children, rebuild
+from lightning_3d.sandbox.trees import _SIMPLE, children, leaves, rebuild
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
@@ -67,7 +67,7 @@ class Rows:
         if lengths:
             return lengths.most_common(1)[0][0]
         sizes: Counter[int] = Counter()
-        for leaf in _leaves(batch):
+        for leaf in leaves(batch):
             if isinstance(leaf, Tensor):
                 if leaf.ndim and type(leaf) is Tensor:
                     sizes[leaf.shape[0]] += 1
@@ -136,17 +136,8 @@ def _is_ragged(entries: list[Any] | tuple[Any, ...]) -> bool:
     return len(shapes) > 1
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    inner = children(value)
-    if inner is None:
-        yield value
-    else:
-        for item in inner:
-            yield from _leaves(item)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def batch_size(batch: Any, rows: Rows = TENSORS) -> int | None:

@@ -190,6 +190,13 @@ class ParallelModule:
         """True where this rank's stage is the one that counts a parameter which several stages have."""
         return self.stages is None or self.stages.counts(parameter)
 
+    def abandon(self) -> None:
+        """Remove hooks and patches once other ranks do not answer any more. The parameters stay sharded."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.tensor is not None:
+            self.tensor.undo_patches.run()
+
     @torch.no_grad()
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""

@@ -291,7 +291,9 @@ class Strategy3D(Training):
             unshard()
 
     def _restore_module(self, parallel: ParallelModule) -> None:
-        if not self._failed:  # else other ranks do not answer: the module stays sharded
+        if self._failed:
+            parallel.abandon()
+        else:
             parallel.undo(self.optimizers)
             self._share_buffers()
 

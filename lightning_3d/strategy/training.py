@@ -54,11 +54,13 @@ class Training(Resuming):
         return self._parallel.data if self._parallel is not None else NoData()
 
     def training_step(self, *args: Any) -> Any:
+        if self._steps is None:  # after a run the module is the user's own again
+            return super().training_step(*args)
         trainer = self._module.trainer
         flight.at(f"training_step of batch {trainer.fit_loop.batch_idx}", trainer.global_step)
         self._in_step = True
         with explain_shard_errors(self.layout):
-            output = self._placed_steps.train(super().training_step, args)
+            output = self._steps.train(super().training_step, args)
         self._in_step = False
         if not self._module.automatic_optimization:  # its backwards and optimizer steps have ended
             self._data.finish_forward()

@@ -189,7 +189,8 @@ class Processes(ParallelStrategy):
         assert self.cluster_environment is not None
         method, environment = self._start_method, self.cluster_environment
         if method == "auto":
-            method = "popen" if can_run_again() or environment.creates_processes_externally else "fork"
+            starts_none = environment.creates_processes_externally or self.num_processes * self.num_nodes == 1
+            method = "popen" if starts_none or can_run_again() else "fork"
         if method == "popen":
             self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, self._guarded)
         else:

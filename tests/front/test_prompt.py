@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_3d import Strategy3D
@@ -35,13 +36,23 @@ def test_code_typed_at_a_prompt_trains(tmp_path):
     assert done.stdout.count("learned True 2") == 1, done.stderr[-3000:]
 
 
+TWO = [torch.device("cpu")] * 2
+
+
+def test_one_process_at_a_prompt_trains_in_it(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO[:1])
+    strategy._configure_launcher()
+    assert isinstance(strategy.launcher, ScriptLauncher)
+
+
 @pytest.mark.parametrize("name", ["", "-", "-c"])
 def test_what_is_no_script_is_forked(monkeypatch, name):
     import __main__
 
     monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setattr(__main__, "__spec__", None)
-    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=[])
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO)
     strategy._configure_launcher()
     assert strategy.launcher._start_method == "fork"
 
@@ -49,7 +60,7 @@ def test_what_is_no_script_is_forked(monkeypatch, name):
 def test_a_script_is_run_again(monkeypatch, tmp_path):
     (tmp_path / "train.py").touch()
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
-    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=[])
+    strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO)
     strategy._configure_launcher()
     assert isinstance(strategy.launcher, ScriptLauncher)
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)

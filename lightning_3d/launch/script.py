@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,7 @@ class SweepJob:
         self.end()
         if dist.is_initialized():
             dist.destroy_process_group()
-        for name, value in AT_START.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_environment(AT_START)
 
     def end(self) -> None:
         """Wait for the children; kill those that do not end."""
@@ -84,6 +80,14 @@ class SweepJob:
             )
         self.job, self.children = None, ()
         atexit.unregister(self.end)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _ended(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -125,7 +129,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes if nothing did, then call `function`."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        before = {name: os.environ.get(name) for name in NAMES}
+        starts = not self.cluster_environment.creates_processes_externally
+        if starts:
             self._call_children_scripts()
             if self._sweep:
                 launched.start(running_job(), self.procs)
@@ -136,6 +142,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except BaseException:
             launched.failed = self._sweep
             raise
+        finally:
+            if starts and not self.procs:  # a later Trainer of several processes is to start them
+                _set_environment(before)
 
     def _call_children_scripts(self) -> None:
         if running_job() is None:

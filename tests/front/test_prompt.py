@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_3d import Strategy3D
 from lightning_3d.launch import ScriptLauncher
+from tests.parity import QUIET
 
 SCRIPT = """
 import torch
@@ -44,6 +47,13 @@ def test_one_process_at_a_prompt_trains_in_it(monkeypatch):
     strategy = Strategy3D(cluster_environment=LightningEnvironment(), parallel_devices=TWO[:1])
     strategy._configure_launcher()
     assert isinstance(strategy.launcher, ScriptLauncher)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_leaves_the_environment_for_a_later_trainer():
+    before = dict(os.environ)
+    Trainer(**QUIET, devices=1, max_steps=1, strategy=Strategy3D(quiet=True)).fit(BoringModel())
+    assert {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"} == before
 
 
 @pytest.mark.parametrize("name", ["", "-", "-c"])

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.stored import materialize
 from lightning_3d.data.same_samples import fingerprint
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_main_streams
+from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_streams
 from lightning_3d.zero.data_axis import DataAxis
 
 RankState = Mapping[str, Any]
@@ -54,8 +53,7 @@ def own_state(
         "layout": repr(layout),
         "data": [coordinate.data, layout.data_parallel_size],
         "streams": main_streams(),
-        "cuda": torch.cuda.get_rng_state(step_random.device) if step_random.device.type == "cuda" else None,
-        "step": list(step_random.states),
+        "step": dict(step_random.states),
         "communication": axis.state_dict(),
         "sending": sending(axis, scale),
         "places": places if leads else None,  # equal on all ranks of a data rank
@@ -130,11 +128,9 @@ def restore_own(own: OwnState, step_random: StepRandom, axis: DataAxis, scale: f
     if state is None:
         return
     try:
-        set_main_streams(state["streams"])
-        if state["cuda"] is not None and step_random.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], step_random.device)
-        if own.same_data_ranks and len(state["step"]) == len(step_random.states):
-            step_random.states = list(state["step"])
+        set_streams(state["streams"])
+        if own.same_data_ranks and state["step"].keys() == step_random.states.keys():
+            step_random.states = dict(state["step"])
         if own.same is not None and own.same["sending"] == sending(axis, scale):
             axis.load_state_dict(own.same["communication"])
         elif own.compressed:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_3d.data.order import Order, can_draw, full_order, is_shared, order_of
 from lightning_3d.launch.lightning_private import Stateful
-from lightning_3d.ranks.random_streams import Streams, main_streams, set_main_streams
+from lightning_3d.ranks.random_streams import Streams, main_streams, set_streams
 
 Place = dict[str, Any]
 """A position as plain values, to be saved: see `Counted.place`."""
@@ -159,7 +159,7 @@ class Counted(Sampler[Any]):
         now = main_streams(self._generator)
         self._set_streams(place, -1)
         order = full_order(self.sampler, place["order"], _generator_of(place))
-        set_main_streams(now, self._generator)
+        set_streams(now, self._generator)
         left, ranks = order[place["samples"] :], self._ranks
         if self.sampler.drop_last:
             left = left[: len(left) // ranks * ranks]
@@ -169,7 +169,7 @@ class Counted(Sampler[Any]):
 
     def _set_streams(self, place: Place, index: int) -> None:
         if place.get("streams"):
-            set_main_streams(place["streams"][index], self._generator)
+            set_streams(place["streams"][index], self._generator)
 
     def __iter__(self) -> Iterator[Any]:
         place, _ = self._next
@@ -202,7 +202,7 @@ class Counted(Sampler[Any]):
         batches = iter(self.inner)
         self._set_streams(place, -1)
         had = sum(self._size(batch) for batch in islice(batches, skip))
-        set_main_streams(now, self._generator)
+        set_streams(now, self._generator)
         if self._generator is not None and "generator" in place.get("now", {}):
             self._generator.set_state(place["now"]["generator"])
         return had, batches

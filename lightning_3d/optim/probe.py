@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.stand_ins import StandIns
 from lightning_3d.optim.ways import step_one_at_a_time
+from lightning_3d.ranks.random_streams import restored_streams
 
 
 class Reach(Enum):
@@ -145,7 +146,7 @@ def step_small(
     devices = [p.device for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
     device = devices[0] if devices else torch.device("cpu")
     generator, calls = torch.Generator().manual_seed(0), 0
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    with restored_streams(), torch.enable_grad():
         torch.manual_seed(0)
 
         def draw() -> Iterator[list[Tensor]]:

@@ -25,34 +25,62 @@ from torch import distributed as dist
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
 
+Streams = dict[str, Any]
+"""The states of random streams by name, as values that every checkpoint format can store."""
+
+
+def torch_streams() -> Streams:
+    """The present states of torch's streams: the CPU's, and that of the current CUDA device."""
+    streams: Streams = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        streams["cuda"] = torch.cuda.get_rng_state()
+    return streams
+
+
+def main_streams(generator: torch.Generator | None = None) -> Streams:
+    """The present states of torch's, Python's and numpy's main streams, and of `generator`."""
+    streams = {**torch_streams(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, numbers, *rest = sys.modules["numpy"].random.get_state()
+        streams["numpy"] = (kind, numbers.tolist(), *rest)  # a single-file checkpoint stores no arrays of numpy
+    return streams if generator is None else {**streams, "generator": generator.get_state()}
+
+
+def set_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
+    """Set the states that `torch_streams` or `main_streams` returned, maybe in another process."""
+    torch.set_rng_state(streams["torch"])
+    if "cuda" in streams and torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["cuda"])
+    if "python" in streams:
+        random.setstate(streams["python"])
+    if "numpy" in streams:
+        import numpy
+
+        numpy.random.set_state(streams["numpy"])
+    if generator is not None and "generator" in streams:
+        generator.set_state(streams["generator"])
+
+
+@contextmanager
+def restored_streams() -> Iterator[None]:
+    """Restore every stream afterwards."""
+    before = main_streams()
+    try:
+        yield
+    finally:
+        set_streams(before)
+
 
 class StepRandom:
     """The random stream for the steps of one rank, separate from the main one where that is needed."""
 
-    def __init__(self, layout: Layout, coordinate: Coordinate, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, layout: Layout, coordinate: Coordinate) -> None:
         self.separate = layout.data_parallel_size > 1 or layout.pipeline_parallel_size > 1
-        self.states: list[torch.Tensor] = []
+        self.states: Streams = {}
         if self.separate:
-            self.states = self._fresh((torch.initial_seed() + (coordinate.data + 1) * 1_000_003) % 2**63)
-
-    def _fresh(self, seed: int) -> list[torch.Tensor]:
-        before = self._read()
-        torch.manual_seed(seed)
-        fresh = self._read()
-        self._write(before)
-        return fresh
-
-    def _read(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return states
-
-    def _write(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self.device)
+            with restored_streams():
+                torch.manual_seed((torch.initial_seed() + (coordinate.data + 1) * 1_000_003) % 2**63)
+                self.states = torch_streams()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -60,49 +88,19 @@ class StepRandom:
         if not self.separate:
             yield
             return
-        outside = self._read()
-        self._write(self.states)
+        outside = torch_streams()
+        set_streams(self.states)
         try:
             yield
         finally:
-            self.states = self._read()
-            self._write(outside)
-
-
-Streams = dict[str, Any]
-"""The states of the main random streams, as values that every checkpoint format can store."""
-
-
-def main_streams(generator: torch.Generator | None = None) -> Streams:
-    """The present states of torch's, Python's and numpy's main streams, and of `generator`."""
-    import numpy
-
-    legacy: Any = numpy.random.get_state()
-    numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])  # a single-file checkpoint stores no arrays of numpy
-    streams = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numbers}
-    return streams if generator is None else {**streams, "generator": generator.get_state()}
-
-
-def set_main_streams(streams: Streams, generator: torch.Generator | None = None) -> None:
-    """Set the states that `main_streams` returned."""
-    import numpy
-
-    torch.set_rng_state(streams["torch"])
-    random.setstate(streams["python"])
-    numpy.random.set_state(streams["numpy"])
-    if generator is not None and "generator" in streams:
-        generator.set_state(streams["generator"])
-
-
-Seeded = tuple[int, torch.Tensor, torch.Tensor | None, Any, Any]
-"""torch's seed and state, CUDA's, Python's and numpy's."""
+            self.states = torch_streams()
+            set_streams(outside)
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:
     """Give every rank of `group` the random state (torch's, Python's, numpy's) of its first rank."""
-    if dist.get_world_size(group) == 1:
-        return
-    _set_state(talk.from_first(_state, group))
+    if dist.get_world_size(group) > 1:
+        _set_state(talk.from_first(_state, group))
 
 
 def share_seeded_state() -> None:
@@ -116,23 +114,14 @@ def share_seeded_state() -> None:
         _set_state(state)
 
 
-def _state() -> Seeded:
-    import numpy
-
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state()
+def _state() -> tuple[int, Streams]:
+    return torch.initial_seed(), main_streams()
 
 
-def _set_state(state: Seeded) -> None:
-    import numpy
-
-    seed, torch_state, cuda, python_state, numpy_state = state
+def _set_state(state: tuple[int, Streams]) -> None:
+    seed, streams = state
     torch.default_generator.manual_seed(seed)
-    torch.set_rng_state(torch_state)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
+    set_streams(streams)
 
 
 _MASK = (1 << 63) - 1
@@ -160,18 +149,3 @@ def restart_python(*numbers: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
-
-
-@contextmanager
-def restored_streams() -> Iterator[None]:
-    """Restore every stream afterwards."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    numpy = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_3d.errors import WritesError
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.reads import NoteReads
@@ -63,7 +64,7 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
         ),
     ]
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), restored_streams():
             with interceptor:
                 run()
             with suppress(Exception), interceptor:  # only for more forms of calls: others compute unsplit

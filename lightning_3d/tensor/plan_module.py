@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
+from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_units, structure
 from lightning_3d.tensor.geometry import TensorSplit
@@ -71,7 +72,7 @@ def plan_tensor(
     written = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
     vocabulary, headed = _vocabulary(module, written, calls, size)
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):  # hooks must run
+    with restored_streams(), torch.compiler.set_stance("force_eager"):  # hooks must run
         torch.manual_seed(SEED)
         for name in find_units(module):
             if name in headed:

@@ -69,13 +69,13 @@ class Axis:
 
 def _saved(**changes):
     feedback = {"compressions": [{"0": torch.ones(2)}], "orders": []}
-    streams = {"streams": main_streams(), "cuda": None, "step": []}
+    streams = {"streams": main_streams(), "step": {}}
     return {"data": [0, 1], "communication": feedback, "sending": sending(Axis("int8"), 1.0), **streams, **changes}
 
 
 def test_error_feedback_is_restored_in_the_same_layout():
     axis, state = Axis("int8"), _saved()
-    restore_own(OwnState(same=state, data=state, compressed=True), SimpleNamespace(states=[1]), axis, 1.0)
+    restore_own(OwnState(same=state, data=state, compressed=True), SimpleNamespace(states={}), axis, 1.0)
     assert axis.loaded is state["communication"]
 
 
@@ -84,11 +84,11 @@ def test_error_feedback_of_another_layout_codec_or_scale_starts_at_zero(codec, s
     axis, state = Axis(codec), _saved()
     own = OwnState(same=state if same else None, data=state, compressed=True)
     with pytest.warns(UserWarning, match=r"error feedback .* starts at zero"):
-        restore_own(own, SimpleNamespace(states=[1]), axis, scale)
+        restore_own(own, SimpleNamespace(states={}), axis, scale)
     assert axis.loaded is None
 
 
 def test_a_damaged_state_is_an_error():
     state = _saved(streams={})
     with pytest.raises(CheckpointError, match=r"rank-local state .* cannot be restored"):
-        restore_own(OwnState(same=state, data=state), SimpleNamespace(states=[1]), Axis("int8"), 1.0)
+        restore_own(OwnState(same=state, data=state), SimpleNamespace(states={}), Axis("int8"), 1.0)

@@ -46,7 +46,7 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def _is_command_line() -> bool:
-    """Whether this process is `lightning-3d ...` or `python -m lightning_3d ...`."""
+    """Return True if this process is `lightning-3d ...` or `python -m lightning_3d ...`."""
     script = _Path(_sys.argv[0]).name if _sys.argv else ""
     return script.removesuffix(".exe") == "lightning-3d" or _sys.orig_argv[1:3] == ["-m", "lightning_3d"]
 

@@ -84,7 +84,7 @@ class Collector:
             )
         placement = describe(value, self.of_parameter.get(id(value)))
         self.found.tensors[name] = value
-        # buffers may drift apart between data ranks; as with DDP, the first rank's count
+        # buffers may differ between data ranks; as with DDP, the first rank's count
         self.found.listing[name] = TensorEntry(NAMES[value.dtype], placement, replicated=id(value) in self.of_parameter)
         return name
 

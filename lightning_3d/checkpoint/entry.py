@@ -10,7 +10,7 @@ from lightning_3d.checkpoint.safetensors_files import DTYPES
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as one rank holds it."""
+    """One rank's part of one tensor."""
 
     dtype: str
     placement: Placement

@@ -228,7 +228,7 @@ class Keeper:
         problem: Exception | None = None
         try:
             loaded = self._load(path, weights_only, io)
-        except Exception as error:  # told to the others first: they would wait
+        except Exception as error:  # the others learn of it first: they would wait
             problem = error
         said = gather(None if problem is None else f"{problem}")
         if problem is not None and (isinstance(problem, CheckpointError) or None not in said):

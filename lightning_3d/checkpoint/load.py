@@ -1,4 +1,4 @@
-"""Put a stored state into live modules and optimizers: each rank reads what it holds."""
+"""Put a stored state into live modules and optimizers: each rank reads its part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

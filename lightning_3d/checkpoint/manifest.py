@@ -1,4 +1,4 @@
-"""What belongs to a sharded checkpoint. It is whole once its manifest is there, and it is the manifest's before.
+"""The files of a sharded checkpoint. It is complete once its manifest is there, and it is the manifest's before.
 
 A checkpoint is a directory. Each save writes files of names of its own beside those that are there, then replaces
 `manifest.json`, which names the files, in one step, then removes what the manifest does not name. A kill at any moment

@@ -26,7 +26,7 @@ class Piece:
     size: tuple[int, ...]
     """Its extent along each dimension."""
     local: tuple[int, ...]
-    """Corner of the box in what the rank holds."""
+    """Corner of the box in the part that the rank has."""
 
     @property
     def elements(self) -> int:
@@ -49,15 +49,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank holds of one tensor. Whole to begin with; `split` and `chunk` narrow it, in the order in which the
-    parallelisms were applied."""
+    """The part of one tensor that one rank has.
+
+    It begins as the full tensor. `split` and `chunk` narrow it, in the order in which the parallelisms were applied.
+    """
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Of the full tensor."""
     pieces: tuple[Piece, ...]
     """The boxes of this rank; none where another pipeline stage owns the tensor."""
     local_shape: tuple[int, ...]
-    """Of what this rank holds."""
+    """Of the part that this rank has."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Placement":
@@ -71,7 +73,7 @@ class Placement:
         return cls(shape=tuple(shape), pieces=(), local_shape=tuple(shape))
 
     def split(self, dim: int, intervals: Iterable[tuple[Interval, Interval]]) -> "Placement":
-        """Keep, along `dim`, each (interval of what was held, interval of what is held now)."""
+        """Keep, along `dim`, each (interval of the old part, interval of the new part)."""
         kept: list[Piece] = []
         length = 0
         for (start, stop), (low, high) in intervals:
@@ -110,7 +112,7 @@ def box(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 
 def overlaps(held: Iterable[Piece], wanted: Iterable[Piece]) -> Iterator[tuple[Piece, Piece]]:
-    """For each common box: where it lies in what holds `held`, and where in what will hold `wanted`."""
+    """For each common box: its place in the tensor of `held`, and in the tensor of `wanted`."""
     wanted = tuple(wanted)
     for source in held:
         for target in wanted:

@@ -1,6 +1,6 @@
 """One rank's tensors as one safetensors file, written and read as a stream.
 
-The `safetensors` library copies every tensor into one buffer before it writes; a rank that holds gigabytes cannot
+The `safetensors` library copies every tensor into one buffer before it writes; a rank that has gigabytes cannot
 afford that. What is written here is the same format, which that library and others read.
 """
 

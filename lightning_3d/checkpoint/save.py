@@ -37,7 +37,7 @@ class SaveJob:
     rank: int
     path: Path
     directory: Path
-    """Where files go: beside `path` while a single file has that name."""
+    """The directory for the files: beside `path` while a single file has that name."""
     generation: str
     """Sets the files of this save apart from those of others to the same path."""
     plan: tuple[dict[str, tuple[Piece, ...]], ...]
@@ -82,7 +82,7 @@ def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> SaveJob:
 
 @dataclass(frozen=True)
 class _Claim:
-    """Where rank 0 has made sure that files can be written."""
+    """The directory in which rank 0 has made sure that files can be written."""
 
     where: tuple[Path, Path, str]
     """The path, the directory and the generation of a job."""
@@ -155,7 +155,7 @@ def carry_out(job: SaveJob, gather: Gather) -> None:
         on_first_rank(lambda: _commit(job, files), job.path, job.rank, gather)
     except CheckpointError:
         if job.rank == 0:
-            with suppress(OSError):  # of the same broken disk: what is told is why the save failed
+            with suppress(OSError):  # of the same broken disk: the error that is raised says why the save failed
                 _discard(job)
         raise
     finally:

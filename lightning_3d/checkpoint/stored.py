@@ -55,7 +55,7 @@ class StoredTensor:
 
 
 def _in_file(piece: Piece) -> Piece:
-    """A box, located in the file that holds it alone."""
+    """A box, located in its own file."""
     return Piece(offset=piece.offset, size=piece.size, local=(0,) * len(piece.size))
 
 

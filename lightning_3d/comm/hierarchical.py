@@ -27,7 +27,7 @@ class Hierarchical(Collectives):
 
     Args:
         group: all ranks, those of one node next to each other. Every one of them must build its `Hierarchical`.
-        ledger: what is sent inside nodes and between them is counted apart (`axis.inside`, `axis.between`).
+        ledger: counts messages inside nodes and between nodes separately (`axis.inside`, `axis.between`).
         ranks_per_node: must divide the size of `group`.
     """
 

@@ -1,1 +1,1 @@
-"""What people type: training and looking at a module from the command line."""
+"""The commands: training, planning and inspection from the command line."""

@@ -79,7 +79,7 @@ def read_jobs(folder: Path) -> list[JobReport]:
     started = {path.parents[1] for path in folder.rglob(f".hydra/{OVERRIDES}")}
     homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
-        raise ConfigurationError(f"{folder} holds no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
+        raise ConfigurationError(f"{folder} has no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
     jobs = [_read(home, folder) for home in sorted(homes, key=_in_order)]
     if all(job.report is None for job in jobs):
         raise ConfigurationError(
@@ -138,7 +138,7 @@ def _read(home: Path, folder: Path) -> JobReport:
 
 
 def _report(home: Path) -> tuple[dict[str, Any] | None, str]:
-    """What `fit` left in `home`, or why it left nothing."""
+    """The record of `fit` in `home`, or the reason why there is none."""
     for file in (FILE, FAILED):
         if not (home / file).exists():
             continue
@@ -153,7 +153,7 @@ def _report(home: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _is_report(found: Any) -> bool:
-    """Whether `found` has all that the table shows, as `measured.write` writes it."""
+    """Return True if `found` has all that the table shows, as `measured.write` writes it."""
     try:
         layout, metrics, step = found["layout"], found["metrics"], found["step_seconds"]
         numbers = [found["devices"], found["seconds"], found["memory_bytes"], *metrics.values()]

@@ -1,4 +1,4 @@
-"""How many devices a training needs, which layout, how long it takes and what it costs, before anything runs."""
+"""The devices, layout, time and price of a training, before anything runs."""
 
 import json
 import sys

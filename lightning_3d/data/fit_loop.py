@@ -103,7 +103,7 @@ def _batches(progress: Any) -> tuple[int, bool]:
 
 
 def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
-    """How many of `batches` are of the current pass over this loader: a short one may go around several times."""
+    """The number of `batches` in the current pass over this loader: a short one may go around several times."""
     length = len(counter)
     return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
 

@@ -23,7 +23,7 @@ Place = dict[str, Any]
 
 
 def counted(loader: object) -> object:
-    """`loader`, or where it has a sampler a copy of it whose position can be told and taken up."""
+    """`loader`, or where it has a sampler a copy of it whose position can be read and set."""
     if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
         return loader
     if isinstance(loader.dataset, IterableDataset):

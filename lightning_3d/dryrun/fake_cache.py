@@ -32,11 +32,11 @@ class _Made(NamedTuple):
     device: torch.device
     offset: int
     aliases: bool
-    """Whether it is another view of the first argument."""
+    """True where it is another view of the first argument."""
 
 
 class _Recipe(NamedTuple):
-    """What an operation gives: the tensors (or plain values) `parts`, or its first argument where that is changed."""
+    """The results of an operation: `parts` (tensors or plain values), or its first argument if it writes to that."""
 
     parts: tuple[Any, ...]
     container: type | None
@@ -110,7 +110,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _is_suitable(func: Any) -> bool:
-    """Whether shapes of arguments say all about results; what writes gives back its first argument as it is."""
+    """True where shapes of arguments determine the results; what writes gives back its first argument as it is."""
     if not isinstance(func, OpOverload) or func.namespace != "aten" or _UNSUITABLE & set(func.tags):
         return False
     name = func._schema.name.removeprefix("aten::")
@@ -120,7 +120,7 @@ def _is_suitable(func: Any) -> bool:
 
 
 def _recipe(func: Any, args: Any, result: Any) -> _Recipe | None:
-    """None where this cannot be told: then torch is asked every time."""
+    """None where torch must be asked every time."""
     if func._schema.is_mutable:
         return _Recipe((), None, in_place=True) if result is args[0] else None
     container = type(result) if isinstance(result, list | tuple) else None

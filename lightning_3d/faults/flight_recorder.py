@@ -138,7 +138,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The collective that `frame` waits in, else the innermost line that no library holds."""
+    """The collective that `frame` waits in, else the innermost line of the user's own code."""
     frames = []
     while frame is not None:
         frames.append(frame)

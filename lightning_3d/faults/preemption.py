@@ -1,4 +1,4 @@
-"""SIGTERM, a cluster's own warning and `trainer.should_stop`: all ranks act upon what any was told, at the same batch.
+"""SIGTERM, a cluster's own warning and `trainer.should_stop`: if one rank is to stop, all stop at the same batch.
 
 Lightning answers signals inside the handler, with collectives, whatever collective the signal interrupted; and a rank
 that a callback tells to stop leaves its loops alone, to meet the others' next batch with the collectives of the end.

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.errors import ConfigurationError
 
 NOT_FOR_CHILDREN = ("mode", "sweep", "run", "sweeper", "launcher", "output_subdir", "runtime")
-"""Parts of `hydra` that say how a sweep is divided into jobs and where they write; a child is told its own."""
+"""Parts of `hydra` that say how a sweep is divided into jobs and where they write; a child gets its own."""
 
 
 def running_job() -> object | None:

@@ -15,7 +15,7 @@ FIRST_PORT, PORTS = 12_000, 20_000
 
 
 class SubmititLocalEnvironment(ClusterEnvironment):
-    """One task of a job that submitit runs on this machine; it told each task its number (read in submitit 1.5)."""
+    """One task of a job that submitit runs on this machine; it gave each task its number (read in submitit 1.5)."""
 
     @staticmethod
     def detect() -> bool:

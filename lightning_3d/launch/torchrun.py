@@ -1,8 +1,8 @@
-"""Where the ranks of a job meet first: a store of its own for each attempt, and who did not come to it.
+"""The first meeting of the ranks of a job: a store of its own for each attempt, and who did not come to it.
 
 torchrun's agent may serve one store for all attempts, and torch (read in 2.13) takes it for a new one: ranks of the
 second attempt read the addresses of dead processes of the first, and gloo fails to connect. Here rank 0 names the
-attempt, and everything goes under that name. What earlier attempts left in the store is told apart by numbers drawn at
+attempt, and everything goes under that name. What earlier attempts left in the store is recognised by numbers drawn at
 random: the agents of several nodes need not agree on how often they have restarted.
 """
 
@@ -86,7 +86,7 @@ def _join(store: TCPStore, rank: int, deadline: float) -> str:
 
 
 def _await(store: TCPStore, key: str, deadline: float, start: str = "") -> str:
-    """What rank 0 writes to `key`, once that begins with `start`."""
+    """The text that rank 0 writes to `key`, once it begins with `start`."""
     while not (said := _read(store, key)) or not said.startswith(start):
         if time.monotonic() > deadline:
             raise PeerError("rank 0 did not come to the start of the job. Its own log says why.")

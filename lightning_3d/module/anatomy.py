@@ -20,7 +20,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a module is made of."""
+    """The parts of a module."""
 
     chains: tuple[Chain, ...]
     """Outermost containers of blocks that hold parameters, the one with most parameters first."""

@@ -45,7 +45,7 @@ class WeightHalf:
     """The remaining half of a backward, once the inputs have their gradients."""
 
     groups: list[dict[str, Any]]
-    """Where weights join the paths from inputs to outputs, with the gradients there."""
+    """The places where weights join the paths from inputs to outputs, with the gradients there."""
     outputs: list[Tensor]
     """Outputs that no input reaches."""
     grads: list[Tensor | None]

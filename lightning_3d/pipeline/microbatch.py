@@ -1,8 +1,8 @@
-"""Microbatches: where a batch holds its samples, and how it is cut between them.
+"""Microbatches: the places of the samples in a batch, and the cut between them.
 
 Most batches are tensors with a row per sample: dimension 0 is the batch. Detectors and others get lists with an entry
 per sample instead, whose tensors have another dimension 0 (the colours of an image, the boxes of a target). `Rows`
-tells the two apart on the first batch, by the number of samples that the loader promises. Whatever is neither goes
+distinguishes the two on the first batch, by the number of samples that the loader promises. Whatever is neither goes
 whole to every microbatch. A tensor whose first dimension equals the number of samples by chance (class weights, say)
 is cut too: give it another shape.
 """
@@ -27,7 +27,7 @@ _DEPTH = 4
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the batches of a loader hold their samples."""
+    """The places of the samples in the batches of a loader."""
 
     lists: frozenset[Path] = frozenset()
     """Lists with an entry per sample. Everything else has a row per sample, or belongs to all of them."""
@@ -186,7 +186,7 @@ def split_batch(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> list[Any]
 
 
 def signature(value: Any, depth: int = _DEPTH) -> Any:
-    """What two microbatches must share for one rehearsal to hold for both: nesting, shapes, types.
+    """The properties that two microbatches share if one rehearsal is valid for both: nesting, shapes, types.
 
     Objects that are no containers are opened as well: a batch of graphs keeps its tensors in attributes.
     """

@@ -59,7 +59,7 @@ class UncutRun:
     grads: Mapping[str, Print]
     """By parameter, for those with a gradient; empty where there is no loss to differentiate."""
     rounding: float
-    """How far two computations of the same gradient may differ, relative to it."""
+    """Largest difference of two computations of the same gradient, relative to it."""
     buffers: Mapping[str, Prints]
     """Fingerprints of the buffers that the step changes, after the step."""
     compared: bool

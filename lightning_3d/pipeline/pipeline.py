@@ -217,7 +217,7 @@ class Pipeline:
         self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
 
     def rows_of(self, batch: Any) -> Rows:
-        """Where batches hold their samples: decided on the first one, which is full."""
+        """The places of the samples in a batch, decided on the first batch, which is full."""
         if self.rows is None:
             trainer = getattr(self.module, "_trainer", None)
             expected = None if trainer is None else loader_batch_size(trainer)

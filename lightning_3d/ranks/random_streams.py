@@ -104,7 +104,7 @@ def share_random_state(group: dist.ProcessGroup) -> None:
 
 
 def share_seeded_state() -> None:
-    """Where the user seeded, set rank 0's random state on every rank. Collective over the world.
+    """Set rank 0's random state on every rank if the user seeded. Collective over the world.
 
     Lightning's own strategies restart from the seed here: the numbers drawn for the module are drawn again for its
     samples. One device does not restart, so neither do we.

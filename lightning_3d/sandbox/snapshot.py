@@ -27,7 +27,7 @@ from lightning_3d.sandbox.record import packed, unpacked
 Path = tuple[Any, ...]
 """The name of an attribute, then keys of dicts and indices of lists in it."""
 Changes = dict[Path, tuple[str, Any]]
-"""What a run did at a path: "set" another value, "delete" it, "append" entries to a list, "refill" a container, or
+"""The action of a run at a path: "set" another value, "delete" it, "append" entries to a list, "refill" a container, or
 "write" into a tensor or array."""
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray, Tensor, list, tuple, dict, set, deque
@@ -152,7 +152,7 @@ class Watched:
         }
 
     def changes(self) -> Changes:
-        """What differs now."""
+        """The differences by now."""
         return dict(_Differences(self.known, self.copies).between(self.before, plain_attributes(self.module), ()))
 
 

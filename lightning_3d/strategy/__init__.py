@@ -1,1 +1,1 @@
-"""The class that Lightning calls. It holds no arithmetic."""
+"""The class that Lightning calls. It does no arithmetic."""

@@ -51,7 +51,7 @@ class EarlySum:
 
 @dataclass(frozen=True)
 class ProductKind:
-    """How a module multiplies its input with its weight."""
+    """The product of a module's input with its weight."""
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     turned: bool

@@ -74,7 +74,7 @@ class _Shadow:
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:
-    """An attribute of a module or of an object that it holds."""
+    """An attribute of a module or of an object in its attributes."""
     value: Any = module
     for step in path.split("."):
         value = getattr(value, step)

@@ -29,7 +29,7 @@ class SequencePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
-    """How one block is computed in shards. Every name is relative to the block."""
+    """The way in which one block is computed in shards. Every name is relative to the block."""
 
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
     """Parameters that are sharded."""

@@ -138,7 +138,7 @@ class FirstStep:
 
 
 def _worst(found: list[Compared]) -> tuple[Compared | None, Compared | None]:
-    """What differs most, and one whose gradients are finite on neither side."""
+    """The parameter that differs most, and one whose gradients are finite on neither side."""
     known = [each for each in found if not math.isnan(each.difference)]
     unknown = [each for each in found if math.isnan(each.difference)]
     return max(known, key=lambda each: each.excess, default=None), next(iter(unknown), None)

@@ -50,7 +50,7 @@ class ReplicaCheck:
                     )
 
     def _peers(self, rank: int) -> tuple[int, ...]:
-        """What only tensor ranks have in common: batches, of which statistics are kept, and the stage that saw them."""
+        """The place that tensor ranks share: their batches, and so statistics of these, and their stage."""
         place = self.layout.coordinate(rank)
         return place.data, place.pipeline
 
@@ -79,7 +79,7 @@ def _absent(tensor: Tensor | None) -> bool:
 
 @torch.no_grad()
 def digest(parameter: Tensor | None) -> int:
-    """A number that depends on every bit of what this rank holds of `parameter`, and on where."""
+    """A number that depends on every bit of this rank's part of `parameter`, and on its place."""
     if parameter is None or _absent(parameter):
         return 0
     held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)

@@ -32,13 +32,13 @@ class UnsplitCopy:
                 f" copied ({type(error).__name__}: {error}). Keep what cannot (a lock, an open file) elsewhere than in"
                 f" its attributes. {_ELSE}"
             ) from error
-        self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever deepcopy is told
+        self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever memo deepcopy gets
         self.originals = list(module.modules())
         self.hooked: set[int] = set()
         self.look(module)
 
     def look(self, module: nn.Module) -> None:
-        """What changes in `module` from now on, and until `follow`, its hooks have changed."""
+        """Remember the state of `module`: what differs at the next `follow`, its hooks have changed."""
         self.attributes = Watched(module)
         self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
 
@@ -88,7 +88,7 @@ def _refuse(part: nn.Module, _: Any) -> None:
 
 
 def _computed(module: nn.Module) -> dict[int, Tensor]:
-    """What has a graph cannot be copied with it: `weight_norm` keeps such a weight, and computes it again."""
+    """Copies without a graph of tensors that have one, which deepcopy refuses: `weight_norm` computes them again."""
     kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     return {id(value): value.detach().clone() for value in kept if not value.is_leaf}
 

@@ -91,3 +91,30 @@ def test_asserts_say_invariants_and_no_error_is_swallowed():
             if isinstance(node, ast.ExceptHandler) and [type(n) for n in node.body] == [ast.Pass]:
                 wrong.append(f"{file.name}:{node.lineno}")
     assert wrong == []
+
+
+INTERCEPTORS = {
+    "FakeDevice": "a dry run's tensors without memory",
+    "Interceptor": "the rules of a trial",
+    "KernelCount": "the planner's count of kernels",
+    "LateGather": "an output of tensor ranks that is gathered when it is read",
+    "QuickFakeMode": "a dry run's operations, whose results are remembered",
+    "ShardDropout": "masks of shards from one seed",
+    "ShardRules": "the user's hooks on shards",
+    "TracedTensor": "values of other stages",
+    "UnallocatedBuffer": "the ring's buffers without memory",
+    "_LookUp": "an embedding whose vocabulary is divided",
+}
+"""Classes that see the tensor operations of others, each with what it is for."""
+
+
+def test_interceptors_are_listed():
+    found = set()
+    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.ClassDef):
+            own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            bases = " ".join(map(ast.unparse, node.bases))
+            if own & {"__torch_function__", "__torch_dispatch__"} or "Mode" in bases:
+                found.add(node.name)
+    assert found == INTERCEPTORS.keys()
+    assert len(INTERCEPTORS) <= 12

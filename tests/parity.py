@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.workers import run
+from tests.zoo import MODULES
 
 QUIET = {
     "accelerator": "cpu",

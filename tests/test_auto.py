@@ -14,9 +14,10 @@ from lightning_3d import Layout, Strategy3D
 from lightning_3d.auto_layout import fake_tensors
 from lightning_3d.errors import ConfigurationError, LayoutError, PlannerError
 from lightning_3d.planner.choose import Fixed
-from tests.modules import MODULES, Base
 from tests.parity import QUIET, assert_parity, build, reference
 from tests.workers import run
+from tests.zoo import MODULES
+from tests.zoo.base import Base
 
 
 class Manual(Base):

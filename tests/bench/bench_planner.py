@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lightning_3d.planner.calibration import calibrate, write_entry
 from lightning_3d.planner.catalogue import CALIBRATED
-from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted_seconds, quickest, step_times
 from tests.workers import run
+from tests.zoo.sized import LAYOUTS, SIZED
 
 
 def main() -> None:

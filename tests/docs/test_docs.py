@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_3d import Strategy3D
 from lightning_3d.planner.conf_folder import conf_folder
 from tests.docs.pages import NAMES, PAGES, ROOT, blocks
-from tests.modules import MLP
+from tests.zoo.vectors import MLP
 
 
 @pytest.mark.parametrize("code", blocks("python"))

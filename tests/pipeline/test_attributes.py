@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.snapshot import isolated, plain_attributes, put_changes
 from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 
 class Keeping(MLP):

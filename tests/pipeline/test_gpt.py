@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipeline.models import GPT, gpt_batch
 from tests.pipeline.parity import assert_same, pipelined, whole
 from tests.workers import run
+from tests.zoo.batchless import GPT, gpt_batch
 
 
 def build(tied, steps=6, dropout=0.0, rows=8):

@@ -10,8 +10,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 
 from lightning_3d.sandbox.record import _logged_once
 from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 
 class Logging(MLP):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.models import GPT, gpt_batch
 from tests.pipeline.parity import assert_same, pipelined, whole
-from tests.pipeline.zoo import build
 from tests.workers import run
+from tests.zoo.batchless import GPT, build, gpt_batch
 
 MODELS = ["MLP", "Encoder", "ConvNet", "Residual", "UNet", "Llama", "GPT2", "BERT", "ViT", "T5"]
 

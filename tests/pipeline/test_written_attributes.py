@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from tests.pipeline.test_attributes import close
 from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 KEPT = ("total", "same", "mean", "confusion", "steps", "table", "array", "counts", "sums", "number", "floats")
 

@@ -4,9 +4,9 @@ import pytest
 
 from lightning_3d.planner.calibration import calibrate, write_entry
 from lightning_3d.planner.catalogue import CALIBRATED
-from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted_seconds, quickest, step_times
 from tests.workers import run
+from tests.zoo.sized import LAYOUTS, SIZED
 
 ROUNDS = 2
 """One after the other over all layouts: what else the machine does in one of them is not there in both."""

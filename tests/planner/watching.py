@@ -16,7 +16,7 @@ from lightning_3d.planner.local_cluster import cluster_here
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
 from tests.parity import QUIET
-from tests.planner.sized import LAYOUTS, SIZED
+from tests.zoo.sized import LAYOUTS, SIZED
 
 
 class StepTimer(Callback):

@@ -10,9 +10,10 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import grad_norm
-from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
+from tests.zoo.language import GPT
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "zero0": (2, {"zero_stage": 0}),

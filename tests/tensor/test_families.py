@@ -8,9 +8,9 @@ import torch
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.survey import share_of_blocks, survey
 from tests.tensor.threads import compare
+from tests.zoo.families import BATCHES, FAMILIES, loss_of
 
 QUICK = ("qwen3", "gemma2", "bloom", "deepseek_v3", "olmo2", "gpt_oss", "bart", "albert")
 CACHED = ("rwkv",)

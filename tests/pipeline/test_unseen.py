@@ -8,6 +8,7 @@ import pytest
 from tests.pipeline.fitting import check, fit
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
+from tests.zoo.registry import members
 
 REFUSED = {
     "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
@@ -26,12 +27,7 @@ WHOLE_BATCH = ["Conv", "Statistics", "Noted"]
 batch is one."""
 CUT_THROUGH = ["Chunked", "KeptFunction"]
 """With three stages the cut falls into a recomputed region, or behind a function of autograd that cannot be seen."""
-EXACT = [
-    name
-    for name, kind in vars(oddities).items()
-    if isinstance(kind, type) and issubclass(kind, oddities.Awkward) and kind is not oddities.Awkward
-    if name not in REFUSED and name not in ("Selected", "Warmed", "Skipping")
-]
+EXACT = [name for name in members("oddities") if name not in (*REFUSED, "Selected", "Warmed", "Skipping")]
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -14,7 +14,8 @@ from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
 from tests import workers
-from tests.zoo import blocks, odd_attention, odd_blocks
+from tests.zoo import blocks
+from tests.zoo.registry import members
 
 SPLIT = {
     "Parallel": {}, "Einsum": {}, "Gated": {}, "HeadNorm": {}, "Twice": {}, "Adapted": {}, "Mixer": {}, "Experts": {},
@@ -44,10 +45,17 @@ WHOLE = {
 }
 
 
+ODD = {**members("odd_blocks"), **members("odd_attention"), "PackedAttention": members("blocks")["PackedAttention"]}
+
+
 def build(name, **options):
     torch.manual_seed(0)
-    kind = next(found for place in (odd_blocks, odd_attention, blocks) if (found := getattr(place, name, None)))
+    kind = ODD[name].build
     return blocks.Stack(kind(**options), kind(**options))
+
+
+def test_every_odd_block_is_split_or_says_why_not():
+    assert ODD.keys() == SPLIT.keys() | PARTLY.keys() | WHOLE.keys()
 
 
 def planned(module, size=2):

@@ -204,7 +204,6 @@ class Denoiser(LightningModule):
     validation_step = training_step
 
 
-@member("pipeline", because="Any Hugging Face model that computes its own loss.")
 class HF(LightningModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -302,3 +301,14 @@ def build_hf(name: str, rows: int, seeds: list[int]) -> tuple[nn.Module, list[An
         pad_token_id=0,
     )
     return hf.T5ForConditionalGeneration(config), texts
+
+
+HF_MODELS = {
+    "Llama": "A model that computes its own loss, with rotary positions made once for all blocks.",
+    "GPT2": "A tied head, and positions that the model makes from the shape of its input.",
+    "BERT": "A classifier with a padding mask that every block reads.",
+    "ViT": "Images; the loss is computed by name of the problem.",
+    "T5": "An encoder and a decoder, which reads the encoder in each block and returns a cache.",
+}
+for name, because in HF_MODELS.items():
+    member("pipeline", because=because, name=name)(HF)

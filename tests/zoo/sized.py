@@ -135,7 +135,6 @@ class Llama(Sized):
         return loss
 
 
-SIZED = {"GPT": GPT, "ResidualMLP": ResidualMLP, "Llama": Llama}
 LAYOUTS: dict[str, dict] = {
     "1": {},
     "2 zero0": {"zero_stage": 0},

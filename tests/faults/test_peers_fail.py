@@ -70,10 +70,11 @@ def case(layout, how, marks=()):
 CASES = [
     case("zero", "kill"),
     case("pipeline", "stop"),
+    case("tensor", "raise"),
     *[
         case(layout, how, pytest.mark.long)
         for layout, how in (
-            ("ring", "raise"), ("tensor", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
+            ("ring", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
             ("ring", "stop"), ("zero", "stop"), ("tensor", "stop"), ("zero", "hang"), ("tensor", "astray"),
         )
     ],

@@ -33,6 +33,7 @@ def test_joblib_is_refused_for_jobs_of_several_processes(tmp_path):
     assert not jobs
 
 
+@pytest.mark.long
 def test_submitit_starts_the_processes_of_a_job(tmp_path):
     code, text, jobs = sweep(tmp_path, *TP2, "+launcher=submitit_local")
     assert code == 0, text

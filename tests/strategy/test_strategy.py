@@ -204,6 +204,7 @@ trainer.fit(Broken())
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_frees_the_others(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(BROKEN)

@@ -1,6 +1,7 @@
-"""Twenty steps in shards against twenty steps on one process: losses and every gathered parameter."""
+"""Ten steps in shards against ten steps on one process: losses and every gathered parameter."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -76,17 +77,23 @@ def test_gpt_with_tied_uneven_vocabulary(size):
     assert seen["local"]["wte.weight"] == -(-51 // size) * 16
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    ("build", "loss", "batch"),
-    [
-        (blocks.packed, square, floats),
-        (blocks.encoder, square, floats),
-        (blocks.gpt2, causal, tokens),
-        (blocks.bert, classify, tokens),
-        (blocks.vit, classify_image, images),
-    ],
-)
+LISTED = [
+    (blocks.packed, square, floats),
+    (blocks.encoder, square, floats),
+    (blocks.gpt2, causal, tokens),
+    (blocks.bert, classify, tokens),
+    (blocks.vit, classify_image, images),
+]
+
+
+def _listed():
+    """Each with one optimizer in turn; all other pairs are long."""
+    for (at, case), (place, optimizer) in itertools.product(enumerate(LISTED), enumerate(["sgd", "adamw"])):
+        name = f"{case[0].__name__}-{optimizer}"
+        yield pytest.param(*case, optimizer, marks=() if at % 2 == place else pytest.mark.long, id=name)
+
+
+@pytest.mark.parametrize(("build", "loss", "batch", "optimizer"), list(_listed()))
 def test_listed_families(build, loss, batch, optimizer):
     seen = check(build, loss, batch, optimizer=optimizer)
     assert set(seen["whole"]) <= {"vit.embeddings"}

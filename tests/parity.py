@@ -1,4 +1,4 @@
-"""Train a module of `tests/modules.py` under a layout and on one device, and compare."""
+"""Train a module of `tests/zoo` under a layout and on one device, and compare."""
 
 import importlib
 import warnings
@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.workers import run
+from tests.zoo import MODULES
 
 QUIET = {
     "accelerator": "cpu",
@@ -50,7 +50,7 @@ class Gradients(Callback):
 
 
 def build(name):
-    """A module by its name in `tests/modules.py`, as "some.test.module:Class", or by calling `name`."""
+    """A module by its name in `tests.zoo.MODULES`, as "some.test.module:Class", or by calling `name`."""
     if callable(name):
         return name()
     if ":" in name:
@@ -77,7 +77,7 @@ def train(name, world, strategy, attributes, trainer):
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
     gradients = Gradients()
-    flags = {"devices": world, "strategy": chosen, "max_epochs": 4, "limit_val_batches": 0}
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 2, "limit_val_batches": 0}
     callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]
     fit = Trainer(**{**QUIET, **flags, **trainer, "callbacks": callbacks})
     fit.fit(module)

@@ -14,9 +14,10 @@ from lightning_3d import Layout, Strategy3D
 from lightning_3d.auto_layout import fake_tensors
 from lightning_3d.errors import ConfigurationError, LayoutError, PlannerError
 from lightning_3d.planner.choose import Fixed
-from tests.modules import MODULES, Base
 from tests.parity import QUIET, assert_parity, build, reference
 from tests.workers import run
+from tests.zoo import MODULES
+from tests.zoo.base import Base
 
 
 class Manual(Base):
@@ -82,7 +83,7 @@ def choose(name, world, memory, arguments):
         torch.manual_seed(7)
         module = build(name)
         strategy = Strategy3D(layout="auto", quiet=True, **arguments)
-        Trainer(**{**QUIET, "devices": world, "strategy": strategy, "max_epochs": 4, "limit_val_batches": 0}).fit(
+        Trainer(**{**QUIET, "devices": world, "strategy": strategy, "max_epochs": 2, "limit_val_batches": 0}).fit(
             module
         )
     except ConfigurationError as error:
@@ -239,11 +240,11 @@ def _resume(folder, kind):
     choose = {"layout": "auto", "quiet": True, "checkpoint_format": kind}
     torch.manual_seed(7)
     first, path = build("GPT"), f"{folder}/{kind}.ckpt"
-    trainer = Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=2)
+    trainer = Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=1)
     trainer.fit(first)
     trainer.save_checkpoint(path)
     second = build("GPT")
-    Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=4).fit(second, ckpt_path=path, weights_only=False)
+    Trainer(**flags, strategy=Strategy3D(**choose), max_epochs=2).fit(second, ckpt_path=path, weights_only=False)
     return first.seen + second.seen
 
 

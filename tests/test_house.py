@@ -1,15 +1,40 @@
 """The house rules, held by a test each."""
 
 import ast
+import importlib
+import re
 from pathlib import Path
 
+from lightning.pytorch import LightningModule
+
 import lightning_3d
+from tests.zoo.registry import LAYOUTS, files, members
 
 PACKAGE = Path(lightning_3d.__file__).parent
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if "conf" not in file.relative_to(PACKAGE).parts)
 
 ROOT = {"__init__", "__main__", "auto_layout", "cli", "errors", "layout", "parallelize", "precision"}
 """The files at the root. A new file goes into a folder."""
+
+TESTS = Path(__file__).parent
+TESTS_ROOT = {
+    "modules", "parity", "test_auto", "test_house", "test_layout", "test_mechanisms", "test_nothing_left",
+    "test_private_names", "test_workers", "workers",
+}  # fmt: skip
+"""At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
+
+BESIDE_THE_PACKAGE = {
+    "bench": "speed against peers, no tests",
+    "docs": "pages of the documentation",
+    "examples": "the examples of the repository",
+    "fuzz": "drawn modules",
+    "gpu": "what needs a device",
+    "install": "the built package",
+    "same": "training in a layout is training on one device",
+    "yardsticks": "recorded calls, bytes and losses of each layout",
+    "zoo": "the modules that several tests share",
+}
+"""Folders of tests that no folder of the package has the name of, and the reason."""
 
 # A part may import those of the lines before it. Parts of one line do not import each other.
 ORDER = [
@@ -118,3 +143,40 @@ def test_interceptors_are_listed():
                 found.add(node.name)
     assert found == INTERCEPTORS.keys()
     assert len(INTERCEPTORS) <= 12
+
+
+def test_root_of_the_tests_is_closed():
+    assert {file.stem for file in TESTS.glob("*.py")} == TESTS_ROOT
+
+
+def test_folders_of_tests_are_those_of_the_package():
+    folders = {path.parent.name for path in TESTS.glob("*/__init__.py")}
+    assert folders - {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == BESIDE_THE_PACKAGE.keys()
+
+
+def test_each_module_of_the_zoo_says_why_it_is_there_and_is_used():
+    outside = [file.read_text() for file in TESTS.rglob("*.py") if file.parent.name != "zoo" and file.stem != "modules"]
+    words, text = {word for text in outside for word in re.findall(r"\w+", text)}, "\n".join(outside)
+    wrong = []
+    for file in files():
+        for name, member in members(file).items():
+            if not set(member.layouts) <= set(LAYOUTS) or not member.layouts:
+                wrong.append(f"{file}.{name} is tried in {member.layouts}")
+            if len(member.because.split()) < 3:
+                wrong.append(f"{file}.{name} gives no reason")
+            if name not in words and f'members("{file}")' not in text:
+                wrong.append(f"{file}.{name} is not used by a test")
+    assert wrong == []
+
+
+def test_each_lightning_module_of_the_zoo_is_a_member():
+    """Save those that others derive from."""
+    kinds = [
+        kind
+        for file in files()
+        for kind in vars(importlib.import_module(f"tests.zoo.{file}")).values()
+        if isinstance(kind, type) and issubclass(kind, LightningModule) and kind.__module__ == f"tests.zoo.{file}"
+    ]
+    known = {member.build for file in files() for member in members(file).values()}
+    bases = {base for kind in kinds for base in kind.__mro__[1:]}
+    assert [kind.__name__ for kind in kinds if kind not in known | bases] == []

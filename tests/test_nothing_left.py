@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo import MODULES
 
 FOREIGN = ("torch", "lightning", "torchmetrics", "lightning_utilities")
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, staticmethod, classmethod, property, type)

@@ -30,6 +30,7 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "lightning.pytorch",
+    "lightning_3d.strategy.strategy",
 ]
 GRACE = 5.0
 """Seconds that the other ranks get once one has failed."""

@@ -2,7 +2,7 @@
 
 Touches the loops of Lightning (read in 2.6: `FitLoop.setup_data` builds loaders and their first iterator, `reset`
 decides where in an epoch to go on, then the strategy's `on_train_start` is called, then epochs run) and what checkpoint
-callbacks remember; `tests/checkpoint/test_position.py` and `tests/test_resuming.py` fail when they change.
+callbacks remember; `tests/checkpoint/test_position.py` and `tests/strategy/test_resuming.py` fail when they change.
 """
 
 import warnings

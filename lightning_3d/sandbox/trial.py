@@ -1,7 +1,7 @@
 """Trials: runs of the user's code ahead of training, of which nothing remains.
 
 Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` and `_lightning_optimizers`;
-`tests/test_early.py` fails when they change.
+`tests/sandbox/test_early.py` fails when they change.
 """
 
 import sys

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.pipeline.models import GPT, gpt_batch
 from tests.workers import run
+from tests.zoo.batchless import GPT, gpt_batch
 
 LAYERS, ROWS, LENGTH, MICROBATCHES = 6, 16, 32, 4
 SIZES = {"20M parameters": (512, 12), "small": (192, 30)}

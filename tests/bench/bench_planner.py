@@ -11,14 +11,15 @@ from pathlib import Path
 
 from lightning_3d.planner.calibration import calibrate, write_entry
 from lightning_3d.planner.catalogue import CALIBRATED
-from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted_seconds, quickest, step_times
 from tests.workers import run
+from tests.zoo.registry import members
+from tests.zoo.sized import LAYOUTS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modules", nargs="+", choices=SIZED, default=list(SIZED))
+    parser.add_argument("--modules", nargs="+", choices=members("sized"), default=list(members("sized")))
     modules = parser.parse_args().modules
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CONFIG_HOME"] = folder

@@ -14,8 +14,8 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
 from lightning_3d.strategy.processes import Processes
 from tests.faults.squad import squad
-from tests.modules import MODULES
 from tests.parity import QUIET
+from tests.zoo import MODULES
 
 VICTIM, TIMEOUT = 1, 5.0
 

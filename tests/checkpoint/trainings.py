@@ -6,8 +6,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import GPT, MLP, Block, Llama
 from tests.parity import QUIET
+from tests.zoo.language import GPT, Block, Llama
+from tests.zoo.vectors import MLP
 
 
 def _two_groups(module, kind):

@@ -14,8 +14,8 @@ from torch.distributed.run import get_args_parser
 from lightning_3d import Strategy3D
 from lightning_3d.cli import COMMANDS, _parser_of, main
 from lightning_3d.commands.fit import VERBS
+from tests.commands.test_compare import job
 from tests.docs.pages import ROOT, commands
-from tests.front.test_compare import job
 
 HYDRA = """\
 trainer:
@@ -56,7 +56,7 @@ def test_commands_run(words, here, capsys):
     elif program == "lightning-3d":
         run_ours(rest)
     elif program == "python" and rest[1:2] == ["fit"]:
-        run_ours([*rest[1:], "--model=tests.modules.MLP"])
+        run_ours([*rest[1:], "--model=tests.zoo.vectors.MLP"])
     elif program == "python" and any("@" in word or "=" in word for word in rest):
         compose_all([word for word in rest[1:] if word != "-m"], here, rest[0])
     else:

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_3d import Strategy3D
 from lightning_3d.planner.conf_folder import conf_folder
 from tests.docs.pages import NAMES, PAGES, ROOT, blocks
-from tests.modules import MLP
+from tests.zoo.vectors import MLP
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -31,6 +31,7 @@ def test_python_blocks_run(code, monkeypatch):
     assert bool(fitted) == (".fit(" in code)
 
 
+@pytest.mark.long
 def test_the_first_block_of_the_readme_is_a_script_that_trains(tmp_path):
     (tmp_path / "train.py").write_text(blocks("python")[0].values[0])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
 from tests.dryrun.compare import FLAGS
-from tests.modules import MLP
+from tests.zoo.vectors import MLP
 
 
 class Wide(MLP):

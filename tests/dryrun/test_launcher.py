@@ -11,7 +11,7 @@ from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import RunError
 from tests.dryrun.compare import FLAGS, dry
-from tests.modules import MLP
+from tests.zoo.vectors import MLP
 
 
 class Failing(MLP):

@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.modules import Batches
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo.base import Batches
 
 FOLDER = Path(__file__).parents[2] / "examples"
 STEPS = 3

@@ -22,7 +22,7 @@ class Squad:
 
     def __init__(self, function, *args, world, folder, environment=None):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "lightning_3d"])
+        context.set_forkserver_preload(PRELOAD)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
 from tests.faults.squad import squad
-from tests.modules import MODULES
 from tests.parity import QUIET
+from tests.zoo import MODULES
 
 TIMEOUT = 30.0
 

@@ -9,9 +9,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo import MODULES
 
 FITS = 4
 

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
 from tests.faults.squad import squad
-from tests.modules import MODULES
 from tests.parity import QUIET
+from tests.zoo import MODULES
 
 TIMEOUT, SLACK = 5.0, 8.0
 """Seconds after which ranks give up, and until they have agreed on who it was, on a busy machine."""
@@ -70,10 +70,11 @@ def case(layout, how, marks=()):
 CASES = [
     case("zero", "kill"),
     case("pipeline", "stop"),
+    case("tensor", "raise"),
     *[
         case(layout, how, pytest.mark.long)
         for layout, how in (
-            ("ring", "raise"), ("tensor", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
+            ("ring", "raise"), ("tensor", "kill"), ("pipeline", "kill"), ("ring", "kill"),
             ("ring", "stop"), ("zero", "stop"), ("tensor", "stop"), ("zero", "hang"), ("tensor", "astray"),
         )
     ],

@@ -17,9 +17,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning_3d import Strategy3D
 from tests.faults.drill import Net
 from tests.faults.squad import squad
-from tests.modules import MLP
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo.vectors import MLP
 
 STEPS, AT = 10, 4
 

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.modules import Base
+from tests.zoo.base import Base
 
 ACTIVATIONS = {"tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU}
 

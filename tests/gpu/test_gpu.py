@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.modules import UntiedGPT
 from tests.parity import QUIET, assert_same, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
+from tests.zoo.language import UntiedGPT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,7 +26,8 @@ class Watch(Callback):
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.validated.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        if outputs is not None:
+            self.validated.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
 
 def fit(build: Any, strategy: dict[str, Any] | None = None, validate: bool = False, **flags: Any) -> dict[str, Any]:

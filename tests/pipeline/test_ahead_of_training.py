@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_3d import Strategy3D
 from lightning_3d.sandbox.trial import trial
 from tests.parity import QUIET
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 
 class StepMeter:

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.snapshot import isolated, plain_attributes, put_changes
-from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
+from tests.pipeline.fitting import fit
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 
 class Keeping(MLP):
@@ -64,13 +64,13 @@ def build():
     return Keeping(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
 
 
-def kept(strategy, pipeline):
+def kept(pipeline):
     made = build()
-    result = fit(lambda: made, strategy, **pipeline)
+    result = fit(lambda: made, pipeline and {"pipeline_parallel_size": 2, **pipeline}, max_epochs=2)
     module = made[0]
     names = ("losses", "outputs", "labels", "recent", "steps", "rows", "correct", "average", "running", "last", "table")
     names += ("pair", "lists")
-    return {name: getattr(module, name) for name in (*names, "classes", "began")}, result["steps"]
+    return {name: getattr(module, name) for name in (*names, "classes", "began")}, result["logged"]
 
 
 def close(one, other):
@@ -91,8 +91,8 @@ def close(one, other):
     "options", [{"num_microbatches": 4}, {"num_microbatches": 3}, {"loss_scope": "batch"}], ids=str
 )
 def test_attributes_as_on_one_device(options):
-    (reference,) = run(kept, False, {}, world=1)
-    for result in run(kept, True, options, world=2, group=True):
+    (reference,) = run(kept, None, world=1)
+    for result in run(kept, options, world=2):
         close(result[0], reference[0])
         close(result[1], reference[1])
 

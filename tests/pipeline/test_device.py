@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.modules import Base
 from tests.parity import assert_parity
+from tests.zoo.base import Base
 
 
 class Asking(Base):

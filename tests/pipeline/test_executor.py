@@ -11,8 +11,8 @@ from lightning_3d.pipeline import executor, wire
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.pipeline.models import GPT, gpt_batch
 from tests.workers import run
+from tests.zoo.batchless import GPT, gpt_batch
 
 SCHEDULES = [
     "gpipe",

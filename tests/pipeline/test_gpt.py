@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipeline.models import GPT, gpt_batch
 from tests.pipeline.parity import assert_same, pipelined, whole
 from tests.workers import run
+from tests.zoo.batchless import GPT, gpt_batch
 
 
 def build(tied, steps=6, dropout=0.0, rows=8):
@@ -15,8 +15,15 @@ def build(tied, steps=6, dropout=0.0, rows=8):
     return GPT(tied=tied, dropout=dropout), [gpt_batch(rows=rows, seed=index) for index in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "schedule"),
+    [
+        (True, "gpipe"),
+        (False, "1f1b"),
+        pytest.param(True, "1f1b", marks=pytest.mark.long),
+        pytest.param(False, "gpipe", marks=pytest.mark.long),
+    ],
+)
 def test_parity(schedule, tied):
     reference = whole(partial(build, tied))
     for result in run(pipelined, partial(build, tied), schedule, 4, 1, 1, True, world=2, group=True):

@@ -14,8 +14,8 @@ from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.pipeline.zoo import MLP, build, vectors
 from tests.workers import WorkerError, run
+from tests.zoo.batchless import MLP, build, vectors
 
 
 def stepped(module, batch, timeout=None):

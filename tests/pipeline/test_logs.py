@@ -1,17 +1,20 @@
 """What a module logs under a real Trainer: the same on every rank as on one process."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_3d.sandbox.record import _logged_once
-from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
+from tests.pipeline.fitting import assert_same_fit, fit
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 
 class Logging(MLP):
@@ -60,32 +63,29 @@ def build():
     return Logging(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
 
 
-def close(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value == pytest.approx(other[name], abs=1e-5), name
+TWICE = {"max_epochs": 2, "limit_val_batches": 1.0, "val_check_interval": 1.0}
+"""Epochs with a validation over all batches after each."""
 
 
-def close_logs(result, reference):
-    """What was logged after each step and at the end."""
-    for mine, theirs in zip([*result["steps"], result["end"]], [*reference["steps"], reference["end"]], strict=True):
-        close(mine, theirs)
+def fitted(make, microbatches=None, **flags):
+    """On one device without `microbatches`, else over two stages; also what the module has seen."""
+    module, batches = make()
+    strategy = microbatches and {"pipeline_parallel_size": 2, "num_microbatches": microbatches}
+    return fit(lambda: (module, batches), strategy, validate=True, **TWICE, **flags), getattr(module, "seen", None)
 
 
-def fitted(strategy, options, pipeline):
-    return fit(build, strategy, options, **pipeline)
+def with_flags(make, microbatches, flags):
+    return fitted(make, microbatches, **flags)
 
 
 @pytest.mark.parametrize(("accumulate", "microbatches"), [(1, 4), (3, 3)])
 def test_logs_as_on_one_process(accumulate, microbatches):
-    options = {"accumulate_grad_batches": accumulate}
-    (reference,) = run(fitted, False, options, {}, world=1)
-    results = run(fitted, True, options, {"num_microbatches": microbatches}, world=2, group=True)
-    for result in results:
-        close_logs(result, reference)
-        for name, value in result["weights"].items():
-            torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-5)
-    assert results[0]["end"] == results[1]["end"]
+    flags = {"accumulate_grad_batches": accumulate}
+    ((wanted, _),) = run(with_flags, build, None, flags, world=1)
+    (one, _), (other, _) = run(with_flags, build, microbatches, flags, world=2)
+    assert_same_fit(one, wanted)
+    assert_same_fit(other, wanted)
+    assert one["logged"][-1] == other["logged"][-1]
 
 
 class Boring(LightningModule):
@@ -110,9 +110,6 @@ class Boring(LightningModule):
     def predict_step(self, batch, batch_idx):
         return self.layer(batch["x"])
 
-    def forward_predict(self):
-        """Makes `fit` of these tests predict too."""
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -122,18 +119,17 @@ def build_boring():
     return Boring(), [vectors(1, 0), vectors(1, 1)]
 
 
-def fitted_boring(strategy):
-    return fit(build_boring, strategy)
+def predicted(microbatches):
+    module, batches = build_boring()
+    result, _ = fitted(lambda: (module, batches), microbatches)
+    return result, module.trainer.predict(module, DataLoader(batches, batch_size=None))
 
 
 def test_a_module_with_one_layer_leaves_a_stage_empty():
-    (reference,) = run(fitted_boring, False, world=1)
-    for result in run(fitted_boring, True, world=2, group=True):
-        close(result["end"], reference["end"])
-        for name, value in result["weights"].items():
-            torch.testing.assert_close(value, reference["weights"][name], rtol=0, atol=1e-6)
-        for mine, theirs in zip(result["predictions"], reference["predictions"], strict=True):
-            torch.testing.assert_close(mine, theirs)
+    ((wanted, predictions),) = run(predicted, None, world=1)
+    for result, mine in run(predicted, 1, world=2):
+        assert_same_fit(result, wanted)
+        torch.testing.assert_close(mine, predictions)
 
 
 class Uneven(MLP):
@@ -209,24 +205,17 @@ class Uneven(MLP):
         """Nothing to see."""
 
 
-def fitted_with(kind, strategy, **options):
-    def build():
-        torch.manual_seed(1)
-        return kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
-
-    return fit(build, strategy, **options)
-
-
-def fitted_uneven(strategy, microbatches):
-    return fitted_with(Uneven, strategy, **({"num_microbatches": microbatches} if strategy else {}))
+def build_kind(kind):
+    torch.manual_seed(1)
+    return kind(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_what_is_no_mean_over_samples_is_as_on_one_process(microbatches):
-    (reference,) = run(fitted_uneven, False, microbatches, world=1)
-    for result in run(fitted_uneven, True, microbatches, world=2, group=True):
-        close_logs(result, reference)
-        torch.testing.assert_close(result["seen"], reference["seen"], rtol=1e-5, atol=1e-5)
+    ((wanted, values),) = run(fitted, partial(build_kind, Uneven), world=1)
+    for result, seen in run(fitted, partial(build_kind, Uneven), microbatches, world=2):
+        assert_same_fit(result, wanted)
+        torch.testing.assert_close(seen, values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("given", "mean"), [([8, 8], 1.4), ([2, 2], 1.5), ([1, 3], 1.75)])
@@ -282,6 +271,6 @@ class WithNumpy(MLP):
 
 @pytest.mark.parametrize("kind", [Renewed, WithNumpy])
 def test_metrics_made_in_each_epoch_and_numbers_of_numpy(kind):
-    (reference,) = run(fitted_with, kind, False, world=1)
-    for result in run(fitted_with, kind, True, world=2, group=True):
-        close_logs(result, reference)
+    ((wanted, _),) = run(fitted, partial(build_kind, kind), world=1)
+    for result, _ in run(fitted, partial(build_kind, kind), 4, world=2):
+        assert_same_fit(result, wanted)

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.pipeline.fitting import assert_same_fit, fit_with
-from tests.pipeline.models import GPT, gpt_batch
-from tests.pipeline.zoo import build
 from tests.same.covering import covering, every
 from tests.workers import run
+from tests.zoo.batchless import GPT, build, gpt_batch
 
 MODULES = ["MLP", "GPT", "GPT-untied", "Encoder", "ConvNet", "Llama", "GPT2", "BERT", "ViT", "T5"]
 CHOICES = {"stages": [2, 3, 4], "microbatches": [1, 2, 3, 4, 8], "accumulate": [1, 3]}

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.loss_mean import StepResult, loss_is_no_mean
-from tests.pipeline import unseen
 from tests.pipeline.fitting import check, fit
 from tests.workers import run
+from tests.zoo import oddities
 
 
 def seen(loss, gradient=()):
@@ -50,7 +50,7 @@ def test_rows_that_are_full_hide_no_padding_behind_them():
     assert "it is no mean over samples" in text
 
 
-class Masked(unseen.EmbeddingSkip):
+class Masked(oddities.EmbeddingSkip):
     """A mean over tokens that are not padding, of which rows have different numbers."""
 
     def loss(self, batch):
@@ -62,7 +62,7 @@ class Masked(unseen.EmbeddingSkip):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Weighted(unseen.Deep):
+class Weighted(oddities.Deep):
     """A mean over classes of unlike weights, with a head that begins with zeros: all samples have the same loss."""
 
     def __init__(self):
@@ -74,14 +74,14 @@ class Weighted(unseen.Deep):
         return F.cross_entropy(self(batch["x"]), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
 
 
-class Dropping(unseen.Deep):
+class Dropping(oddities.Deep):
     """Another loss each time it is computed."""
 
     def loss(self, batch):
         return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"], weight=torch.tensor([0.1, 1.0, 10.0]))
 
 
-class Fair(unseen.Deep):
+class Fair(oddities.Deep):
     def loss(self, batch):
         return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"])
 

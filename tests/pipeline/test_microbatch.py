@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_3d.data.same_samples import fingerprint
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size, signature, split_batch, split_sizes
 from lightning_3d.sandbox.trees import join_outputs, rebuild
-from tests.modules import MLP
 from tests.parity import assert_parity
+from tests.zoo.vectors import MLP
 
 Pair = namedtuple("Pair", ["left", "right"])
 

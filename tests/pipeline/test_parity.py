@@ -1,15 +1,15 @@
 """Unchanged modules over a pipeline: loss and every parameter as on one process."""
 
+import itertools
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.models import GPT, gpt_batch
 from tests.pipeline.parity import assert_same, pipelined, whole
-from tests.pipeline.zoo import build
 from tests.workers import run
+from tests.zoo.batchless import GPT, build, gpt_batch
 
 MODELS = ["MLP", "Encoder", "ConvNet", "Residual", "UNet", "Llama", "GPT2", "BERT", "ViT", "T5"]
 
@@ -36,15 +36,22 @@ def test_three_stages_and_uneven_microbatches(module):
     check(module, 3, "1f1b", 3)
 
 
-@pytest.mark.parametrize("module", ["Llama", "T5"])
+@pytest.mark.parametrize("module", [pytest.param("Llama", marks=pytest.mark.long), "T5"])
 def test_four_stages(module):
     check(module, 4, "1f1b", 8, steps=2)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"]
-)
-@pytest.mark.parametrize("module", ["Residual", "T5"])
+SCHEDULES = ["gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"]
+
+
+def _scheduled():
+    """A chain under every schedule; two chains that share an output under one of each kind of placement."""
+    for module, schedule in itertools.product(["Residual", "T5"], SCHEDULES):
+        quick = module == "Residual" or schedule in ("interleaved_1f1b", "zbv_zero_bubble")
+        yield pytest.param(module, schedule, marks=() if quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("module", "schedule"), list(_scheduled()))
 def test_every_schedule(schedule, module):
     check(module, 2, schedule, 4, per_rank=1 if schedule == "gpipe" else 2)
 

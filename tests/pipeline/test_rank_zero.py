@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from tests.parity import QUIET
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import WorkerError, run
+from tests.zoo.batchless import MLP, vectors
 
 
 class Writer:

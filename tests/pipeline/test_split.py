@@ -11,9 +11,8 @@ from torch import nn
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, move_present, plan_split
-from tests.pipeline.models import GPT
-from tests.pipeline.zoo import Encoder, Residual, build
 from tests.workers import run
+from tests.zoo.batchless import GPT, Encoder, Residual, build
 
 
 def test_units_are_in_order_of_declaration():

@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
 from lightning_3d.tensor.late_gather import LateGather
-from tests.modules import GPT, UntiedGPT
 from tests.parity import QUIET, assert_parity, train
 from tests.workers import WorkerError, WorkerHang, run
+from tests.zoo.language import GPT, UntiedGPT
 
 
 def fit(module, world, flags=None, **strategy):

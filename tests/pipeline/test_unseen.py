@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 
-from tests.pipeline import unseen
 from tests.pipeline.fitting import check, fit
 from tests.workers import WorkerError, run
+from tests.zoo import oddities
+from tests.zoo.registry import members
 
 REFUSED = {
     "Outside": "PipelineSplitError: The step reads 6 parameters of blocks",
@@ -26,27 +27,22 @@ WHOLE_BATCH = ["Conv", "Statistics", "Noted"]
 batch is one."""
 CUT_THROUGH = ["Chunked", "KeptFunction"]
 """With three stages the cut falls into a recomputed region, or behind a function of autograd that cannot be seen."""
-EXACT = [
-    name
-    for name, kind in vars(unseen).items()
-    if isinstance(kind, type) and issubclass(kind, unseen.Awkward) and kind is not unseen.Awkward
-    if name not in REFUSED and name not in ("Selected", "Warmed", "Skipping")
-]
+EXACT = [name for name in members("oddities") if name not in (*REFUSED, "Selected", "Warmed", "Skipping")]
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_trains_as_on_one_device(name):
     microbatches = 1 if name in WHOLE_BATCH else 4
-    check(partial(unseen.build, name), 2, {"num_microbatches": microbatches}, validate=name != "Streamed")
+    check(partial(oddities.build, name), 2, {"num_microbatches": microbatches}, validate=name != "Streamed")
 
 
 def test_packed_sequences_beside_tensor_ranks():
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 2}
-    check(partial(unseen.build, "Packed"), 4, layout)
+    check(partial(oddities.build, "Packed"), 4, layout)
 
 
 def fitted(name):
-    fit(partial(unseen.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+    fit(partial(oddities.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4})
 
 
 def test_a_shape_that_depends_on_values_is_named():
@@ -81,7 +77,7 @@ def test_over_three_stages_and_with_a_split_backward(name, schedule):
         if name in (*WHOLE_BATCH, "Packed")
         else {}  # rows of unlike lengths are of other shapes
     )
-    check(partial(unseen.build, name), 3, options, validate=name != "Streamed", accumulate_grad_batches=2)
+    check(partial(oddities.build, name), 3, options, validate=name != "Streamed", accumulate_grad_batches=2)
 
 
 @pytest.mark.long
@@ -97,7 +93,7 @@ def test_what_three_stages_cut_through_is_refused(name):
 
 
 def refused(name, world=2, **layout):
-    module, batches = unseen.build(name)
+    module, batches = oddities.build(name)
 
     def began():
         raise AssertionError("training began")
@@ -107,7 +103,7 @@ def refused(name, world=2, **layout):
 
 
 def refused_in_low_precision(name):
-    module, batches = unseen.build(name)
+    module, batches = oddities.build(name)
     fit(lambda: (module, batches), {"pipeline_parallel_size": 2, "num_microbatches": 4}, precision="bf16-mixed")
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.pipeline.fitting import fit
 from tests.pipeline.test_attributes import close
-from tests.pipeline.trainer import fit
-from tests.pipeline.zoo import MLP, vectors
 from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
 
 KEPT = ("total", "same", "mean", "confusion", "steps", "table", "array", "counts", "sums", "number", "floats")
 
@@ -53,9 +53,10 @@ def build():
     return Writing(), [vectors(8, 0), vectors(8, 1), vectors(5, 2)]
 
 
-def kept(strategy, pipeline):
+def kept(microbatches):
     made = build()
-    result = fit(lambda: made, strategy, **pipeline)
+    strategy = microbatches and {"pipeline_parallel_size": 2, "num_microbatches": microbatches}
+    result = fit(lambda: made, strategy, max_epochs=2)
     values = {name: getattr(made[0], name) for name in (*KEPT, "seen")}
     plain = {name: value if name in ("table", "seen") else torch.as_tensor(value) for name, value in values.items()}
     return plain, result["weights"]
@@ -63,7 +64,7 @@ def kept(strategy, pipeline):
 
 @pytest.mark.parametrize("microbatches", [4, 3])
 def test_what_is_written_into_attributes_is_as_on_one_device(microbatches):
-    (reference,) = run(kept, False, {}, world=1)
-    for result in run(kept, True, {"num_microbatches": microbatches}, world=2, group=True):
+    (reference,) = run(kept, None, world=1)
+    for result in run(kept, microbatches, world=2):
         close(result[0], reference[0])
         close(result[1], reference[1])

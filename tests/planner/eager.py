@@ -2,7 +2,7 @@
 
 from lightning.pytorch import Trainer
 
-from tests.planner.modules import TinyGPT
+from tests.zoo.planned import TinyGPT
 
 TRAINER = Trainer(strategy="3d_zero1", accelerator="cpu", devices=1, logger=False)
 

@@ -7,7 +7,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.profile_module import count_module
-from tests.planner.modules import TinyGPT
+from tests.zoo.planned import TinyGPT
 
 CATALOGUE = Catalogue.load()
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_3d.cli import COMMANDS, main
 
-HERE = "tests.planner.modules"
+HERE = "tests.zoo.planned"
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from lightning_3d.planner.choose import choose_layout
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.local_cluster import _GPU_NAMES, cluster_here, machine_memory
 from lightning_3d.planner.profile_module import count_module
-from tests.planner.modules import TinyGPT
+from tests.zoo.planned import TinyGPT
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from torch import nn
 
 from lightning_3d.planner.profile_module import count_module, profile_module
 from lightning_3d.planner.transformer import Transformer
-from tests.planner.modules import Classifier, TinyGPT
+from tests.zoo.planned import Classifier, TinyGPT
 
-HERE = "tests.planner.modules"
+HERE = "tests.zoo.planned"
 
 
 def test_a_measured_gpt_is_the_closed_form():

@@ -4,9 +4,10 @@ import pytest
 
 from lightning_3d.planner.calibration import calibrate, write_entry
 from lightning_3d.planner.catalogue import CALIBRATED
-from tests.planner.sized import LAYOUTS, SIZED
 from tests.planner.watching import in_order, predicted_seconds, quickest, step_times
 from tests.workers import run
+from tests.zoo.registry import members
+from tests.zoo.sized import LAYOUTS
 
 ROUNDS = 2
 """One after the other over all layouts: what else the machine does in one of them is not there in both."""
@@ -24,7 +25,7 @@ def calibrated(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", members("sized"))
 def test_seconds_of_a_step_after_calibration(calibrated, name):
     said = [predicted_seconds(name, layout) for layout in LAYOUTS]
     rounds = [[measured(name, layout) for layout in LAYOUTS] for _ in range(ROUNDS)]

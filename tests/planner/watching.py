@@ -16,7 +16,8 @@ from lightning_3d.planner.local_cluster import cluster_here
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
 from tests.parity import QUIET
-from tests.planner.sized import LAYOUTS, SIZED
+from tests.zoo.registry import members
+from tests.zoo.sized import LAYOUTS
 
 
 class StepTimer(Callback):
@@ -34,20 +35,20 @@ class StepTimer(Callback):
 
 
 def step_times(name: str, layout: str) -> list[float]:
-    """Train the module of `SIZED` under the layout of `LAYOUTS` on this rank."""
+    """Train the module of the zoo under the layout of `LAYOUTS` on this rank."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     timer = StepTimer()
     strategy = Strategy3D(quiet=True, **LAYOUTS[layout])
     flags = {**QUIET, "devices": int(layout.split()[0]), "strategy": strategy, "max_epochs": 1}
-    Trainer(**flags, limit_val_batches=0, callbacks=[timer]).fit(SIZED[name]())
+    Trainer(**flags, limit_val_batches=0, callbacks=[timer]).fit(members("sized")[name].build())
     return timer.times
 
 
 @cache
 def predicted_seconds(name: str, layout: str) -> float:
-    """The planner's time of a step of the module of `SIZED` under the layout of `LAYOUTS` on this machine."""
-    world, module = int(layout.split()[0]), SIZED[name]()
+    """The planner's time of a step of the module of the zoo under the layout of `LAYOUTS` on this machine."""
+    world, module = int(layout.split()[0]), members("sized")[name].build()
     chosen, batch = Strategy3D(**LAYOUTS[layout])._wanted.fit(world), module.batch()
     rows = batch_size(batch)
     trace = CostTrace(samples=rows)

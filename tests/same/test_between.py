@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
-from tests.modules import GPT, Base
 from tests.parity import QUIET, assert_parity
 from tests.workers import WorkerError, run
+from tests.zoo.base import Base
+from tests.zoo.language import GPT
 
 
 class Follower(Base):

@@ -10,9 +10,10 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import grad_norm
-from tests.modules import GPT, MLP
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
+from tests.zoo.language import GPT
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "zero0": (2, {"zero_stage": 0}),
@@ -22,6 +23,10 @@ LAYOUTS = {
     "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
 }
 SMALL = [name for name, (world, _) in LAYOUTS.items() if world <= 4]
+FEW = [
+    pytest.param(name, marks=pytest.mark.long) if name in ("pipeline-zero3", "tensor-zero2") else name for name in SMALL
+]
+"""Short: one data axis, and the other two. All norms are computed in every layout of `SMALL`."""
 NORMS = (1.0, 2.0, 3.0, math.inf)
 
 
@@ -85,7 +90,7 @@ def _not_a_number(module):
     (grad.to_local() if hasattr(grad, "to_local") else grad).fill_(math.nan)
 
 
-@pytest.mark.parametrize("layout", SMALL)
+@pytest.mark.parametrize("layout", FEW)
 def test_not_a_number_on_one_rank_is_seen_by_all(layout):
     world, strategy = LAYOUTS[layout]
     for norms, _ in run(_fit, strategy, world, _not_a_number, world=world):
@@ -164,7 +169,7 @@ def _clip_by_torch(strategy, world):
     return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", [*SMALL, "zero1"])
+@pytest.mark.parametrize("layout", [*FEW, "zero1"])
 def test_clipping_by_torchs_own_functions(layout):
     world, strategy = (LAYOUTS | {"zero1": (2, {"zero_stage": 1})})[layout]
     ((wanted, weights),) = run(_clip_by_torch, None, 1, world=1)

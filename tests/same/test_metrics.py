@@ -10,9 +10,9 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError, UnsupportedError
-from tests.modules import Encoder
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo.language import Encoder
 
 LAYOUTS = {
     "data": (2, {"zero_stage": 1}),

@@ -5,9 +5,9 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import get_total_norm
 
-from tests.modules import GPT, UntiedGPT
 from tests.parity import assert_parity, train
 from tests.workers import WorkerError, run
+from tests.zoo.language import GPT, UntiedGPT
 
 LAYOUTS = {
     "tensor": (2, {"tensor_parallel_size": 2}),

@@ -18,9 +18,10 @@ from torch.optim import lr_scheduler
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.modules import MLP, UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
+from tests.zoo.language import UntiedGPT
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "tensor": (2, {"tensor_parallel_size": 2}),

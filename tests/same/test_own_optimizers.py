@@ -10,9 +10,9 @@ from torch import optim
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, tried
-from tests.modules import UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
+from tests.zoo.language import UntiedGPT
 
 LAYOUTS = {
     "tensor": (2, {"tensor_parallel_size": 2}),

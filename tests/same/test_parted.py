@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.modules import MLP
 from tests.parity import assert_parity, train
 from tests.workers import WorkerError, run
+from tests.zoo.vectors import MLP
 
 
 class Penalized(MLP):

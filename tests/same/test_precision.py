@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import _Mixed, unscale
-from tests.modules import MLP
 from tests.parity import QUIET, assert_parity, reference, train
 from tests.workers import run
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "zero0": (2, {"zero_stage": 0}),

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.modules import GPT, UntiedGPT
 from tests.parity import QUIET, assert_parity
 from tests.workers import run
+from tests.zoo.language import GPT, UntiedGPT
 
 LAYOUTS = {
     "zero0": (2, {"zero_stage": 0}),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.modules import MLP
 from tests.parity import assert_parity
+from tests.zoo.vectors import MLP
 
 LAYOUTS = {
     "zero0": {"zero_stage": 0},

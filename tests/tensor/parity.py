@@ -81,7 +81,7 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     }  # fmt: skip
 
 
-def check(build, loss_of, batch_of, *, steps=20, optimizer="sgd", size=2, share=0.55, tolerance=1e-5, **options):
+def check(build, loss_of, batch_of, *, steps=10, optimizer="sgd", size=2, share=0.55, tolerance=1e-5, **options):
     """Assert parity; returns what rank 0 saw."""
     results = workers.run(
         on_ranks, build, loss_of, batch_of, steps, optimizer, size, options, world=size, group=True, timeout=100

@@ -13,8 +13,8 @@ from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.blocks import find_units
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.parity import train
+from tests.zoo.families import BATCHES, FAMILIES, loss_of
 
 
 def survey(names, size, steps, options):

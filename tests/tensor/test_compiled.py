@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tensor import models
 from tests.tensor.threads import compare
+from tests.zoo import blocks
 
 
 def in_place(module):
@@ -27,7 +27,7 @@ def inside(module):
 @pytest.mark.parametrize("change", [in_place, wrapped, inside])
 def test_compiled_blocks_are_split(change):
     torch.manual_seed(0)
-    module = models.nano_gpt()
+    module = blocks.nano_gpt()
     change(module)
     batches = [(torch.randn(2, 8, 16), torch.randn(2, 8, 16)) for _ in range(2)]
     plan, difference = compare(module, lambda m, batch: F.mse_loss(m(batch[0]), batch[1]), batches, 2)

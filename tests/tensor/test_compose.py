@@ -14,7 +14,7 @@ from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.tensor import models
+from tests.zoo import blocks
 
 
 def quiet_plan(module, run, size, **options):
@@ -77,7 +77,7 @@ def t5_blocks(module):
     [(True, True), (False, False), *(pytest.param(each, not each, marks=pytest.mark.long) for each in (True, False))],
 )
 def test_zero_on_the_same_modules(reshard, sequence_parallel):
-    job = (models.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
+    job = (blocks.GPT, gpt_loss, gpt_blocks, reshard, sequence_parallel)
     for worst, drift in workers.run(with_zero, *job, world=4, group=True, fresh=True):
         assert worst < 1e-5
         assert drift < 1e-5
@@ -86,13 +86,13 @@ def test_zero_on_the_same_modules(reshard, sequence_parallel):
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_zero_on_blocks_that_hand_parts_of_a_result_to_the_next(reshard):
     for worst, drift in workers.run(
-        with_zero, models.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True
+        with_zero, blocks.t5, t5_loss, t5_blocks, reshard, False, world=4, group=True, fresh=True
     ):
         assert worst < 1e-5
         assert drift < 1e-5
 
 
-class Recomputed(models.GPT):
+class Recomputed(blocks.GPT):
     def forward(self, idx, targets):
         blocks = list(self.h)
         self.__dict__["h_run"] = [
@@ -129,7 +129,7 @@ def test_recomputation_draws_the_same_masks(sequence_parallel):
 def evaluated():
     """torch's encoder has a fused shortcut in eval mode that would read shards as if they were whole."""
     torch.manual_seed(0)
-    module = models.encoder()
+    module = blocks.encoder()
     module.enable_nested_tensor = module.use_nested_tensor = True
     reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
     padding = torch.zeros(2, 8, dtype=torch.bool)
@@ -151,7 +151,7 @@ def test_eval_mode_takes_no_fused_shortcut():
 
 def dropout_run(seed):
     torch.manual_seed(0)
-    module = models.nano_gpt(dropout=0.3)
+    module = blocks.nano_gpt(dropout=0.3)
     x = torch.randn(2, 8, 16)
     plan = quiet_plan(module, lambda: module(x), 2)
     apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
@@ -192,7 +192,7 @@ def test_dropout_differs_on_shards():
 
 def clipped():
     torch.manual_seed(0)
-    module = models.nano_gpt()
+    module = blocks.nano_gpt()
     reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
     applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)))
     for m in (module, reference):

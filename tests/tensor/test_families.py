@@ -8,9 +8,10 @@ import torch
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.tensor.families import BATCHES, FAMILIES, loss_of
 from tests.tensor.survey import share_of_blocks, survey
 from tests.tensor.threads import compare
+from tests.zoo.families import BATCHES, FAMILIES, loss_of
+from tests.zoo.registry import members
 
 QUICK = ("qwen3", "gemma2", "bloom", "deepseek_v3", "olmo2", "gpt_oss", "bart", "albert")
 CACHED = ("rwkv",)
@@ -38,7 +39,9 @@ PARTLY = {
 
 
 def names():
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long], id=name) for name in FAMILIES]
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long], id=name) for name in members("families")
+    ]
 
 
 @pytest.mark.parametrize("name", names())

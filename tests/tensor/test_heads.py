@@ -11,8 +11,8 @@ from lightning_3d.layout import Layout
 from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
-from tests.tensor import models
 from tests.tensor.threads import compare
+from tests.zoo import blocks
 
 
 class Untied(nn.Module):
@@ -20,7 +20,7 @@ class Untied(nn.Module):
 
     def __init__(self, tokens, positions=8):
         super().__init__()
-        self.gpt = models.GPT(tokens)
+        self.gpt = blocks.GPT(tokens)
         self.positions = nn.Embedding(positions, 16)
         self.head = nn.Linear(16, tokens, bias=False)
 
@@ -59,7 +59,7 @@ def test_the_opening_line_counts_what_stayed_whole_and_names_the_largest():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = models.MLP()
+            self.inner = blocks.MLP()
             self.extra = nn.Linear(16, 1000)
 
         def forward(self, x):

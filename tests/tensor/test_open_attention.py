@@ -11,8 +11,8 @@ from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
-from tests.tensor import models
 from tests.tensor.threads import compare
+from tests.zoo import blocks
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(16)
 
@@ -22,7 +22,7 @@ class Causal(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = models.encoder()
+        self.inner = blocks.encoder()
 
     def forward(self, x):
         return self.inner(x, mask=CAUSAL)
@@ -59,7 +59,7 @@ def test_an_opened_attention_that_computes_something_else_is_refused(monkeypatch
         return output * 1.01, weights
 
     monkeypatch.setattr(OpenAttention, "__call__", wrong)
-    module = models.encoder()
+    module = blocks.encoder()
     with pytest.warns(UserWarning, match="self_attn.*none computes the same"):
         plan = plan_tensor(module, 2, calls=record_calls(module, lambda: module(torch.randn(2, 8, 16))))
     assert not any("self_attn" in name for name in plan.splits)
@@ -68,7 +68,7 @@ def test_an_opened_attention_that_computes_something_else_is_refused(monkeypatch
 @pytest.mark.filterwarnings("ignore:TransformerEncoderLayer is called in a way")
 def test_a_call_that_no_proof_covered_runs_torchs_own(monkeypatch):
     torch.manual_seed(0)
-    module, x, padding = models.encoder().layers[0], torch.randn(2, 8, 16), torch.arange(8).expand(2, 8) > 5
+    module, x, padding = blocks.encoder().layers[0], torch.randn(2, 8, 16), torch.arange(8).expand(2, 8) > 5
     holder = nn.ModuleList([module])
     plan = plan_tensor(holder, 2, calls=record_calls(holder, lambda: module(x))).units["0"]
     assert any("self_attn" in name for name in plan.splits)

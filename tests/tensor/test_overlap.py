@@ -22,8 +22,8 @@ from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
-from tests.tensor import models
 from tests.tensor.parity import Ledger, check
+from tests.zoo import blocks
 
 PRODUCTS = ("attn.c_attn", "attn.qkv", "attn.q_proj", "mlp.0", "mlp.gate_proj", "mlp.c_fc", "lm_head")
 """The first product of each region, which is the one that is deferred."""
@@ -114,9 +114,9 @@ def order(build, loss_of, batch_of, options):
 @pytest.mark.parametrize(
     ("build", "loss", "batch", "regions"),
     [
-        (models.nano_gpt, square, floats, 4),
-        (models.llama, causal, tokens, 5),  # four, and the head
-        (functools.partial(models.gpt2, tie_word_embeddings=False), causal, tokens, 5),
+        (blocks.nano_gpt, square, floats, 4),
+        (blocks.llama, causal, tokens, 5),  # four, and the head
+        (functools.partial(blocks.gpt2, tie_word_embeddings=False), causal, tokens, 5),
     ],
 )
 def test_a_weight_has_its_gradient_between_the_begin_and_the_end_of_a_sum(build, loss, batch, regions, options):
@@ -126,7 +126,7 @@ def test_a_weight_has_its_gradient_between_the_begin_and_the_end_of_a_sum(build,
         weights = events[1::3]
         assert len(set(weights)) == regions
         assert all(name.endswith(PRODUCTS) for name in weights)
-        if not options and build is models.nano_gpt:
+        if not options and build is blocks.nano_gpt:
             assert calls == ["all_reduce"] * 4 * 2
 
 
@@ -233,16 +233,16 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS)
 def test_gradients_are_bitwise_those_of_an_undeferred_step(step):
-    run_both(step, models.nano_gpt, square, floats, {})
+    run_both(step, blocks.nano_gpt, square, floats, {})
 
 
 # Torch does not cut such a graph in halves, and a recomputation inside of a block does not know of its parts.
 @pytest.mark.parametrize("step", [step for step in STEPS if step not in (recomputed_inside, in_halves)])
 def test_gradients_of_parts_of_the_sequence_are_too(step):
-    run_both(step, models.nano_gpt, square, floats, {"sequence_parallel": True})
+    run_both(step, blocks.nano_gpt, square, floats, {"sequence_parallel": True})
 
 
-@pytest.mark.parametrize(("build", "loss"), [(models.llama, causal), (models.gpt2, causal)])
+@pytest.mark.parametrize(("build", "loss"), [(blocks.llama, causal), (blocks.gpt2, causal)])
 @pytest.mark.parametrize(
     "step", [whole_step, *(pytest.param(s, marks=pytest.mark.long) for s in (low_precision, recomputed))]
 )
@@ -281,7 +281,7 @@ def deferred_penalty(module, batch):
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @pytest.mark.parametrize("loss", [penalty, deferred_penalty])
 @pytest.mark.parametrize(
-    "build", [models.encoder, *(pytest.param(b, marks=pytest.mark.long) for b in (models.nano_gpt, models.packed))]
+    "build", [blocks.encoder, *(pytest.param(b, marks=pytest.mark.long) for b in (blocks.nano_gpt, blocks.packed))]
 )
 def test_gradients_of_gradients(build, loss, options):
     check(build, loss, two_floats, steps=5, **options)

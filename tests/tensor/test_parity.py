@@ -1,14 +1,15 @@
-"""Twenty steps in shards against twenty steps on one process: losses and every gathered parameter."""
+"""Ten steps in shards against ten steps on one process: losses and every gathered parameter."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tensor import models
-from tests.tensor.families import FAMILIES
 from tests.tensor.parity import check
+from tests.zoo import blocks
+from tests.zoo.families import FAMILIES
 
 
 def square(module, batch):
@@ -45,13 +46,13 @@ def images():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_mlp(optimizer):
-    seen = check(models.MLP, square, floats, optimizer=optimizer)
+    seen = check(blocks.MLP, square, floats, optimizer=optimizer)
     assert seen["collectives"] == 1  # the input needs no gradient
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_nano_gpt(size):
-    seen = check(models.nano_gpt, square, floats, size=size, share=0.6)
+    seen = check(blocks.nano_gpt, square, floats, size=size, share=0.6)
     assert set(seen["whole"]) <= {"vit.embeddings"}
     assert seen["collectives"] == 4 * 2
 
@@ -63,7 +64,7 @@ VOCABULARY = 4
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_llama(size, optimizer):
-    seen = check(models.llama, causal, tokens, size=size, optimizer=optimizer)
+    seen = check(blocks.llama, causal, tokens, size=size, optimizer=optimizer)
     if size == 2:
         assert seen["collectives"] == 4 * 2 + VOCABULARY
     assert seen["local"]["lm_head.weight"] <= -(-50 // size) * 32
@@ -71,22 +72,28 @@ def test_llama(size, optimizer):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gpt_with_tied_uneven_vocabulary(size):
-    seen = check(models.GPT, own_loss, tokens, size=size, share=0.6)
+    seen = check(blocks.GPT, own_loss, tokens, size=size, share=0.6)
     assert seen["collectives"] == 4 * 2 + VOCABULARY
     assert seen["local"]["wte.weight"] == -(-51 // size) * 16
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    ("build", "loss", "batch"),
-    [
-        (models.packed, square, floats),
-        (models.encoder, square, floats),
-        (models.gpt2, causal, tokens),
-        (models.bert, classify, tokens),
-        (models.vit, classify_image, images),
-    ],
-)
+LISTED = [
+    (blocks.packed, square, floats),
+    (blocks.encoder, square, floats),
+    (blocks.gpt2, causal, tokens),
+    (blocks.bert, classify, tokens),
+    (blocks.vit, classify_image, images),
+]
+
+
+def _listed():
+    """Each with one optimizer in turn; all other pairs are long."""
+    for (at, case), (place, optimizer) in itertools.product(enumerate(LISTED), enumerate(["sgd", "adamw"])):
+        name = f"{case[0].__name__}-{optimizer}"
+        yield pytest.param(*case, optimizer, marks=() if at % 2 == place else pytest.mark.long, id=name)
+
+
+@pytest.mark.parametrize(("build", "loss", "batch", "optimizer"), list(_listed()))
 def test_listed_families(build, loss, batch, optimizer):
     seen = check(build, loss, batch, optimizer=optimizer)
     assert set(seen["whole"]) <= {"vit.embeddings"}
@@ -95,11 +102,11 @@ def test_listed_families(build, loss, batch, optimizer):
 @pytest.mark.parametrize(
     ("build", "loss", "batch"),
     [
-        (functools.partial(models.encoder, norm_first=True), square, floats),
-        (models.neox, causal, tokens),
-        (models.t5, causal, tokens),
-        (models.mixtral, causal, tokens),
-        (models.phi3, causal, tokens),
+        (functools.partial(blocks.encoder, norm_first=True), square, floats),
+        (blocks.neox, causal, tokens),
+        (blocks.t5, causal, tokens),
+        (blocks.mixtral, causal, tokens),
+        (blocks.phi3, causal, tokens),
     ],
 )
 def test_other_families(build, loss, batch):
@@ -109,26 +116,26 @@ def test_other_families(build, loss, batch):
 @pytest.mark.parametrize(
     ("build", "loss", "batch"),
     [
-        (models.nano_gpt, square, floats),
-        (models.encoder, square, floats),
-        pytest.param(models.GPT, own_loss, tokens, marks=pytest.mark.long),
-        pytest.param(models.llama, causal, tokens, marks=pytest.mark.long),
-        pytest.param(models.bert, classify, tokens, marks=pytest.mark.long),
-        (models.t5, causal, tokens),
+        (blocks.nano_gpt, square, floats),
+        (blocks.encoder, square, floats),
+        pytest.param(blocks.GPT, own_loss, tokens, marks=pytest.mark.long),
+        pytest.param(blocks.llama, causal, tokens, marks=pytest.mark.long),
+        pytest.param(blocks.bert, classify, tokens, marks=pytest.mark.long),
+        (blocks.t5, causal, tokens),
         (FAMILIES["bart"].build, causal, tokens),  # hands its decoder an encoder state in parts, with no norm between
     ],
 )
 def test_sequence_parallel(build, loss, batch):
-    even = functools.partial(tokens, 8) if batch is tokens and build is not models.GPT else batch
+    even = functools.partial(tokens, 8) if batch is tokens and build is not blocks.GPT else batch
     seen = check(build, loss, even, sequence_parallel=True)
     assert not any("sequence" in name for name in seen["whole"])
     assert seen["ops"]["reduce_scatter"] > 0
 
 
 def test_sequence_parallel_with_uneven_parts():
-    check(models.GPT, own_loss, tokens, size=3, share=0.6, sequence_parallel=True)
+    check(blocks.GPT, own_loss, tokens, size=3, share=0.6, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_replicas_stay_bitwise_equal_for_fifty_steps(sequence_parallel):
-    check(models.llama, causal, tokens, steps=50, optimizer="adamw", sequence_parallel=sequence_parallel)
+    check(blocks.llama, causal, tokens, steps=50, optimizer="adamw", sequence_parallel=sequence_parallel)

@@ -11,7 +11,7 @@ from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
-from tests.tensor import models, strange
+from tests.zoo import blocks, odd_blocks
 
 
 def known(module, size=2):
@@ -22,7 +22,7 @@ def known(module, size=2):
 
 @pytest.fixture(scope="module")
 def block():
-    return known(models.Block(models.FusedAttention()))
+    return known(blocks.Block(blocks.FusedAttention()))
 
 
 def without(names, *left_out):
@@ -68,7 +68,7 @@ def test_sections_in_another_order_are_seen(block):
 
 
 def test_a_parameter_whose_gradient_is_not_summed_is_seen():
-    study = known(strange.HeadNorm())
+    study = known(odd_blocks.HeadNorm())
     plan, _ = find_plan(study, {}, must=False)
     assert plan.summed == ("norm.weight",)
     with pytest.raises(Refused, match=r"gradient of norm\.weight"):
@@ -84,7 +84,7 @@ def test_norms_of_a_divided_sequence_that_are_not_summed_are_seen(block):
 
 
 def test_what_is_not_a_number_is_refused():
-    class Broken(models.MLP):
+    class Broken(blocks.MLP):
         def forward(self, x):
             return super().forward(x) / torch.zeros(())
 

@@ -7,11 +7,11 @@ from lightning_3d.errors import TensorPlanError
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan
-from tests.tensor import models
+from tests.zoo import blocks
 
 
 def plan(tensor_plan, module=None, size=2):
-    module = module or models.nano_gpt()
+    module = module or blocks.nano_gpt()
     calls = record_calls(module, lambda: module(torch.randn(2, 8, 16)))
     return plan_tensor(module, size, tensor_plan=tensor_plan, calls=calls)
 
@@ -70,6 +70,6 @@ class Wrapped(torch.nn.Module):
 
 
 def test_a_declared_plan_is_read():
-    ways = declared_plan(models.llama())
+    ways = declared_plan(blocks.llama())
     assert ways["model.layers.1.self_attn.q_proj.weight"] == WrittenSplit("column")
     assert ways["model.layers.0.mlp.down_proj.weight"] == WrittenSplit("row")

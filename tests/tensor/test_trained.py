@@ -38,6 +38,7 @@ def test_twenty_steps_are_those_of_one_device(family, layout, optimizer):
         world,
         {"data_parallel_size": 1, "quiet": True, **layout},
         attributes={"optimizer": optimizer},
+        trainer={"max_epochs": 4},
         steps=20,
         timeout=300,
     )

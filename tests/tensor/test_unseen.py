@@ -14,7 +14,8 @@ from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
 from tests import workers
-from tests.tensor import models, strange, stranger
+from tests.zoo import blocks
+from tests.zoo.registry import members
 
 SPLIT = {
     "Parallel": {}, "Einsum": {}, "Gated": {}, "HeadNorm": {}, "Twice": {}, "Adapted": {}, "Mixer": {}, "Experts": {},
@@ -44,10 +45,17 @@ WHOLE = {
 }
 
 
+ODD = {**members("odd_blocks"), **members("odd_attention"), "PackedAttention": members("blocks")["PackedAttention"]}
+
+
 def build(name, **options):
     torch.manual_seed(0)
-    kind = next(found for place in (strange, stranger, models) if (found := getattr(place, name, None)))
-    return models.Stack(kind(**options), kind(**options))
+    kind = ODD[name].build
+    return blocks.Stack(kind(**options), kind(**options))
+
+
+def test_every_odd_block_is_split_or_says_why_not():
+    assert ODD.keys() == SPLIT.keys() | PARTLY.keys() | WHOLE.keys()
 
 
 def planned(module, size=2):
@@ -145,7 +153,7 @@ def test_plan_is_the_same_again_and_leaves_random_state_alone():
 
 def test_meta_modules_are_planned():
     with torch.device("meta"):
-        module = models.nano_gpt()
+        module = blocks.nano_gpt()
     plan = plan_tensor(module, 2)
     assert plan.splits["blocks.1.attn.c_attn.weight"].sections == (16, 16, 16)
 
@@ -173,7 +181,7 @@ def test_a_module_with_a_trainer_is_planned_without_copying_the_trainer():
 
 
 def test_rendering():
-    module = models.nano_gpt()
+    module = blocks.nano_gpt()
     text = render_plan(planned(module), module)
     assert "blocks.0 .. blocks.1 (2 blocks)" in text
     assert "attn.c_attn.weight: dimension 0 in 3 fused sections (16, 16, 16), 24 of 48" in text

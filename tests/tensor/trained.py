@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.modules import Base
-from tests.tensor import models
+from tests.zoo import blocks
+from tests.zoo.base import Base
 
 
 class Tokens(Base):
@@ -33,7 +33,7 @@ class Perceptron(Floats):
 
     def __init__(self):
         super().__init__()
-        self.inner = models.MLP()
+        self.inner = blocks.MLP()
         self.head = nn.Linear(16, 5)
 
     def loss(self, batch):
@@ -45,7 +45,7 @@ class NanoGPT(Tokens):
 
     def __init__(self):
         super().__init__()
-        self.model = models.GPT()
+        self.model = blocks.GPT()
 
     def loss(self, batch):
         return self.model(batch[0][:, :-1], batch[0][:, 1:])
@@ -56,7 +56,7 @@ class Packed(Floats):
 
     def __init__(self):
         super().__init__()
-        self.inner = models.packed()
+        self.inner = blocks.packed()
         self.head = nn.Linear(16, 5)
 
     def loss(self, batch):
@@ -68,7 +68,7 @@ class TorchEncoder(Tokens):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.encoder, self.head = nn.Embedding(50, 16), models.encoder(), nn.Linear(16, 50)
+        self.embed, self.encoder, self.head = nn.Embedding(50, 16), blocks.encoder(), nn.Linear(16, 50)
         self.criterion = nn.CrossEntropyLoss()
 
     def loss(self, batch):
@@ -86,17 +86,17 @@ class Causal(Tokens):
 
 
 class Llama(Causal):
-    make = staticmethod(models.llama)
+    make = staticmethod(blocks.llama)
 
 
 class GPT2(Causal):
-    make = staticmethod(models.gpt2)
+    make = staticmethod(blocks.gpt2)
 
 
 class Bert(Tokens):
     def __init__(self):
         super().__init__()
-        self.model = models.bert()
+        self.model = blocks.bert()
 
     def loss(self, batch):
         return self.model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss
@@ -105,7 +105,7 @@ class Bert(Tokens):
 class ViT(Base):
     def __init__(self):
         super().__init__()
-        self.model = models.vit()
+        self.model = blocks.vit()
 
     def tensors(self):
         generator = torch.Generator().manual_seed(7)

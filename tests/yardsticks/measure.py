@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo import MODULES
 
 LAYOUTS: dict[str, dict] = {
     "zero0": {"zero_stage": 0},

@@ -6,9 +6,9 @@ from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d import Strategy3D
 from lightning_3d.comm.replicate import local
-from tests.modules import UntiedGPT
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo.language import UntiedGPT
 
 
 def _bytes(tensors):

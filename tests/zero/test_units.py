@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.zero.shard_units import unshardable
-from tests.modules import MLP
 from tests.parity import assert_parity
+from tests.zoo.vectors import MLP
 
 
 class Odd(MLP):

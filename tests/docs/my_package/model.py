@@ -1,6 +1,6 @@
 import torch
 
-from tests.modules import GPT
+from tests.zoo.language import GPT
 
 
 class LitGPT(GPT):

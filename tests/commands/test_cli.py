@@ -1,0 +1,145 @@
+"""`lightning-3d fit`, `inspect`, and LightningCLI in a script of the user's own."""
+
+import warnings
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_3d import Strategy3D
+from lightning_3d.cli import main
+from tests.workers import run
+from tests.zoo.language import UntiedGPT
+from tests.zoo.vectors import MLP
+
+STRATEGY = ["--trainer.strategy=lightning_3d.Strategy3D", "--trainer.strategy.tensor_parallel_size=2"]
+SMALL = [
+    "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false", "--trainer.limit_val_batches=0",
+    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+    "--trainer.use_distributed_sampler=false",
+]  # fmt: skip
+
+
+def test_a_config_can_be_printed_and_holds_every_argument(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--model=tests.zoo.vectors.MLP", *STRATEGY, "--print_config"])
+    assert stopped.value.code == 0
+    strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_3d.Strategy3D"
+    assert strategy["init_args"]["tensor_parallel_size"] == 2
+    assert strategy["init_args"]["loss_scope"] == "microbatch"
+
+
+def test_a_yaml_file_names_the_strategy(tmp_path):
+    init = {"pipeline_parallel_size": 2, "zero_stage": 0}
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": {"class_path": "lightning_3d.Strategy3D", "init_args": init},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's and jsonargparse's own, about pytest's arguments and each other
+        cli = LightningCLI(MLP, run=False, args=["--config", str(tmp_path / "config.yaml")])
+    assert isinstance(cli.trainer.strategy, Strategy3D)
+    assert cli.trainer.strategy._wanted.pipeline_parallel_size == 2
+
+
+def test_arguments_are_typed_and_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.strategy.help=lightning_3d.Strategy3D"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ranks that share every large matrix; 1 if not given. (type: int | null, default: null)" in text
+    assert "{ring,native,hierarchical,auto}" in text.replace(" ", "").replace("|", ",") or "'hierarchical'" in text
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--model=tests.zoo.vectors.MLP", "--trainer.strategy=lightning_3d.Strategy3D",
+              "--trainer.strategy.zero_stage=7"])  # fmt: skip
+    assert stopped.value.code == 2
+
+
+def _fit(folder, strategy):
+    assert main(["fit", "--model=tests.zoo.language.GPT", "--trainer.devices=2", *SMALL, *strategy,
+                 f"--trainer.default_root_dir={folder}", "--trainer.enable_checkpointing=false"]) == 0  # fmt: skip
+
+
+def test_two_ranks_train_and_save_their_config(tmp_path):
+    run(_fit, str(tmp_path), STRATEGY, world=2)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["trainer"]["strategy"]["init_args"]["tensor_parallel_size"] == 2
+
+
+def test_registered_names_need_no_import(tmp_path):
+    run(_fit, str(tmp_path), ["--trainer.strategy=3d_zero2"], world=2)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["strategy"] == "3d_zero2"
+
+
+BORING = "lightning.pytorch.demos.boring_classes"
+
+
+def _verbs(folder):
+    """Every verb in turn, the later ones with the config that the first one saved; what came out of each."""
+    warnings.simplefilter("ignore")
+    flags = [flag for flag in SMALL if "limit_val" not in flag]
+    flags += [f"--trainer.{name}" for name in ("devices=2", "limit_train_batches=2", "limit_val_batches=2",
+              "limit_test_batches=2", "limit_predict_batches=2", "enable_checkpointing=false")]  # fmt: skip
+    model = [f"--model={BORING}.BoringModel", f"--data={BORING}.BoringDataModule"]
+    assert main(["fit", *model, *flags, "--trainer.strategy=3d_zero1", f"--trainer.default_root_dir={folder}"]) == 0
+    seen = []
+
+    class Spy(LightningCLI):
+        def after_instantiate_classes(self):
+            seen.append(self.trainer)
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("lightning.pytorch.cli.LightningCLI", Spy)
+    for verb in ("validate", "test", "predict"):
+        assert main([verb, "--config", f"{folder}/config.yaml", f"--trainer.default_root_dir={folder}/{verb}"]) == 0
+    monkey.undo()
+    return [
+        (str(trainer.state.fn.value), str(trainer.state.status.value), type(trainer.strategy).__name__)
+        for trainer in seen
+    ]
+
+
+def test_every_verb_runs_from_the_config_that_fit_saved(tmp_path):
+    for ended in run(_verbs, str(tmp_path), world=2):
+        assert ended == [(verb, "finished", "Strategy3D") for verb in ("validate", "test", "predict")]
+
+
+def test_inspect_shows_the_plan_the_stages_and_parameters(capsys):
+    assert main(["inspect", "tests.zoo.language.GPT", "--tensor", "2", "--pipeline", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "c_attn.weight: dimension 0 in 3 fused sections (16, 16, 16), 24 of 48" in text
+    assert "stage 0: embed" in text
+
+
+def held(capsys, *arguments):
+    """Parameters on a rank of each stage, as printed."""
+    assert main(["inspect", "tests.zoo.language.UntiedGPT", *arguments]) == 0
+    text = capsys.readouterr().out
+    return text, [
+        int(line.split(" has ")[1].split()[0].replace(",", ""))
+        for line in text.splitlines()
+        if line.startswith("stage ") and " has " in line
+    ]
+
+
+def test_inspect_counts_each_parameter_on_its_ranks(capsys):
+    total = sum(parameter.numel() for parameter in UntiedGPT().parameters())
+    _, stages = held(capsys, "--pipeline", "2")
+    assert len(stages) == 2
+    assert sum(stages) == total
+    text, (rank,) = held(capsys, "--tensor", "2")
+    assert f"parameters on a rank: {rank:,} of {total:,}" in text
+    assert sum(held(capsys, "--tensor", "2", "--pipeline", "2")[1]) == rank
+
+
+def test_inspect_of_one_rank_counts_everything(capsys):
+    assert main(["inspect", "tests.zoo.vectors.MLP"]) == 0
+    total = sum(parameter.numel() for parameter in MLP().parameters())
+    assert capsys.readouterr().out == f"stage 0: each rank has {total:,} of {total:,} parameters (100%)\n"
+
+
+def test_a_class_that_is_not_there_is_one_line(capsys):
+    assert main(["inspect", "tests.zoo.language.Nothing"]) == 2
+    assert capsys.readouterr().err == "lightning-3d inspect: 'tests.zoo.language' has no 'Nothing'.\n"

@@ -1,0 +1,56 @@
+"""A batch size is divided by the data ranks; one that is divided by all ranks gets a warning."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.vectors import MLP
+
+
+class Data(LightningDataModule):
+    """As lightning-hydra-template has it, or with the number that is meant."""
+
+    def __init__(self, meant):
+        super().__init__()
+        self.meant = meant
+
+    def setup(self, stage):
+        trainer = self.trainer
+        self.each = 8 // (trainer.strategy.data_parallel_size if self.meant else trainer.world_size)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), self.each)
+
+
+def fit(meant, strategy):
+    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 1})
+    data = Data(meant)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLP(), datamodule=data)
+    said = [str(warning.message) for warning in caught if "trainer.world_size" in str(warning.message)]
+    return trainer.global_rank, said, trainer.strategy.data_parallel_size, trainer.strategy.data_parallel_rank
+
+
+@pytest.mark.parametrize(("strategy", "data"), [({"tensor_parallel_size": 2}, 1), ({}, 2)])
+def test_the_numbers_are_those_of_the_data_ranks(strategy, data):
+    for rank, said, size, place in run(fit, True, strategy, world=2):
+        assert (said, size, place) == ([], data, rank % data)
+
+
+def test_a_batch_size_divided_by_all_ranks_gets_one_warning():
+    (_, said, _, _), (_, quiet, _, _) = run(fit, False, {"tensor_parallel_size": 2}, world=2)
+    (text,) = said
+    assert text.startswith("Data.setup reads trainer.world_size (2)")
+    assert "trainer.strategy.data_parallel_size" in text
+    assert quiet == []
+
+
+def test_all_ranks_may_be_meant_where_they_are_the_data_ranks():
+    assert all(said == [] for _, said, _, _ in run(fit, False, {}, world=2))

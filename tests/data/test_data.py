@@ -1,0 +1,243 @@
+"""All peers of a data rank see the same samples; where they do not, the error says who."""
+
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_3d import Strategy3D
+from lightning_3d.data.same_samples import fingerprint
+from lightning_3d.errors import DivergenceError
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.language import Encoder
+from tests.zoo.vectors import MLP
+
+GRIDS = {
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "data-tensor": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+}
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + random.random() + torch.rand(()), y
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for _ in range(24):
+            yield torch.randn(8), torch.randn(1)
+
+
+class Kept(MLP):
+    """Keeps what it was given."""
+
+    kind = "shuffled"
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.given.append(fingerprint(batch))
+
+    def train_dataloader(self):
+        if self.kind == "by_rank":
+            torch.manual_seed(int(os.environ["RANK"]))
+        data = Augmented(torch.randn(48, 8), torch.randn(48, 1))
+        if self.kind == "stream":
+            return DataLoader(Stream(), batch_size=8)
+        workers = 1 if self.kind == "workers" else 0
+        return DataLoader(data, batch_size=8, shuffle=self.kind != "ordered", num_workers=workers)
+
+
+def _given(kind, strategy, world, seeded, rank_zero_draws=False):
+    if seeded:
+        seed_everything(7, workers=True, verbose=False)
+    else:
+        torch.manual_seed(int(os.environ["RANK"]))
+        random.seed(int(os.environ["RANK"]))
+        os.environ.pop("PL_SEED_WORKERS", None)
+    module = Kept()
+    module.kind = kind
+    if rank_zero_draws and os.environ["RANK"] == "0":
+        module.on_train_epoch_end = lambda: torch.rand(())
+    how = Strategy3D(**strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": how, "max_epochs": 2, "limit_val_batches": 0}
+    try:
+        Trainer(**{**QUIET, **flags, "use_distributed_sampler": True}).fit(module)
+    except DivergenceError as error:
+        return str(error)
+    return module.given
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize("grid", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["shuffled", "stream", pytest.param("workers", marks=pytest.mark.long)])
+def test_peers_see_the_same_samples(kind, grid, seeded):
+    first, second = run(_given, kind, GRIDS[grid], 2, seeded, world=2)
+    assert len(first) > 5
+    assert len(set(first)) == len(first)
+    assert first == second
+
+
+@pytest.mark.long
+def test_data_ranks_augment_differently():
+    ranks = run(_given, "workers", GRIDS["data-tensor"], 4, True, world=4)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert not set(ranks[0]) & set(ranks[2])
+
+
+@pytest.mark.parametrize("grid", ["tensor", "data-tensor"])
+def test_different_samples_are_refused_with_the_ranks(grid):
+    world = 2 if grid == "tensor" else 4
+    for rank, said in enumerate(run(_given, "by_rank", GRIDS[grid], world, True, world=world)):
+        assert "batch 0 of training_step is not the same" in said
+        assert ("2 | 3" if rank > 1 else "0 | 1") in said
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
+def test_samples_are_those_of_one_device(kind):
+    """Of a plain Trainer, whose sampler is the user's own."""
+    (alone,) = run(_given, kind, None, 1, True, world=1)
+    assert run(_given, kind, {"zero_stage": 0}, 1, True, world=1) == [alone]
+    for grid in ("tensor", "pipeline"):
+        assert run(_given, kind, GRIDS[grid], 2, True, world=2) == [alone, alone]
+
+
+def test_an_order_that_one_rank_draws_for_itself_is_noticed_in_a_later_epoch():
+    first, second = run(_given, "shuffled", GRIDS["tensor"], 2, True, True, world=2)
+    assert "batch 0 of training_step is not the same" in first
+    assert first == second
+
+
+class Cuts(MLP):
+    """Its step takes what a transfer hook makes of the loader's batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"pair": batch}
+
+    def loss(self, batch):
+        return super().loss(batch["pair"])
+
+
+def _looks(strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(**QUIET, devices=2, max_steps=1, limit_val_batches=0, strategy=Strategy3D(**strategy)).fit(Cuts())
+    return [str(warning.message) for warning in caught if "ahead of training" in str(warning.message)]
+
+
+@pytest.mark.parametrize("grid", ["tensor", "pipeline"])
+def test_what_runs_ahead_of_training_is_given_what_transfer_hooks_make(grid):
+    assert run(_looks, GRIDS[grid], world=2) == [[], []]
+
+
+class Predicts(MLP):
+    def predict_step(self, batch, index):
+        return self.net(batch)
+
+
+def _predictions():
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    module = Predicts()
+    loader = DataLoader(torch.randn(8, 8, generator=torch.Generator().manual_seed(rank)), batch_size=4)
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = torch.cat(trainer.predict(module, loader))
+    first = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    told = sum("take the first one's" in str(warning.message) for warning in caught)
+    return given, module.net(first).detach(), told
+
+
+def test_peers_whose_evaluation_data_differ_take_the_first_ones():
+    for given, wanted, told in run(_predictions, world=2):
+        torch.testing.assert_close(given, wanted)
+        assert told == 1
+
+
+class Later(Predicts):
+    """Evaluates on data that each process draws for itself from the second epoch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def validation_step(self, batch, index):
+        self.given.append(fingerprint(batch))
+
+    def val_dataloader(self):
+        seed = int(os.environ["RANK"]) if self.trainer.current_epoch else 0
+        return DataLoader(torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)), batch_size=4)
+
+
+def _evaluations():
+    torch.manual_seed(0)
+    module = Later()
+    flags = {"devices": 2, "max_epochs": 2, "limit_train_batches": 1, "reload_dataloaders_every_n_epochs": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**QUIET, **flags, strategy=Strategy3D(tensor_parallel_size=2)).fit(module)
+    return module.given
+
+
+def test_every_evaluation_is_compared():
+    first, second = run(_evaluations, world=2)
+    assert len(first) == 6
+    assert first == second
+
+
+class Loaders(Later):
+    def validation_step(self, batch, index, dataloader_idx):
+        self.given.append(fingerprint(batch))
+
+    def val_dataloader(self):
+        seeds = (0, int(os.environ["RANK"]))
+        sets = [torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return [DataLoader(each, batch_size=4) for each in sets]
+
+
+def _loaders():
+    torch.manual_seed(0)
+    module = Loaders()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**QUIET, devices=2, strategy=Strategy3D(tensor_parallel_size=2)).validate(module, verbose=False)
+    return module.given
+
+
+def test_every_loader_is_compared():
+    first, second = run(_loaders, world=2)
+    assert len(first) == 6
+    assert first == second
+
+
+def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
+    x = torch.randn(4, dtype=torch.cfloat)
+    assert fingerprint(x.conj()) == fingerprint(x.conj().resolve_conj())
+    assert fingerprint(x.conj()) != fingerprint(x)
+    assert fingerprint(x.conj().imag) == fingerprint(-x.imag)
+
+
+def _stream_after(strategy, world):
+    seed_everything(7, verbose=False)
+    chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}).fit(Encoder())  # whose rates of dropout are 0
+    return torch.rand(2).tolist()
+
+
+def test_tensor_ranks_leave_the_stream_where_one_device_does():
+    """The order of the next epoch is drawn from it."""
+    (wanted,) = run(_stream_after, None, 1, world=1)
+    assert run(_stream_after, {"tensor_parallel_size": 2}, 2, world=2) == [wanted] * 2

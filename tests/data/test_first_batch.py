@@ -1,0 +1,74 @@
+"""Peers whose processes made different data are told so before anything is concluded from a batch."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import Strategy3D
+from lightning_3d.data.same_samples import named_leaves
+from lightning_3d.errors import DivergenceError
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.vectors import MLP
+
+
+class Counts(MLP):
+    """Counts how often its step is run."""
+
+    steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+def _fit(sizes):
+    """Data that each process draws for itself, the commonest slip of a first try."""
+    module = Counts()
+    torch.seed()
+    x, y = torch.randn(16, 8), torch.zeros(16, 1)
+    try:
+        Trainer(**QUIET, devices=2, max_steps=1, strategy=Strategy3D(**sizes)).fit(
+            module, DataLoader(TensorDataset(x, y), batch_size=8)
+        )
+    except DivergenceError as error:
+        return str(error), module.steps
+    return "", module.steps
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_data_without_a_seed_is_named_before_the_module_runs(axis):
+    for said, steps in run(_fit, {axis: 2}, world=2):
+        assert steps == 0
+        assert "batch[0] has other values (float32 [8, 8]) (equal on: 0 | 1)" in said
+        assert "ranks of data rank 0" in said
+        assert "seed_everything(1, workers=True)" in said
+        assert "batch[1]" not in said
+
+
+def test_data_of_data_ranks_may_differ():
+    for said, steps in run(_fit, {}, world=2):
+        assert said == ""
+        assert steps == 1
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Boxes:
+    corners: torch.Tensor
+    label: str
+
+
+def test_a_leaf_is_named_by_the_expression_that_finds_it():
+    batch = {"x": Pair(torch.zeros(1), [2, "three"]), "boxes": [Boxes(torch.ones(1), "cat")]}
+    assert [name for name, _ in named_leaves(batch, "batch")] == [
+        "batch['x'].first", "batch['x'].second[0]", "batch['x'].second[1]",
+        "batch['boxes'][0].corners", "batch['boxes'][0].label",
+    ]  # fmt: skip
+    assert [leaf for name, leaf in named_leaves(batch, "batch") if eval(name, {"batch": batch}) is not leaf] == []

@@ -1,0 +1,71 @@
+"""Optimizers step on local shards, and closures still see the parameters themselves."""
+
+import weakref
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_3d import Strategy3D
+from lightning_3d.optim.ways import step_on_shards
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.vectors import MLP
+
+
+def _closures():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0).view(4, 2)
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    seen, freed = [], []
+    undo = step_on_shards(optimizer)
+
+    def closure():
+        seen.append(isinstance(optimizer.param_groups[0]["params"][0], DTensor))
+        before = weakref.ref(parameter.grad.to_local().untyped_storage()) if seen[1:] else lambda: None
+        optimizer.zero_grad()
+        freed.append(before() is None)
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        loss = optimizer.step(closure)
+    kept = isinstance(optimizer.state[parameter]["momentum_buffer"], DTensor)
+    undo()
+    return loss.full_tensor().item(), parameter.full_tensor().detach(), seen, freed, kept
+
+
+def test_a_closure_computes_on_the_parameters_themselves():
+    whole = nn.Parameter(torch.arange(8.0).view(4, 2))
+    optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = (whole**2).sum()
+        loss.backward()
+        optimizer.step()
+    for got, weights, seen, freed, kept in run(_closures, world=2, group=True, fresh=True):
+        assert seen == [True, True]
+        assert freed == [True, True]
+        assert kept
+        assert abs(got - loss.item()) < 1e-4
+        torch.testing.assert_close(weights, whole.detach())
+
+
+def _after_teardown():
+    seed_everything(1, verbose=False)
+    module = MLP()
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(), max_steps=2)
+    trainer.fit(module)
+    batch = next(iter(module.train_dataloader()))
+    module.log = lambda *_, **__: None
+    with torch.no_grad():
+        return trainer.strategy.training_step(batch, 0).item(), module.training_step(batch, 0).item()
+
+
+def test_a_step_after_the_run_is_the_users_own():
+    for through_strategy, own in run(_after_teardown, world=2):
+        assert through_strategy == own

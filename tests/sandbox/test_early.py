@@ -1,0 +1,82 @@
+"""A step may look at its optimizers before the Trainer has made them."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_3d import Strategy3D
+from lightning_3d.sandbox.trial import HELD, optimizers_on_demand
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.batchless import MLP, vectors
+
+
+class Rates(MLP):
+    """Logs its learning rate, as many do."""
+
+    def __init__(self, asks=True):
+        super().__init__()
+        self.asks, self.configured = asks, 0
+
+    def configure_optimizers(self):
+        self.configured += 1
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)]
+
+    def training_step(self, batch, batch_idx):
+        if self.asks:
+            self.log("rate", self.optimizers().param_groups[0]["lr"])
+            self.log("same", self.trainer.optimizers[0].param_groups[0]["lr"])
+            self.log("last", self.lr_schedulers().get_last_lr()[0])
+        return super().training_step(batch, batch_idx)
+
+
+def attached(module):
+    trainer = Trainer(**QUIET, devices=1)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer.state.fn = TrainerFn.FITTING
+    return trainer
+
+
+def test_optimizers_are_made_when_asked_for_and_forgotten():
+    module = Rates()
+    strategy = attached(module).strategy
+    before = {name: vars(strategy)[name] for name in HELD}  # fails where Lightning calls them otherwise
+    with optimizers_on_demand(module):
+        assert module.configured == 0
+        assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.01 / 3)
+        assert module.lr_schedulers().get_last_lr() == [pytest.approx(0.01 / 3)]
+        assert module.optimizers(use_pl_optimizer=False) is module.trainer.optimizers[0]
+        assert module.configured == 1
+    assert {name: vars(strategy)[name] for name in HELD} == before
+
+
+def test_an_optimizer_that_the_module_keeps_is_left_alone():
+    module = Rates()
+    attached(module)
+    module.kept = torch.optim.SGD(module.parameters(), lr=0.1)
+    with optimizers_on_demand(module):
+        assert module.optimizers() == []
+    assert module.configured == 0
+
+
+def rates(axis, world):
+    module = Rates()
+    strategy = Strategy3D(quiet=True, **{axis: world}) if axis else "auto"
+    data = DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*could not be run")
+        trainer = Trainer(**QUIET, max_epochs=2, limit_val_batches=0, devices=world, strategy=strategy)
+        trainer.fit(module, data)
+    return {name: trainer.callback_metrics[name].item() for name in ("rate", "same", "last")}
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_step_logs_its_learning_rate(axis):
+    (wanted,) = run(rates, None, 1, world=1)
+    assert run(rates, axis, 2, world=2)[-1] == pytest.approx(wanted)

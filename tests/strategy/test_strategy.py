@@ -1,0 +1,399 @@
+"""Strategy3D as a user meets it: good and bad input, what is left after training, launchers."""
+
+import copy
+import gc
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import lightning_3d
+from lightning_3d import Layout, Strategy3D
+from lightning_3d.comm.replicate import local
+from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
+from lightning_3d.strategy.checks import check_same_layout
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.language import GPT, UntiedGPT
+from tests.zoo.vectors import MLP
+
+
+def _fit(module, world, epochs=1, **strategy):
+    trainer = Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**strategy), "max_epochs": epochs})
+    trainer.fit(module)
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["3d", "3d_zero0", "3d_zero1", "3d_zero2", "3d_zero3", "3d_zero3_offload"])
+def test_names_are_registered_on_import(name):
+    assert isinstance(StrategyRegistry.get(name), Strategy3D)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"offload": "disk"}, "offload='disk'"),
+        ({"grad_sync": "carrier_pigeon"}, "grad_sync='carrier_pigeon'"),
+        ({"grad_compression": "zip"}, "grad_compression='zip'"),
+    ],
+)
+def test_unknown_values_are_refused_when_built(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Strategy3D(**arguments)
+
+
+def _raised(build):
+    seed_everything(0, verbose=False)
+    began = time.monotonic()
+    try:
+        build()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return None
+
+
+def _wrong_product():
+    _fit(MLP(), 2, data_parallel_size=3)
+
+
+def _different_layouts():
+    _fit(MLP(), 2, zero_stage=1 + int(os.environ["RANK"]))
+
+
+def _nothing_to_train():
+    class Empty(BoringModel):
+        def __init__(self):
+            super().__init__()
+            del self.layer
+
+    _fit(Empty(), 2)
+
+
+def _lazy():
+    class LateGather(MLP):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.LazyLinear(1)
+
+    _fit(LateGather(), 2)
+
+
+def _leftover_group():
+    dist.init_process_group("gloo")
+    check_same_layout(Layout(data_parallel_size=4), 4)
+
+
+def _raise_with(name):
+    return _raised(globals()[name])
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("_wrong_product", LayoutError, r"data_parallel_size=3 .* = 3 ranks, but the job has 2"),
+        ("_different_layouts", LayoutError, r"rank 1 was given another layout than rank 0"),
+        ("_nothing_to_train", ConfigurationError, r"has no parameters"),
+        ("_lazy", ConfigurationError, r"lazy parameters"),
+        ("_leftover_group", LayoutError, r"left over from an earlier job"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank_before_training(case, kind, message):
+    for result in run(_raise_with, case, world=2, timeout=60):
+        assert result is not None
+        assert result[0] == kind.__name__
+        assert re.search(message, result[1], re.S)
+
+
+def _after_fit(stage):
+    seed_everything(0, verbose=False)
+    module = GPT()
+    before = list(module.parameters())
+    kind = type(module)
+    trainer = _fit(module, 2, zero_stage=stage)
+    assert type(module) is kind
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True)), "the same Parameter objects as before"
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+    assert module.head.weight is module.embed.weight
+    (optimizer,) = trainer.optimizers
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in before}
+    assert all(not isinstance(t, DTensor) for s in optimizer.state.values() for t in s.values())
+    assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in module.modules())
+    module(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    trainer.validate(module, verbose=False)
+    _fit(module, 2, zero_stage=stage)  # and again
+    return dict(module.state_dict())
+
+
+def _free_foreign(options):
+    trainer = _fit(GPT(), 2, **options)
+    run, weight = weakref.ref(trainer.strategy), weakref.ref(trainer.lightning_module.head.weight)
+    del trainer
+    gc.collect()
+    return run() is None, weight() is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2},
+                {"pipeline_parallel_size": 2}], ids=str,
+)  # fmt: skip
+def test_a_run_that_nobody_refers_to_leaves_memory(options):
+    assert run(_free_foreign, options, world=2) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_module_is_plain_whole_and_usable_after_fit(stage):
+    one, two = run(_after_fit, stage, world=2)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _built_before():
+    seed_everything(0, verbose=False)
+
+    class Early(MLP):
+        def __init__(self):
+            super().__init__()
+            self.early = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+        def configure_optimizers(self):
+            return self.early[0]
+
+    module = Early()
+    before = module.net[0].weight.detach().clone()
+    _fit(module, 2, zero_stage=1)
+    return float((module.net[0].weight - before).abs().max())
+
+
+def test_an_optimizer_built_before_placing_is_given_the_placed_parameters():
+    assert min(run(_built_before, world=2)) > 0
+
+
+BROKEN = """
+import copy
+import os
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_3d
+
+class Broken(BoringModel):
+    def on_train_batch_start(self, batch, batch_idx):
+        if os.environ["RANK"] == "1" and batch_idx == 1:
+            raise RuntimeError("this rank alone")
+
+torch.set_num_threads(1)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=9, strategy=lightning_3d.Strategy3D(timeout=100), **flags)
+trainer.fit(Broken())
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_raises_frees_the_others(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(BROKEN)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env={**_environment(), **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=80)[1] for rank in ranks]  # less than the strategy's own timeout
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert "this rank alone" in said[1]
+    assert "Connection closed by peer" in said[0] or "PeerError" in said[0]
+
+
+def _state_on_one_rank():
+    from lightning_3d.ranks import talk
+
+    talk.PATIENCE = 1.0
+
+    class Asks(MLP):
+        def on_train_batch_end(self, *_):
+            if os.environ["RANK"] == "0":
+                try:
+                    self.state_dict()
+                except PeerError as error:
+                    self.said = str(error)
+            dist.barrier()
+
+    module = Asks()
+    module.said = ""
+    _fit(module, 2, zero_stage=1)
+    return module.said
+
+
+def test_state_dict_on_one_rank_alone_is_an_error_and_no_hang():
+    said = run(_state_on_one_rank, world=2)
+    assert "not on rank 1" in said[0]
+    assert "call it on every rank" in said[0]
+
+
+def _data_of(rank_of):
+    class Peek(BoringModel):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(
+        **{**QUIET, "devices": 2, "strategy": Strategy3D(), "max_epochs": 1, "use_distributed_sampler": True}
+    )
+    trainer.fit(Peek())
+    loader = trainer.train_dataloader
+    return loader.sampler.num_replicas, loader.sampler.rank
+
+
+def test_samplers_go_by_data_rank():
+    assert run(_data_of, None, world=2) == [(2, 0), (2, 1)]
+
+
+def _inference():
+    class Evaluated(MLP):
+        modes = ()
+
+        def validation_step(self, batch, batch_idx):
+            self.modes = (*self.modes, torch.is_inference_mode_enabled())
+            self.within = [loop.inference_mode for loop in loops]
+            super().validation_step(batch, batch_idx)
+
+    module = Evaluated()
+    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": Strategy3D(zero_stage=3), "num_sanity_val_steps": 1})
+    loops = trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop
+    for loop in loops:
+        loop.inference_mode = True
+    trainer.validate(module, verbose=False)
+    return module.modes, module.within, [loop.inference_mode for loop in loops]
+
+
+def test_no_loop_evaluates_under_inference_mode():
+    for modes, within, after in run(_inference, world=2):
+        assert modes
+        assert not any(modes)
+        assert not any(within)
+        assert all(after)
+
+
+SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import lightning_3d
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    strategy = lightning_3d.Strategy3D(start_method="{method}")
+    trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=strategy, **flags)
+    trainer.fit(BoringModel())
+    print("finished", trainer.global_rank, trainer.world_size, flush=True)
+"""
+
+
+def _environment():
+    root = str(Path(lightning_3d.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("method", "command", "finished"),
+    [
+        ("popen", [sys.executable], 2),
+        pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
+        ("popen", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2),
+    ],
+    ids=["script", "spawn", "torchrun"],
+)
+def test_launchers(tmp_path, method, command, finished):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.replace("{method}", method)))
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, env=_environment())
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("finished") == finished
+
+
+def _rank_zero_saves_weights():
+    """What DDP users do: only rank 0 asks. With nothing sharded it needs no other rank."""
+
+    class Saves(MLP):
+        def on_train_batch_end(self, *arguments):
+            if os.environ["RANK"] == "0":
+                self.asked = len(self.state_dict()) + len(self.trainer.optimizers[0].state_dict())
+
+    module = Saves()
+    _fit(module, 2, zero_stage=0)
+    return getattr(module, "asked", 0)
+
+
+def test_state_dict_on_rank_zero_alone_is_fine_where_nothing_is_sharded():
+    assert run(_rank_zero_saves_weights, world=2)[0] > 0
+
+
+class CopyNotes(Callback):
+    """What keeps an average of the weights does, or a callback that looks at other callbacks."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.copy, self.before = copy.deepcopy(pl_module), [own.clone() for own in _held(pl_module)]
+
+    def on_train_end(self, trainer, pl_module):
+        self.kept = all(map(torch.equal, _held(self.copy), self.before))
+        self.trained = not all(map(torch.equal, _held(pl_module), self.before))
+
+
+def _held(module):
+    return [local(parameter).detach() for parameter in module.parameters() if not parameter.is_meta]
+
+
+def _copied_within_fit(strategy):
+    keeper = CopyNotes()
+    seed_everything(0, verbose=False)
+    Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), callbacks=[keeper], max_steps=2).fit(UntiedGPT())
+    return keeper.kept, keeper.trained
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, *({"zero_stage": stage} for stage in range(4))],
+    ids=str,
+)
+def test_the_module_can_be_copied_within_fit(strategy):
+    assert run(_copied_within_fit, strategy, world=2) == [(True, True)] * 2
+
+
+def test_a_copy_of_a_strategy_in_the_middle_of_a_run_undoes_nothing():
+    strategy, undone = Strategy3D(), []
+    strategy._undo.callback(undone.append, lambda: None)
+    for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        copied._undo.close()
+    assert undone == []
+
+
+def test_a_module_that_is_only_connected_can_be_saved(tmp_path):
+    """As `Trainer.save_checkpoint` allows with Lightning's own strategies; nothing is known of a run yet."""
+    trainer = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    module = MLP()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, module.state_dict())

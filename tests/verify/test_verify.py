@@ -1,0 +1,406 @@
+"""`Strategy3D(verify=...)` stays silent where all is well and finds what is planted."""
+
+import os
+import threading
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d import Precision3D, Strategy3D
+from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
+from lightning_3d.verify.first_step import FirstStep
+from tests.parity import QUIET, assert_parity
+from tests.workers import run
+from tests.zoo.language import GPT
+from tests.zoo.vectors import MLP
+
+LAYOUTS = {
+    "zero0": (2, {"zero_stage": 0}),
+    "zero3": (2, {"zero_stage": 3}),
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "all": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+}
+
+
+# "all" has every axis but data, "zero3" has that
+QUICK = [("zero3", "replicas"), ("all", "first_step")]
+CASES = [
+    pytest.param(layout, verify, marks=() if (layout, verify) in QUICK else pytest.mark.long)
+    for layout in LAYOUTS
+    for verify in ("first_step", "replicas")
+]
+
+
+@pytest.mark.parametrize(("layout", "verify"), CASES)
+def test_silent_where_all_is_well(layout, verify):
+    world, strategy = LAYOUTS[layout]
+    flags = {"accumulate_grad_batches": 2, "max_epochs": 2} if verify == "first_step" else {"max_epochs": 6}
+    assert_parity("GPT", world, {**strategy, "verify": verify}, trainer=flags)
+
+
+class Wrong(GPT):
+    """Its gradients are scaled once it is split and trains, or a weight drifts on rank 1."""
+
+    drift = training_began = False
+
+    def on_train_start(self):
+        self.training_began = True
+
+    def on_after_backward(self):
+        if self.drift and os.environ["RANK"] == "1":
+            weight = self.norm.weight
+            (weight.to_local() if hasattr(weight, "to_local") else weight).data.add_(1e-6)
+
+    def loss(self, batch):
+        split = self.training_began and any(p.is_meta or hasattr(p, "to_local") for p in self.parameters())
+        return super().loss(batch) * (1.01 if split and not self.drift else 1.0)
+
+
+def _fit(verify, drift, strategy, world):
+    seed_everything(7, verbose=False)
+    module = Wrong()
+    module.drift = drift
+    chosen = Strategy3D(**strategy, verify=verify)
+    flags = {"devices": world, "strategy": chosen, "max_epochs": 8, "limit_val_batches": 0}
+    try:
+        Trainer(**{**QUIET, **flags}).fit(module)
+    except DivergenceError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
+def test_a_wrong_scale_is_found_in_the_first_step(layout):
+    world, strategy = LAYOUTS[layout]
+    for said in run(_fit, "first_step", False, strategy, world, world=world):
+        assert said is not None
+        assert "from the unsplit module's is 1.0e-02" in said
+
+
+@pytest.mark.parametrize("layout", ["zero0", "tensor"])
+def test_a_drifting_replica_is_named(layout):
+    world, strategy = LAYOUTS[layout]
+    for said in run(_fit, "replicas", True, strategy, world, world=world):
+        assert said is not None
+        # tensor ranks share activations: what drifts on one bends the gradients of everything else
+        first = "norm.weight" if layout == "zero0" else "positions.weight"
+        assert f"before training batch 25, {first} is not the same on ranks 0 and 1" in said
+
+
+class Counted(GPT):
+    """A statistic in a buffer, of the batches of a data rank; on rank 1 also something else."""
+
+    drift = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen_tokens", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.seen_tokens += batch[0].float().mean() + (self.drift and os.environ["RANK"] == "1")
+        return super().training_step(batch, batch_idx)
+
+
+def _count(strategy, drift):
+    seed_everything(7, verbose=False)
+    module = Counted()
+    module.drift = drift
+    flags = {"devices": 2, "strategy": Strategy3D(**strategy, verify="replicas"), "max_epochs": 7}
+    try:
+        Trainer(**{**QUIET, **flags, "limit_val_batches": 0}).fit(module)
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
+    for said in run(_count, {"tensor_parallel_size": 2}, True, world=2):
+        assert "before training batch 25, seen_tokens is not the same on ranks 0 and 1" in said
+    assert run(_count, {"zero_stage": 1}, False, world=2) == ["", ""]
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
+    """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""
+    strategy = {axis: 2, "zero_stage": 0, "grad_compression": "int8"}
+    assert run(_fit, "replicas", False, strategy, 4, world=4) == [None] * 4
+
+
+def test_unknown_values_are_refused():
+    with pytest.raises(ConfigurationError, match="verify='always'"):
+        Strategy3D(verify="always")
+
+
+def test_digest_sees_order_and_bits():
+    from lightning_3d.verify.replicas import digest
+
+    x = torch.arange(8.0)
+    assert digest(x) == digest(x.clone())
+    assert digest(x) != digest(x.flip(0))
+    assert digest(x) != digest(x.nextafter(torch.tensor(9.0)))
+
+
+class Planted(MLP):
+    """Loses its gradients to NaN, or computes something else, once it is split and trains."""
+
+    factor = 1.0
+    began = False
+
+    def on_train_start(self):
+        self.began = True
+
+    def loss(self, batch):
+        split = self.began and any(hasattr(p, "to_local") for p in self.parameters())
+        return super().loss(batch) * (self.factor if split else 1.0)
+
+
+class UsesTrainer(Planted):
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.max_epochs
+        assert self.optimizers().param_groups[0]["lr"] > 0
+        return super().training_step(batch, batch_idx)
+
+
+class Thawed(Planted):
+    """A part is thawed, and another frozen, after the copy was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_start(self):
+        self.net[0].requires_grad_(True)
+        self.net[2].requires_grad_(False)
+
+
+class Small(Planted):
+    """Its gradients are too small for fp16, unless its loss is scaled."""
+
+    def loss(self, batch):
+        return super().loss(batch) * 1e-6
+
+
+class Hooked(Planted):
+    """What a hook sets after the copy was made: an attribute, a mode, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def on_train_start(self):
+        super().on_train_start()
+        self.norm.eval()
+        self.shift.fill_(0.3)
+        self.steps = 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.steps += 1
+
+    def loss(self, batch):
+        return super().loss((self.norm(batch[0] + self.shift), batch[1])) * self.steps
+
+
+class Consuming(Planted):
+    """Takes its batch apart, and changes it in place."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch[0].clone(), "y": batch[1]}
+
+    def loss(self, batch):
+        return super().loss((batch.pop("x").mul_(0.5), batch.pop("y")))
+
+
+class Normed(Planted):
+    """Keeps a weight with a graph in an attribute; its backward is its own."""
+
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nn.utils.weight_norm(self.net[0])
+
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+class Masked(Planted):
+    """A hook of a gradient, and gradients of few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 8, sparse=True)
+        self.net[0].weight.register_hook(lambda grad: grad * 0.5)
+
+    def loss(self, batch):
+        return super().loss((batch[0] + self.table(torch.zeros(len(batch[0]), dtype=torch.long)), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _lose(stage):
+    """Rank 1 loses a gradient."""
+    reduced = FirstStep.compare
+
+    def compare(self, composed, group, scale):
+        if os.environ["RANK"] == "1":
+            composed.module.net[0].weight.grad = None
+        return reduced(self, composed, group, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstStep, "compare", compare)
+        return _first_step(Planted, 1.0, None, 1, {"zero_stage": stage})
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_gradient_that_one_rank_lost_is_named(stage):
+    for said, _ in run(_lose, stage, world=2):
+        assert said is not None
+        assert "(net.0.weight), relative to its norm" in said
+
+
+class Locked(Planted):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Closed(Planted):
+    def __init__(self):
+        super().__init__()
+        self.inner = lambda x: self.net(x)
+
+    def loss(self, batch):
+        return (self.inner(batch[0]) - batch[1]).square().mean()
+
+
+class Keys(GPT):
+    """The gradient of a key's bias is zero, but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, 0.0) for _ in range(2))
+        for block in self.blocks:
+            block.self_attn = Separate()
+
+
+class Separate(nn.Module):
+    batch_first = True
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, *args, **kwargs):
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)), None
+
+
+def _first_step(kind, factor, scale, epochs=6, strategy=None):
+    """What was raised and warned of."""
+    seed_everything(7, verbose=False)
+    module = kind()
+    module.factor = factor
+    plugins = [] if scale is None else [Precision3D("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
+    strategy = Strategy3D(**(strategy or {"zero_stage": 1}), verify="first_step", quiet=True)
+    flags = {"max_epochs": epochs, "limit_val_batches": 0, "plugins": plugins}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            Trainer(**{**QUIET, **flags, "devices": 2, "strategy": strategy}).fit(module)
+        except (DivergenceError, UnsupportedError) as error:
+            return str(error), ""
+    return None, " ".join(str(warning.message) for warning in caught if "verify=" in str(warning.message))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("kind", [UsesTrainer, Thawed, Hooked, Consuming, Normed])
+def test_a_step_may_use_the_trainer_and_hooks_may_change_what_it_uses(kind):
+    for found in run(_first_step, kind, 1.0, None, 1, world=2):
+        assert found == (None, "")
+
+
+def test_hooks_of_gradients_are_those_of_the_copy_too():
+    for found in run(_first_step, Masked, 1.0, None, 1, {"zero_stage": 0}, world=2):
+        assert found == (None, "")
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_no_divergence():
+    for said, _ in run(_first_step, Keys, 1.0, None, 1, {"pipeline_parallel_size": 2}, world=2):
+        assert said is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Locked, "Locked cannot be copied (TypeError: cannot pickle '_thread.lock' object)"),
+        (Closed, "where it failed (RuntimeError: it called Sequential of the module itself)"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(kind, why):
+    for said, _ in run(_first_step, kind, 1.0, None, 1, world=2):
+        assert said is not None
+        assert why in said
+
+
+@pytest.mark.parametrize("scale", [None, 16.0])
+def test_gradients_that_are_not_finite_are_found(scale):
+    for said, _ in run(_first_step, Planted, NAN, scale, world=2):
+        assert "of the first gradient of scale and that of the unsplit module only one is finite" in said
+
+
+def test_the_first_step_is_the_first_that_does_not_overflow():
+    for said, _ in run(_first_step, Planted, 2.0, 2.0**30, world=2):
+        assert "from the unsplit module's is 1.0e+00" in said
+    (_, told), _ = run(_first_step, Planted, 2.0, 2.0**60, 1, world=2)
+    assert "has compared nothing: gradients overflowed in all 5 steps" in told
+
+
+def test_small_gradients_do_not_vanish_in_the_copy():
+    assert [said for said, _ in run(_first_step, Small, 1.0, 2.0**12, world=2)] == [None, None]
+
+
+class Manual(MLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def _fit_manual():
+    with pytest.raises(UnsupportedError, match="Manual optimizes manually"):
+        Trainer(**QUIET, devices=1, strategy=Strategy3D(verify="first_step")).fit(Manual())
+
+
+def test_manual_optimization_is_refused():
+    run(_fit_manual, world=1)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.size = max(self.size, made.nbytes)
+        return made
+
+
+def test_digest_takes_little_memory():
+    from lightning_3d.verify.replicas import digest
+
+    x = torch.randn(1 << 20)
+    with Largest() as largest:
+        found = digest(x)
+    assert largest.size <= 3 * x.nbytes  # eight bytes for each of a chunk's, not for each of all
+    bits = x.view(torch.uint8).long()
+    assert found == int((bits * (torch.arange(bits.numel()) % 65521 + 1)).sum())

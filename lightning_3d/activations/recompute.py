@@ -52,7 +52,7 @@ class _Found:
     base: int
     """The most bytes that were kept with every block computed again."""
     blocks: dict[str, tuple[int, int]]
-    """For each block its further bytes in one call, and the most calls at one time."""
+    """For each block, in running order, its further bytes in one call, and the most calls at one time."""
 
 
 @dataclass
@@ -61,7 +61,8 @@ class BudgetFit:
 
     [Note: fit] The first batch runs with every block computed again. Autograd's hooks count what is kept between
     blocks and behind them, and each block runs once more to count what it would keep. The blocks whose activations
-    fit are then kept, the last ones first. Ranks that compute the same blocks must decide alike, or one of them
+    fit are then kept, the last ones first: their backwards are over, and their activations freed, before another block
+    of the same microbatch is computed again. Ranks that compute the same blocks must decide alike, or one of them
     would send what no other receives. So they decide on the largest numbers of all of them.
     """
 
@@ -71,16 +72,19 @@ class BudgetFit:
     trained: int = -1
     """Parameters that were trained when the bytes were measured; others may be thawed later."""
     saved: SavedBytes | None = None
-    fitted: bool = field(default=True)
+    fitted: bool = True
+    order: list[str] = field(default_factory=list)
+    """Names of measured blocks, as they ran."""
 
     def before_batch(self) -> None:
         """Decide if the last batch was measured, and begin to measure if this one is to be. Collective."""
         trained = sum(parameter.requires_grad for parameter in self.module.parameters())
         if trained != self.trained:
-            self.trained, self.fitted = trained, False
+            self.trained, self.fitted, self.order = trained, False, []
             self.saved = SavedBytes([*self.module.parameters(), *self.module.buffers()])
             for block in self.recomputed.blocks.values():
-                block.on, block.measured = True, BlockBytes(together=syncs_statistics(block.module))
+                together = syncs_statistics(block.module)
+                block.on, block.measured = True, BlockBytes(order=self.order, together=together)
         elif not self.fitted:
             self._fit()
 
@@ -91,8 +95,8 @@ class BudgetFit:
     def _fit(self) -> None:
         assert self.saved is not None
         self.fitted, blocks = True, self.recomputed.blocks
-        bytes_of = {name: block.measured for name, block in blocks.items() if block.measured is not None}
-        found = _Found(self.stage, self.saved.peak, {name: (b.extra, b.most) for name, b in bytes_of.items()})
+        measured = {name: blocks[name].measured for name in self.order}
+        found = _Found(self.stage, self.saved.peak, {n: (b.extra, b.most) for n, b in measured.items() if b})
         self.saved = None
         ranks = talk.gather(found)
         for stage in sorted({each.stage for each in ranks}):
@@ -106,20 +110,23 @@ class BudgetFit:
         """The blocks of a pipeline rank whose activations are kept."""
         budget = self.recomputed.choice.budget
         assert budget is not None
-        extra = {name: max(each.blocks[name][0] for each in ranks) for name in ranks[0].blocks}
-        calls = {name: max(each.blocks[name][1] for each in ranks) for name in ranks[0].blocks}
+        names = list(ranks[0].blocks)
+        extra = {name: max(each.blocks[name][0] for each in ranks) for name in names}
+        calls = {name: max(each.blocks[name][1] for each in ranks) for name in names}
         base = max(each.base for each in ranks)
-        if base + sum(extra[name] * calls[name] for name in extra) <= budget:
-            return set(extra)
-        left, kept = budget - base - max(extra.values(), default=0), set[str]()
-        if left < 0:
-            rank_zero_warn(
-                f"recompute_budget={budget / 1e9:.3g} GB is less than the {(budget - left) / 1e9:.3g} GB that pipeline"
-                f" rank {stage} keeps even with every block computed again. Training goes on like that. Use smaller"
-                " batches or microbatches, or more tensor ranks with sequence_parallel=True."
-            )
-        for name in reversed(extra):
-            if extra[name] * calls[name] <= left:
-                left -= extra[name] * calls[name]
-                kept.add(name)
-        return kept
+
+        def peak(first: int) -> int:
+            """The most bytes where the blocks from `first` on are kept."""
+            kept, again = names[first:], max((extra[name] for name in names[:first]), default=0)
+            waiting = sum(extra[name] * max(calls[name] - 1, 0) for name in kept)  # of other microbatches
+            return base + max(sum(extra[name] * calls[name] for name in kept), waiting + again)
+
+        for first in range(len(names) + 1):
+            if peak(first) <= budget:
+                return set(names[first:])
+        rank_zero_warn(
+            f"recompute_budget={budget / 1e9:.3g} GB is less than the {peak(len(names)) / 1e9:.3g} GB that pipeline"
+            f" rank {stage} keeps even with every block computed again. Training goes on like that. Use smaller batches"
+            " or microbatches, or more tensor ranks with sequence_parallel=True."
+        )
+        return set()

@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class RecomputedForward:
         with restored_streams(), isolated_buffers(self.module, names), SavedBytes(own) as saved:
             result = compute()
         measured.extra, measured.elements = saved.peak, _elements(tensors)
+        measured.order.append(self.name)
         del result
 
 
@@ -101,6 +102,8 @@ class RecomputedForward:
 class BlockBytes:
     """What a block would keep if it were not computed again."""
 
+    order: list[str] = field(default_factory=list)
+    """Names of all measured blocks, in the order of their first calls."""
     extra: int = 0
     """Bytes in a call, besides its arguments."""
     elements: int | None = None

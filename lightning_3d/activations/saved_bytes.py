@@ -43,7 +43,7 @@ class SavedBytes:
         self.hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Any:
-        return tensor, self.add(tensor)
+        return tensor.detach(), self.add(tensor)  # a result that its own node saves would keep itself alive
 
     def _unpack(self, packed: Any) -> Tensor:
         tensor: Tensor = packed[0]

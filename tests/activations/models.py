@@ -78,9 +78,9 @@ class Odd(nn.Module):
         self.register_buffer("centre", torch.zeros(width))
 
     def forward(self, x):
-        h = self.first(x).relu_()
+        h = self.first(x)
         h *= 1 + random.random()
-        h = self.norm(h) - self.centre
+        h = self.norm(h.relu()) - self.centre
         if self.training:
             self.centre.lerp_(x.detach().mean(0), 0.1)
         y = self.second(h)
@@ -98,8 +98,30 @@ class OddOnes(Base):
 
     def tensors(self):
         random_ = torch.Generator().manual_seed(5)
-        return [torch.randn(self.samples, 16, generator=random_), torch.randint(0, 3, (self.samples,), generator=random_)]
+        return [
+            torch.randn(self.samples, 16, generator=random_),
+            torch.randint(0, 3, (self.samples,), generator=random_),
+        ]
 
     def loss(self, batch):
         x, y = batch
         return F.cross_entropy(self.head(self.blocks(x)), y)
+
+
+class Wide(Tokens):
+    """Large enough for activations to fill the memory of a step."""
+
+    batch_size, samples, rate, depth, width, length = 8, 32, 0.0, 8, 64, 64
+
+    def __init__(self):
+        Base.__init__(self)
+        self.embed = nn.Embedding(32, self.width)
+        self.blocks = nn.ModuleList(Attention(self.width, rate=self.rate) for _ in range(self.depth))
+        self.norm, self.head = nn.LayerNorm(self.width), nn.Linear(self.width, 32)
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randint(0, 32, (self.samples, self.length + 1), generator=generator)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)

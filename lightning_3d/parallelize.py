@@ -2,10 +2,11 @@
 
 `make_plan` decides, equally on every rank. `parallelize` applies the plan in place; `ParallelModule.undo` reverts it.
 
-[Note: order] stages -> tensor -> data.
+[Note: order] stages -> tensor -> recompute -> data.
 Stages come first, so that no rank shards a weight that it is about to drop. The stages are compared with the unsplit
 module at once if tensor ranks follow: dropout on shards gives other numbers. Tensor comes before data, so that FSDP2
-shards what a tensor rank owns. Without tensor ranks the comparison waits until the data axis is applied
+shards what a tensor rank owns. Recompute is between them: a block is computed again in shards, and gathered once for
+that and its backward. Without tensor ranks the comparison waits until the data axis is applied
 (`strategy/steps.py`): FSDP2 may cast to another dtype, and what is learnt there is kept for training.
 A new parallelism is a new folder and one more line in `parallelize`.
 """
@@ -25,6 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.activations.recompute import RecomputedBlocks, recompute_blocks
+from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
@@ -62,6 +65,8 @@ class UserChoices:
     """"batch" computes the loss once on the full batch, "microbatch" once per microbatch."""
     tensor_plan: Mapping[str, str] | None = None
     """Patterns of names -> how to split them."""
+    recompute: Recompute = KEEP_ALL
+    """Activations that backward computes again."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ParallelPlan:
     uncut_run: UncutRun | None = None
     """One microbatch, run by the module before it is cut."""
     loss_scope: LossScope = "microbatch"
+    recompute: Recompute = KEEP_ALL
 
 
 def make_plan(
@@ -108,7 +114,7 @@ def make_plan(
             )
         )
         tensor = keep_within_stages(tensor, split)
-    return ParallelPlan(anatomy, split, tensor, uncut_run, choices.loss_scope)
+    return ParallelPlan(anatomy, split, tensor, uncut_run, choices.loss_scope, choices.recompute)
 
 
 def plan_pipeline(
@@ -151,6 +157,7 @@ class ParallelModule:
     module: nn.Module
     data: DataParallel = field(default_factory=NoData)
     tensor: AppliedTensor | None = None
+    recomputed: RecomputedBlocks | None = None
     split: AppliedSplit | None = None
     stages: Stages | None = None
     make_pipeline: Callable[[Hooks], Pipeline] | None = None
@@ -194,6 +201,8 @@ class ParallelModule:
         """Remove hooks and patches once other ranks do not answer any more. The parameters stay sharded."""
         for hook in self.hooks:
             hook.remove()
+        if self.recomputed is not None:
+            self.recomputed.undo()
         if self.tensor is not None:
             self.tensor.undo_patches.run()
 
@@ -202,6 +211,8 @@ class ParallelModule:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
         for hook in self.hooks:
             hook.remove()
+        if self.recomputed is not None:
+            self.recomputed.undo()
         if self.plain:
             return
         self.data.reshard()
@@ -244,6 +255,8 @@ def parallelize(
             prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], ledger=data_axis.ledger)
+    if training:
+        parallel.recomputed = recompute_blocks(module, plan.anatomy, plan.recompute)
     parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.policy(), training)
     parallel.splits = _splits_of(module, parallel.tensor)
     if parallel.tensor is not None and isinstance(parallel.data, ShardedData):

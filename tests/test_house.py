@@ -43,6 +43,7 @@ ORDER = [
     {"module", "ranks"},
     {"data", "faults", "optim", "precision"},
     {"comm", "sandbox"},
+    {"activations"},
     {"pipeline", "planner", "tensor", "zero"},
     {"auto_layout", "parallelize"},
     {"checkpoint", "dryrun", "usercode", "verify"},

@@ -74,3 +74,11 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> No
     momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
     module.running_var.lerp_((variance * count / max(count - 1, 1)).to(module.running_var.dtype), momentum)
+
+
+def syncs_statistics(module: nn.Module) -> bool:
+    """Return True if a forward of `module` talks to other data ranks."""
+    return any(
+        isinstance(each, nn.SyncBatchNorm) or isinstance(vars(each).get("forward"), _SyncedForward)
+        for each in module.modules()
+    )

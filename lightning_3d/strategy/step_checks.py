@@ -1,10 +1,12 @@
 """Checks around the steps of a placed module: equal samples on peers, and the checks of `verify`."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import distributed as dist
 
+from lightning_3d.activations.recompute import BudgetFit
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
@@ -20,6 +22,10 @@ class StepCheck:
     """A check of every step. A subclass overrides the moments that it needs."""
 
     def before_train(self, args: Args) -> None: ...
+
+    def around_train(self) -> AbstractContextManager[Any]:
+        """The context of the step."""
+        return nullcontext()
 
     def after_train(self) -> None: ...
 
@@ -56,6 +62,19 @@ class ReplicasAgree(StepCheck):
         if self.batches % EVERY == 0:
             self.replicas.check(self.batches)
         self.batches += 1
+
+
+class ActivationsFit(StepCheck):
+    """Keep the activations of as many blocks as a budget allows."""
+
+    def __init__(self, fit: BudgetFit) -> None:
+        self.fit = fit
+
+    def before_train(self, args: Args) -> None:
+        self.fit.before_batch()
+
+    def around_train(self) -> AbstractContextManager[Any]:
+        return self.fit.batch()
 
 
 class FirstStepAgrees(StepCheck):

@@ -1,7 +1,7 @@
 """The steps of a placed module: unchanged, or as stages of a pipeline, with checks around them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -147,7 +147,10 @@ class CheckedSteps:
     def train(self, call: Call, args: Args) -> Any:
         for check in self.checks:
             check.before_train(args)
-        output = self.runner.train(call, args)
+        with ExitStack() as stack:
+            for check in self.checks:
+                stack.enter_context(check.around_train())
+            output = self.runner.train(call, args)
         for check in self.checks:
             check.after_train()
         return output

@@ -14,6 +14,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d import parallelize, precision
+from lightning_3d.activations.recompute import BudgetFit
+from lightning_3d.activations.recompute_choice import Recompute, RecomputeMode
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
@@ -46,7 +48,7 @@ from lightning_3d.strategy.checks import (
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.step_checks import FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
+from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.training import Training
 from lightning_3d.strategy.window import Window
@@ -80,6 +82,10 @@ class Strategy3D(Training):
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
         offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        recompute: activations that backward computes again, block by block. "full" keeps only what enters a block;
+            "selective" also results of products, attention and collectives; "auto" is full for as few blocks as
+            `recompute_budget` allows.
+        recompute_budget: for "auto", the memory of a rank for activations: "20GB", or a number of bytes.
         checkpoint_format: "full" is Lightning's own single file; "sharded" a directory to which every rank writes its
             shards and from which any layout loads; "auto" is "full" while the training state fits in a gigabyte.
         async_checkpoint: save a copy of the state in the background; training waits for the copy only. One save runs
@@ -119,6 +125,8 @@ class Strategy3D(Training):
         grad_sync: GradSync | Literal["auto"] = "auto",
         grad_compression: GradCompression | None = None,
         offload: Offload = "none",
+        recompute: RecomputeMode | None = None,
+        recompute_budget: str | float | None = None,
         checkpoint_format: CheckpointFormat = "auto",
         async_checkpoint: bool = False,
         resume: Resume | None = None,
@@ -152,7 +160,12 @@ class Strategy3D(Training):
             sequence_parallel=sequence_parallel,
             offload=offload,
         )
-        self._choices = UserChoices(pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan)
+        self._choices = UserChoices(
+            pipeline_split=pipeline_split,
+            loss_scope=loss_scope,
+            tensor_plan=tensor_plan,
+            recompute=Recompute.of(recompute, recompute_budget),
+        )
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
@@ -305,6 +318,8 @@ class Strategy3D(Training):
         checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
+        if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
+            checks.append(ActivationsFit(BudgetFit(parallel.recomputed, self._module, self.coordinate.pipeline)))
         if first is not None:
             checks.append(FirstStepAgrees(first, parallel, self.data_group, random, window, plugin))
         self._steps = CheckedSteps(runner, checks, window, random)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.layout import TENSOR_AXIS
 
 
@@ -65,6 +66,7 @@ class GroupAxis:
     def __deepcopy__(self, memo: Any) -> "GroupAxis":
         return self  # a copied module has the same peers
 
+    @kept_once
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
@@ -76,12 +78,14 @@ class GroupAxis:
         self._count("all_reduce", result, 2 / self.size)
         return _ending(dist.all_reduce(result, group=self.group, async_op=True), result)
 
+    @kept_once
     def all_max(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
         dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
         return result
 
+    @kept_once
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
         padded = tensor.new_zeros(max(sizes))
@@ -91,6 +95,7 @@ class GroupAxis:
         dist.all_gather(received, padded, group=self.group)
         return [flat[:size].view(shape) for flat, size, shape in zip(received, sizes, shapes, strict=True)]
 
+    @kept_once
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
         if _uneven(tensors):
             return self._own(self.all_reduce(_flat(tensors)), tensors)

@@ -1,0 +1,150 @@
+"""Selective recompute: expensive results are kept, and the recomputation of a block takes them.
+
+Kept are the results of matrix products, convolutions, attention and our collectives. Norms, activation functions and
+dropout are computed again: they are cheap, and make up most of what a block keeps.
+
+torch's `create_selective_checkpoint_contexts` (2.13) raises where a kept result was changed in place later, where
+autocast has cached a weight, and for a second backward of one graph. It replays no collective that writes in place. So
+this file has two dispatch modes of its own. A kept result that was changed since is computed again.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.errors import RunError
+from lightning_3d.module.autograd_private import same_version
+from lightning_3d.sandbox.trees import map_leaves
+
+_PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution", "_grouped_mm", "_scaled_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
+)  # fmt: skip
+KEPT: dict[Any, int | None] = {
+    getattr(torch.ops.aten, name).default: next(
+        (i for i, a in enumerate(getattr(torch.ops.aten, name).default._schema.arguments) if a.name == "dropout_p"),
+        None,
+    )
+    for name in _PRODUCTS
+    if hasattr(torch.ops.aten, name)
+}
+"""Operations whose results are kept, each with the place of its dropout rate among the arguments."""
+
+
+class _Running(threading.local):
+    mode: "_Mode | None" = None
+
+
+_running = _Running()  # of each thread: autograd has one for each device
+
+
+def kept_once(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective: the recomputation of a block takes its result and sends nothing."""
+
+    @wraps(collective)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = _running.mode
+        if mode is None:
+            return collective(*args, **kwargs)
+        _running.mode = None  # a collective may be made of others
+        try:
+            return mode.result(collective, lambda: collective(*args, **kwargs))
+        finally:
+            _running.mode = mode
+
+    return call
+
+
+class KeptResults:
+    """The kept results of one forward of a block, in the order in which they were computed."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Any, Any]] = []
+
+    def contexts(self) -> tuple["_Keep", "_Take"]:
+        """The contexts of the forward and of its recomputation."""
+        return _Keep(self), _Take(self)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, kept: KeptResults) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def __enter__(self) -> Any:
+        self.outer, _running.mode = _running.mode, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _running.mode = self.outer
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in KEPT or _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self.result(func, lambda: func(*args, **kwargs))
+
+    def result(self, what: Any, compute: Callable[[], Any]) -> Any:
+        """The result of `what`, computed or taken."""
+        raise NotImplementedError
+
+
+class _Keep(_Mode):
+    def result(self, what: Any, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        self.kept.entries.append((what, map_leaves(_Entry.of, result)))
+        return result
+
+
+class _Take(_Mode):
+    def __enter__(self) -> Any:
+        self.place = 0  # a graph may be kept for a second backward
+        return super().__enter__()
+
+    def result(self, what: Any, compute: Callable[[], Any]) -> Any:
+        entries = self.kept.entries
+        if self.place >= len(entries) or entries[self.place][0] is not what:
+            raise RunError(
+                f"Backward computes a block again with recompute='selective', and {what} is not what the forward"
+                " computed there. The block runs differently when it runs again: it reads a value that changes between"
+                " the two. Use recompute=None for this module."
+            )
+        _, result = entries[self.place]
+        self.place += 1
+        return compute() if _any_changed(result) else map_leaves(_Entry.taken, result)
+
+
+class _Entry:
+    """A kept tensor, which the code after it may change in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = same_version(tensor), tensor._version
+
+    @staticmethod
+    def of(leaf: Any) -> Any:
+        return _Entry(leaf) if isinstance(leaf, Tensor) else leaf
+
+    @staticmethod
+    def taken(leaf: Any) -> Any:
+        return same_version(leaf.tensor) if isinstance(leaf, _Entry) else leaf
+
+
+def _any_changed(result: Any) -> bool:
+    found: list[bool] = []
+    map_leaves(lambda leaf: found.append(isinstance(leaf, _Entry) and leaf.tensor._version != leaf.version), result)
+    return any(found)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for attention with dropout: without its draw, later masks of the recomputation would differ."""
+    place = KEPT[func]
+    rate = kwargs.get("dropout_p", args[place] if place is not None and place < len(args) else 0.0)
+    return bool(rate)

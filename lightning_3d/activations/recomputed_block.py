@@ -1,0 +1,238 @@
+"""Blocks that keep what enters them, and compute the rest of their activations again in backward.
+
+`RecomputedForward` is one more forward around each block: outside of tensor parallelism, so that a block is computed
+again as it was, and inside of FSDP2's hooks, so that its weights are gathered once for the recomputation and the
+backward. `torch.utils.checkpoint` (non-reentrant) does the work. Added here are Python's and numpy's random streams,
+and buffers: the recomputation reads the values that the forward read, and its changes are undone.
+"""
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.activations.kept_results import KeptResults
+from lightning_3d.activations.saved_bytes import SavedBytes
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.autograd_private import in_backward, in_checkpoint
+from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.sandbox.snapshot import isolated_buffers
+from lightning_3d.sandbox.trees import leaves, map_leaves
+
+Place = tuple[nn.Module, str]
+"""A buffer: its module, and its name there."""
+Noted = Mapping[Place, tuple[Tensor | None, int, Tensor | None]]
+"""Each buffer before a forward, its version, and a copy where the forward may change it."""
+
+
+class RecomputedForward:
+    """The forward of a block that backward computes again.
+
+    A region that the user's own code checkpoints is left to it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, selective: bool) -> None:
+        self.module, self.name, self.selective = module, name, selective
+        self.original = module.__dict__.get("forward")
+        self.__signature__ = inspect.signature(module.forward)
+        self.buffers = _ChangedBuffers(module, name)
+        self.on = True
+        """False where the activations of this block are kept."""
+        self.measured: BlockBytes | None = None
+        """For a memory budget: what the block would keep, once a call is measured."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.original or type(self.module).forward.__get__(self.module)
+        if not torch.is_grad_enabled() or in_backward() or in_checkpoint():
+            return forward(*args, **kwargs)
+        tensors = [leaf for leaf in leaves((args, kwargs)) if _is_plain(leaf)]
+        if self.measured is not None and self.measured.elements is None:
+            self._measure(self.measured, tensors, lambda: forward(*args, **kwargs))
+        if not self.on and (self.measured is None or self.measured.covers(tensors)):
+            return forward(*args, **kwargs)
+        frame = map_leaves(lambda leaf: _HOLE if _is_plain(leaf) else leaf, (args, kwargs))
+
+        def compute(*given: Tensor) -> Any:
+            left = iter(given)
+            now: Any = map_leaves(lambda leaf: next(left) if leaf is _HOLE else leaf, frame)
+            return forward(*now[0], **now[1])
+
+        return checkpoint(compute, *tensors, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        keep, take = KeptResults().contexts() if self.selective else (nullcontext(), nullcontext())
+        streams, buffers, measured = _python_streams(), self.buffers.before(), self.measured
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            with keep:
+                yield
+            self.buffers.note(buffers)
+            if measured is not None:
+                measured.begun()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            if measured is not None:
+                measured.ended()
+            with _streams_at(streams), self.buffers.as_before(buffers), take:
+                yield
+
+        return first(), _Repeatable(again)
+
+    def _measure(self, measured: "BlockBytes", tensors: list[Tensor], compute: Callable[[], Any]) -> None:
+        """Run the block once more and count what it would keep, besides its arguments. No trace of the run remains."""
+        own = [*tensors, *self.module.parameters(), *self.module.buffers()]
+        names = [name for name, _ in self.module.named_buffers()]
+        with restored_streams(), isolated_buffers(self.module, names), SavedBytes(own) as saved:
+            result = compute()
+        measured.extra, measured.elements = saved.peak, _elements(tensors)
+        measured.order.append(self.name)
+        del result
+
+
+@dataclass
+class BlockBytes:
+    """What a block would keep if it were not computed again."""
+
+    order: list[str] = field(default_factory=list)
+    """Names of all measured blocks, in the order of their first calls."""
+    extra: int = 0
+    """Bytes in a call, besides its arguments."""
+    elements: int | None = None
+    """Elements of the arguments of the measured call; None before it."""
+    running: int = 0
+    """Calls whose backward has not begun."""
+    most: int = 0
+    """The most of them at one time."""
+    together: bool = False
+    """True where the block talks to other data ranks, which must all compute it again or none."""
+
+    def covers(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True unless a call with these arguments is larger than the measured one."""
+        return self.together or self.elements is None or _elements(tensors) <= self.elements
+
+    def begun(self) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+
+    def ended(self) -> None:
+        self.running -= 1
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+class _Repeatable(AbstractContextManager[None]):
+    """A context that may be entered again once it is left: a graph may be kept for a second backward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make = make
+
+    def __enter__(self) -> None:
+        self.present = self.make()
+        self.present.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.present.__exit__(*error)
+
+
+class _Hole:
+    """The place of a tensor in the arguments of a block."""
+
+
+_HOLE = _Hole()
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return True for a tensor that autograd saves; others (sharded, gathered late) stay in the arguments."""
+    return type(leaf) in (Tensor, nn.Parameter)
+
+
+class _ChangedBuffers:
+    """The buffers that a block's forward changes: statistics of batch norm, a codebook, a count."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.name = name
+        self.places = [(owner, leaf) for owner in module.modules() for leaf in owner._buffers]
+        self.changing: set[Place] | None = None
+        """None until the first forward has shown them."""
+
+    def before(self) -> Noted:
+        """Note the buffers before a forward."""
+        noted = {}
+        for owner, leaf in self.places:
+            buffer = owner._buffers[leaf]
+            copied = buffer is not None and (self.changing is None or (owner, leaf) in self.changing)
+            version = -1 if buffer is None or buffer.is_inference() else buffer._version
+            noted[owner, leaf] = buffer, version, buffer.detach().clone() if copied and buffer is not None else None
+        return noted
+
+    def note(self, noted: Noted) -> None:
+        """Find what a forward has changed since `before`. Later forwards must change no more."""
+        changed = {
+            place
+            for place, (buffer, version, copy) in noted.items()
+            if place[0]._buffers[place[1]] is not buffer
+            or (buffer is not None and version >= 0 and buffer._version != version)
+            or (self.changing is None and buffer is not None and copy is not None and not _equal(buffer, copy))
+        }
+        if self.changing is None:
+            owners = {owner for owner, _ in changed}  # batch norm writes to its statistics without a new version
+            self.changing = {place for place in self.places if place[0] in owners}
+        for owner, leaf in changed - self.changing:
+            raise UnsupportedError(
+                f"{self.name} changes its buffer {leaf!r} ({type(owner).__name__}) in this call, and did not in its"
+                " first one. With recompute, backward runs the block again and would read the changed value. Change it"
+                " in every call or in a hook between steps, or use recompute=None."
+            )
+
+    @contextmanager
+    def as_before(self, noted: Noted) -> Iterator[None]:
+        """Let the code inside work on the values before a forward; the present ones are back at the end.
+
+        Nothing is written to the buffers themselves: a backward may still need their values.
+        """
+        places = [(owner, leaf) for owner, leaf in self.changing or ()]
+        present = [owner._buffers[leaf] for owner, leaf in places]
+        for owner, leaf in places:
+            copy = noted[owner, leaf][2]
+            owner._buffers[leaf] = None if copy is None else copy.clone()
+        try:
+            yield
+        finally:
+            for (owner, leaf), buffer in zip(places, present, strict=True):
+                owner._buffers[leaf] = buffer
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.is_meta or torch.equal(one, other)
+
+
+def _python_streams() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+@contextmanager
+def _streams_at(streams: tuple[Any, Any]) -> Iterator[None]:
+    """Let the code inside draw from Python's and numpy's streams as they were. torch's are the checkpoint's."""
+    python, numpy = streams
+    before = _python_streams()
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if before[1] is not None:
+            sys.modules["numpy"].random.set_state(before[1])

@@ -1,0 +1,91 @@
+"""Peaks of memory in a training step, by torch's profiler: its own record of what the allocator gives and takes."""
+
+import warnings
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET, build
+
+
+class Peaks(Callback):
+    """For each batch the most bytes that were allocated at one time, over those at its start."""
+
+    def __init__(self):
+        self.peaks = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profiler.__enter__()
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.profiler.__exit__(None, None, None)
+        events = [e for e in self.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        now = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        self.peaks.append(peak)
+
+
+def peaks(name, world, strategy, batches=3):
+    """The peaks of the first batches on this rank, and what the strategy says of its blocks."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    torch.set_num_threads(1)
+    watched = Peaks()
+    chosen = Strategy3D(quiet=True, **strategy)
+    flags = {"devices": world, "strategy": chosen, "limit_train_batches": batches, "max_epochs": 1}
+    found = []
+
+    class Note(Callback):
+        def on_train_end(self, trainer, module):
+            recomputed = chosen._parallel.recomputed
+            found.append([block.on for block in recomputed.blocks.values()] if recomputed else [])
+
+    Trainer(**{**QUIET, **flags, "limit_val_batches": 0, "callbacks": [watched, Note()]}).fit(build(name))
+    return watched.peaks, found[0]
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = {"products": 0, "dropouts": 0, "sent": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        for kind, words in (
+            ("products", ("mm.",)),
+            ("dropouts", ("bernoulli", "native_dropout.")),
+            ("sent", ("c10d",)),
+        ):
+            self.found[kind] += any(word in name for word in words)
+        return func(*args, **(kwargs or {}))
+
+
+def counts(name, world, strategy):
+    """Operations in the forward and backward of the second batch on this rank."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    mode = _Counting()
+
+    class Count(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 1:
+                mode.__enter__()
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.fit_loop.batch_idx == 1:
+                mode.__exit__(None, None, None)
+
+    flags = {
+        "devices": world,
+        "strategy": Strategy3D(quiet=True, **strategy),
+        "limit_train_batches": 2,
+        "max_epochs": 1,
+    }
+    Trainer(**{**QUIET, **flags, "limit_val_batches": 0, "callbacks": [Count()]}).fit(build(name))
+    return mode.found

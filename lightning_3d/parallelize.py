@@ -26,9 +26,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.activations.recompute import RecomputedBlocks, recompute_blocks
+from lightning_3d.activations.recompute_blocks import RecomputedBlocks, recompute_blocks
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
@@ -42,7 +43,6 @@ from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import shard_mesh
-from lightning_3d.sandbox.same_batch import compare_first_batch
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.geometry import TensorSplit

@@ -238,7 +238,7 @@ def parallelize(
     parallel.originals = dict(module.named_parameters())
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
-        _apply_stages(parallel, plan.split, layout, group)
+        _apply_stages(parallel, plan.split, layout, group, device)
         parallel.make_pipeline = partial(_pipeline, module, plan, layout, group, device, data_axis.ledger)
         if plan.tensor is not None:
             prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
@@ -288,12 +288,14 @@ def _differentiates(error: Exception) -> bool:
     return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))
 
 
-def _apply_stages(parallel: ParallelModule, split: PipelineSplit, layout: Layout, group: dist.ProcessGroup) -> None:
+def _apply_stages(
+    parallel: ParallelModule, split: PipelineSplit, layout: Layout, group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
     parallel.split = apply_split(parallel.module, split, mine)
-    parallel.stages = Stages(split, group, ranks)
+    parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
         old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
 

@@ -21,7 +21,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -244,7 +243,7 @@ def parallelize(
             prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], ledger=data_axis.ledger)
-    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.policy(), training)
+    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.half_dtype(), training)
     parallel.splits = _splits_of(module, parallel.tensor)
     if parallel.tensor is not None and isinstance(parallel.data, ShardedData):
         parallel.hooks += [
@@ -329,7 +328,7 @@ def _apply_data(
     layout: Layout,
     mesh: DeviceMesh,
     data_axis: DataAxis,
-    policy: MixedPrecisionPolicy,
+    half: torch.dtype | None,
     training: bool,
 ) -> DataParallel:
     if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
@@ -342,7 +341,7 @@ def _apply_data(
         plan.anatomy,
         stage=layout.zero_stage,
         mesh=shard_mesh(mesh),
-        policy=policy,
+        half=half,
         offload=layout.offload == "all",
         pipelined=plan.split is not None,
         attach=data_axis.attach,

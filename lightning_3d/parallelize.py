@@ -22,7 +22,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -249,7 +248,7 @@ def parallelize(
     parallel.originals = dict(module.named_parameters())
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
-        _apply_stages(parallel, plan.split, layout, group)
+        _apply_stages(parallel, plan.split, layout, group, device)
         parallel.make_pipeline = partial(_pipeline, module, plan, layout, group, device, data_axis.ledger)
         if plan.tensor is not None:
             prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
@@ -257,7 +256,7 @@ def parallelize(
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], ledger=data_axis.ledger)
     if training:
         parallel.recomputed = recompute_blocks(module, plan.anatomy, plan.recompute)
-    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.policy(), training)
+    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.half_dtype(), training)
     parallel.splits = _splits_of(module, parallel.tensor)
     if parallel.tensor is not None and isinstance(parallel.data, ShardedData):
         parallel.hooks += [
@@ -301,12 +300,14 @@ def _differentiates(error: Exception) -> bool:
     return any(text in str(error) for text in ("differentiated Tensor", "does not require grad"))
 
 
-def _apply_stages(parallel: ParallelModule, split: PipelineSplit, layout: Layout, group: dist.ProcessGroup) -> None:
+def _apply_stages(
+    parallel: ParallelModule, split: PipelineSplit, layout: Layout, group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
     parallel.split = apply_split(parallel.module, split, mine)
-    parallel.stages = Stages(split, group, ranks)
+    parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
         old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
 
@@ -340,7 +341,7 @@ def _apply_data(
     layout: Layout,
     mesh: DeviceMesh,
     data_axis: DataAxis,
-    policy: MixedPrecisionPolicy,
+    half: torch.dtype | None,
     training: bool,
 ) -> DataParallel:
     if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
@@ -353,7 +354,7 @@ def _apply_data(
         plan.anatomy,
         stage=layout.zero_stage,
         mesh=shard_mesh(mesh),
-        policy=policy,
+        half=half,
         offload=layout.offload == "all",
         pipelined=plan.split is not None,
         attach=data_axis.attach,

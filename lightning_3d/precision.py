@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
@@ -83,14 +82,13 @@ class Precision3D(Precision):
         """The factor of the loss before backward, against underflow."""
         return 1.0
 
-    def policy(self) -> MixedPrecisionPolicy:
-        """The dtypes that FSDP2 casts parameters and gradients to: none.
+    def half_dtype(self) -> torch.dtype | None:
+        """The dtype to which autocast casts the operands of matrix products; None without autocast."""
+        return None
 
-        Autocast does mixed precision, so that the numbers are those of one device: norms and losses in fp32 with fp32
-        weights. Gathering half-size parameters would save wire bytes. But norms would get rounded weights, which some
-        kernels refuse.
-        """
-        return MixedPrecisionPolicy()
+    def loss_factor(self) -> float | Tensor:
+        """As `loss_scale`, for the device: a host that reads a number waits for it."""
+        return self.loss_scale()
 
 
 class _True(Precision3D):
@@ -111,8 +109,10 @@ class _Mixed(Precision3D, MixedPrecision):
     __qualname__ = "MixedPrecision"  # the checkpoint key of the loss scale: a stock 16-mixed checkpoint resumes here
 
     def __init__(self, precision: Any, device: str | None = None, scaler: Any = None) -> None:
-        MixedPrecision.__init__(self, precision, device or _accelerator(), scaler)
-        self._chosen = device
+        # The parent of forked processes must not ask for CUDA: its children could not use it any more.
+        given = scaler is not None or precision != "16-mixed"
+        MixedPrecision.__init__(self, precision, device or "cpu", scaler if given else torch.amp.GradScaler("cpu"))
+        self._chosen, self._makes_scaler = device, not given
 
     def __reduce__(self) -> Any:
         return Precision3D, (self.precision, self._chosen, self.scaler)  # pickle does not find it by its name
@@ -120,9 +120,18 @@ class _Mixed(Precision3D, MixedPrecision):
     def compute_on(self, device: torch.device) -> None:
         super().compute_on(device)
         self.device = self._chosen or device.type  # a Trainer may use the CPU of a machine with GPUs
+        if self._makes_scaler and self.scaler is not None and self.scaler._device != self.device:
+            state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self.device)
+            self.scaler.load_state_dict(state)
+
+    def half_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+
+    def loss_factor(self) -> float | Tensor:
+        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=self.root_device))
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -192,10 +201,6 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     carrier = grad.detach()  # any tensor of its shape and type
     carrier.grad = grad
     return carrier
-
-
-def _accelerator() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 _KINDS: dict[str, type[Precision3D]] = {

@@ -46,9 +46,6 @@ PRIVATE = {
         "_set_num_threads_if_needed": "launch/lightning_private",
         "_sync_ddp_if_available": "launch/lightning_private",
     },
-    "lightning.fabric.utilities.optimizer": {
-        "_optimizers_to_device": "launch/lightning_private",
-    },
     "lightning.fabric.utilities.types": {
         "_Stateful": "launch/lightning_private",
     },
@@ -152,6 +149,7 @@ PRIVATE = {
         "_execution_engine": "module/autograd_private",
     },
     "torch.distributed.ProcessGroup": {
+        "_device_types": "ranks/talk",
         "_get_backend": "ranks/talk",
         "_get_sequence_number_for_group": "ranks/groups",
     },

@@ -73,7 +73,9 @@ class AveragedWeights:
             for name, p in parallel.module.named_parameters(remove_duplicate=False)
         }
         stages = parallel.stages
-        self.stages = Stages(stages.split, stages.group, stages.stage_rank) if stages is not None else None
+        self.stages = (
+            Stages(stages.split, stages.group, stages.stage_rank, stages.device) if stages is not None else None
+        )
 
     def whole(self, checkpoint: dict[str, Any], gather: Gather) -> dict[str, Any]:
         """Return `checkpoint` with full copies. Collective; raises on every rank for tensors that are no copies."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
@@ -18,7 +19,7 @@ from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
-from lightning_3d.ranks.talk import exchange
+from lightning_3d.ranks.talk import Largest
 
 
 class Bucket:
@@ -94,13 +95,15 @@ class ReplicatedGradients:
 
     A bucket is reduced as soon as its gradients are there and all buckets before it have been started, so every rank
     starts the same collectives in the same order, whatever its backward did. What is left is settled in `finish()`,
-    where the ranks first exchange how far they got and which parameters they used: a parameter that no rank
-    used keeps `grad=None`, one that some used gets the mean on all, the others counting as zero.
+    where the ranks say how far they got and which parameters they used: a parameter that no rank
+    used keeps `grad=None`, one that some used gets the mean on all, the others counting as zero. A rank that used all
+    of them need not know, and does not wait.
 
     Args:
         parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
         collectives: over the ranks of the data axis, on a group that nothing else uses.
         engine: runs them in the background.
+        hosts: the same ranks, for messages of the main thread.
         bucket_mb: gradients travel together in buckets of about this size.
         compression: over the same ranks; its memory goes by the position in `parameters`.
     """
@@ -110,11 +113,12 @@ class ReplicatedGradients:
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         engine: BackgroundQueue,
+        hosts: dist.ProcessGroup,
         *,
         bucket_mb: float = 25.0,
         compression: Compression | None = None,
     ) -> None:
-        self.collectives, self.engine, self.compression = collectives, engine, compression
+        self.collectives, self.engine, self.hosts, self.compression = collectives, engine, hosts, compression
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.keys = {parameter: str(index) for index, parameter in enumerate(parameters)}
         self.parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
@@ -128,6 +132,8 @@ class ReplicatedGradients:
         self._current: list[Bucket] | None = None
         self._home: dict[nn.Parameter, Bucket] = {}
         self._handles: list[Handle] = []
+        self._heard: Largest | None = None
+        """What the ranks said in the last step, if this rank did not wait for it."""
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
     def accumulate_only(self, on: bool) -> None:
@@ -201,12 +207,36 @@ class ReplicatedGradients:
         self._handles.append(self.engine.submit(job))
 
     def _settle(self) -> None:
-        """Start what is left, the same on every rank, and wait for all."""
+        """Start what is left, the same on every rank, and wait for all.
+
+        A rank waits for what the others say where it needs to know: until the order of arrival is known, and where
+        some of its gradients are missing. Else it reads what they say one step late, to compare.
+        """
         if self._current is None:
             self._begin()
         assert self._current is not None
-        furthest, arrivals = self._agree()
-        used = {p for p, column in zip(self.parameters, arrivals.T, strict=True) if column.any()}
+        heard, before = self._ask(), self._heard
+        self._heard = None
+        if before is not None:
+            self._read(before)
+        if len(self._handles) < len(self._current) or self._key not in self._learned:
+            furthest, used, arrivals = self._read(heard)
+            self._start_missing(furthest, used)
+        else:
+            self._heard = heard
+            arrivals = []
+        try:
+            for handle in self._handles:
+                handle.wait()
+        except Exception:
+            if self._heard is not None:
+                self._read(self._heard)  # the reason, where ranks train different parameters
+            raise
+        if self._key not in self._learned and any(arrivals):
+            self._learn(arrivals)
+
+    def _start_missing(self, furthest: int, used: set[nn.Parameter]) -> None:
+        assert self._current is not None
         for index in range(len(self._handles), len(self._current)):
             needed = used.intersection(self._current[index].parameters)
             for parameter in needed:
@@ -214,29 +244,31 @@ class ReplicatedGradients:
                     parameter.grad = torch.zeros_like(parameter)
             if needed or index < furthest:
                 self._start(self._current[index])
-        for handle in self._handles:
-            handle.wait()
-        if self._key not in self._learned and arrivals[0].any():
-            self._learn(arrivals[0])
 
-    def _agree(self) -> tuple[int, Tensor]:
-        """Return the buckets that the furthest rank has started, and each rank's order of arrival (0: never)."""
+    def _ask(self) -> Largest:
+        """Say how far this rank got, which parameters it used, and on the first rank their order of arrival."""
         place = {parameter: place for place, parameter in enumerate(self._touched, start=1)}
         arrivals = [place.get(p, 0) if p.requires_grad and p.grad is not None else 0 for p in self.parameters]
-        message = torch.tensor([zlib.crc32(self._key), len(self._handles), *arrivals])
-        group = self.collectives.group
-        table = exchange(message, group) if has_peers() else message.expand(group.size(), *message.shape)
-        if (table[:, 0] != table[0, 0]).any():
+        used = [int(place > 0) for place in arrivals]
+        key = zlib.crc32(self._key)
+        first = arrivals if self.collectives.rank == 0 else [0] * len(arrivals)
+        return Largest([key, -key, len(self._handles), *used, *first], self.hosts if has_peers() else None)
+
+    def _read(self, answer: Largest) -> tuple[int, set[nn.Parameter], list[int]]:
+        """Return the buckets that the furthest rank has started, the parameters that any used, and the order."""
+        key, negative, furthest, *columns = answer.wait()
+        if key != -negative:
             raise DivergenceError(
                 f"rank {self.collectives.rank} of the data axis trains {sum(self._key)} of {len(self._key)} replicated"
                 " parameters and another rank trains others. Freeze and unfreeze the same parameters on every rank."
             )
-        return int(table[:, 1].max()), table[:, 2:]
+        used, arrivals = columns[: len(self.parameters)], columns[len(self.parameters) :]
+        return furthest, {p for p, some in zip(self.parameters, used, strict=True) if some}, arrivals
 
-    def _learn(self, arrivals: Tensor) -> None:
+    def _learn(self, arrivals: list[int]) -> None:
         """Cut the buckets anew, in the order in which gradients arrived on the first rank."""
-        after = arrivals.numel() + 1
-        order = [(place or after, -index) for index, place in enumerate(arrivals.tolist())]
+        after = len(arrivals) + 1
+        order = [(place or after, -index) for index, place in enumerate(arrivals)]
         self._arrange(self._key, [-index for _, index in sorted(order) if self._key[-index]])
 
     def _arrange(self, key: bytes, order: list[int]) -> None:

@@ -10,7 +10,7 @@ they change.
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -21,19 +21,32 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_3d.faults.flight_recorder import flight
 
 NOTHING, END, REQUEUE = 0, 1, 2
-Agree = Callable[[list[int]], list[int]]
-"""The largest numbers that any rank says. Collective over the world."""
+
+
+class Answer(Protocol):
+    """The largest numbers that any rank says, once `wait` has returned."""
+
+    def wait(self) -> list[int]: ...
+
+
+Ask = Callable[[list[int]], Answer]
+"""Send this rank's numbers, without a wait for the others. Collective over the world."""
 
 
 class Preemption:
     """Answers signals for one run of a Trainer. Made before Lightning registers its handlers.
 
+    After a batch the ranks say what they want, and go on. They do what any rank wanted one batch later, when the answer
+    is there. A rank that wants to stop waits for the answer at once: if all ranks want to, they stop at this batch, as
+    one device does.
+
     Args:
         path: where to save, asked when it is time.
     """
 
-    def __init__(self, trainer: Trainer, agree: Agree, path: Callable[[], str]) -> None:
-        self.trainer, self.agree, self.path = trainer, agree, path
+    def __init__(self, trainer: Trainer, ask: Ask, path: Callable[[], str]) -> None:
+        self.trainer, self.ask, self.path = trainer, ask, path
+        self.under_way: Answer | None = None
         self.asked = self.agreed = NOTHING
         self.connector, self.loop = _any(trainer._signal_connector), _any(trainer.fit_loop.epoch_loop)
         self.undo: list[Callable[[], None]] = []
@@ -56,7 +69,7 @@ class Preemption:
     def after_validation(self) -> None:
         """Callbacks may stop the run there, or a signal come in the long time that it takes."""
         if self.fitting:
-            self._agree()
+            self._agree(now=True)
 
     def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Until `close`; what the user put there before is there again afterwards, and what they put there since."""
@@ -86,15 +99,24 @@ class Preemption:
 
         def then_agree(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._agree()
+            self._agree(now=True)
             return result
 
         return then_agree
 
-    def _agree(self) -> None:
+    def _agree(self, *, now: bool = False) -> None:
         """Before the Trainer looks at `should_stop`: to validate once more, or to leave a loop."""
-        self.agreed, stop = self.agree([self.asked, int(self.trainer.should_stop)])
-        self.trainer.should_stop = bool(stop)
+        mine = bool(self.trainer.should_stop)
+        answer, before = self.ask([self.asked, int(mine), -int(mine)]), self.under_way
+        self.under_way = None if now else answer
+        known = [before.wait()] if before is not None else []
+        if now:
+            known.append(answer.wait())
+        self.agreed = max([self.agreed, *(asked for asked, _, _ in known)])
+        stop = any(some for _, some, _ in known)
+        if mine and not stop:
+            stop = answer.wait()[2] == -1  # all ranks do
+        self.trainer.should_stop = stop
 
     def _end(self, asked: int) -> None:
         if asked == REQUEUE:

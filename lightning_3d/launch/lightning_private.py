@@ -13,7 +13,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_ddp_if_available
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
@@ -31,7 +30,6 @@ __all__ = [
     "default_process_group_backend",
     "init_dist_connection",
     "is_local_file_protocol",
-    "optimizers_to_device",
     "set_num_threads_if_needed",
     "set_sampler_epoch",
     "sync_ddp_if_available",

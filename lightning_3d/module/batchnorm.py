@@ -53,27 +53,27 @@ class _SyncedForward:
         return normal.to(x.dtype)
 
 
-def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+def _moments(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and (biased) variance per channel over every rank of `group`, and how many values went into them."""
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     dims = [dim for dim in range(x.ndim) if dim != 1]
     local = x.new_full((1,), x.numel() // x.shape[1])
     sums = all_reduce(torch.cat([x.sum(dims), local]), group=group)
-    count = int(sums[-1].item())
+    count = sums[-1].detach()  # a tensor: a number would make the host wait for the device
     mean = sums[:-1] / count
     shape = (1, -1) + (1,) * (x.ndim - 2)
     squares = all_reduce(((x - mean.view(shape)) ** 2).sum(dims), group=group)
     return mean, squares / count, count
 
 
-def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
+def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)
     momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
     module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-    module.running_var.lerp_((variance * count / max(count - 1, 1)).to(module.running_var.dtype), momentum)
+    module.running_var.lerp_((variance * count / (count - 1).clamp(min=1)).to(module.running_var.dtype), momentum)
 
 
 def syncs_statistics(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ to torch, read in 2.13; `tests/same/test_clip.py` and `test_numbers.py` fail whe
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +61,28 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
             " 0 only. Use 1.0, 2.0 or float('inf')."
         )
     mine = [local(p.grad) for p in parameters if p.grad is not None and counted(p)]
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=_wide(grad)).double() for grad in mine if grad.numel()]
-    norm = torch.stack([each.to(device) for each in norms]) if norms else torch.zeros(1, dtype=torch.double)
-    norm = norm.to(device)
+    norms = [norms.to(device) for norms in _norms([grad for grad in mine if grad.numel()], norm_type)]
+    norm = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.double, device=device)
     if math.isinf(norm_type):
         return _largest(norm)
     total = (norm**norm_type).sum()
     dist.all_reduce(total)
     return total ** (1.0 / norm_type)
+
+
+def _norms(grads: Sequence[Tensor], norm_type: float) -> Iterator[Tensor]:
+    """Yield the norms of the `grads` of each device and type, from one launch."""
+    for some in _alike(grads):
+        wide = torch.promote_types(some[0].dtype, torch.float32)  # complex where it is: the norm is of absolute values
+        yield torch.stack(torch._foreach_norm(some, norm_type, dtype=wide)).double()
+
+
+def _alike(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """The `grads` of each device and type."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    return alike.values()
 
 
 def _largest(norm: Tensor) -> Tensor:
@@ -78,20 +92,13 @@ def _largest(norm: Tensor) -> Tensor:
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
-def _wide(grad: Tensor) -> torch.dtype:
-    """Return at least fp32; complex where the gradient is, whose norm is that of its absolute values."""
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
 @torch.no_grad()
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, device: torch.device) -> Tensor:
     """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
     norm = grad_norm(parameters, counted, 2.0, device)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad = local(parameter.grad)
-            grad.mul_(factor.to(grad))
+    for some in _alike(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+        torch._foreach_mul_(some, factor.to(some[0]))
     return norm
 
 

@@ -1,8 +1,10 @@
 """Each optimizer, once its parameters are placed: the way it steps, and what it must not be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,6 +49,24 @@ def step_like_one_device(
     if reach is Reach.TENSOR:
         return step_one_at_a_time(optimizer, full)
     return step_all_gathered(optimizer, full, mean)
+
+
+def move_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Put each state where its parameter is: in host memory with offload, else on `device`.
+
+    Step counts stay where they are: torch's optimizers want them on the CPU.
+    """
+    for optimizer in optimizers:
+        for key, state in optimizer.state.items():
+            home = key.device if isinstance(key, Tensor) and not key.is_meta else device
+            if isinstance(state, MutableMapping):
+                state.update({name: value if name == "step" else _moved(value, home) for name, value in state.items()})
+            else:
+                optimizer.state[key] = _moved(state, home)
+
+
+def _moved(state: Any, home: torch.device) -> Any:
+    return apply_to_collection(state, Tensor, lambda tensor: tensor.to(home), allow_frozen=True)
 
 
 def check_state(optimizer: Optimizer) -> None:

@@ -19,10 +19,13 @@ class Stages:
         split: the plan that the module was cut by.
         group: the ranks of this pipeline.
         stage_rank: rank in `group` of each stage.
+        device: sends the tensors of this rank.
     """
 
-    def __init__(self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int]) -> None:
-        self.split, self.group, self.stage_rank = split, group, stage_rank
+    def __init__(
+        self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int], device: torch.device
+    ) -> None:
+        self.split, self.group, self.stage_rank, self.device = split, group, stage_rank, device
         self.rank = dist.get_rank(group)
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
         self._elsewhere: set[nn.Parameter] = set()
@@ -62,8 +65,7 @@ class Stages:
             return set()
         has_gradient = [gathered.get(parameter, parameter).grad is not None for parameter in self.on_some_ranks]
         mask = torch.tensor(has_gradient, dtype=torch.uint8)
-        mask = mask.to(self.device)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=talk.hosts_of(self.group))
         return {name for (name, _), has in zip(self.on_some_ranks.values(), mask.tolist(), strict=True) if has}
 
     def counts(self, parameter: nn.Parameter) -> bool:
@@ -87,16 +89,11 @@ class Stages:
         if not isinstance(value, _Outline):
             return value
         if source == self.rank:
-            tensor = mine[key][name].detach().contiguous()
+            tensor = mine[key][name].detach().to(self.device).contiguous()
         else:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
-
-    @property
-    def device(self) -> torch.device:
-        cuda = dist.get_backend(self.group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 class _Outline:

@@ -104,7 +104,7 @@ class Pipeline:
         """True on the rank that does what a step does on rank 0 only: the last stage of the pipeline of rank 0."""
         return self.owns_last and dist.get_global_rank(self.wire.group, 0) == 0
 
-    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float = 1.0) -> Any:
+    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float | Tensor = 1.0) -> Any:
         """Run forward and backward of a full batch; gradients wait for `backward`.
 
         Args:
@@ -194,7 +194,7 @@ class Pipeline:
         with self.hooks.context():
             return getattr(self.module, name)(*args)
 
-    def _solo(self, args: tuple[Any, ...], seed: int, scale: float) -> Any:
+    def _solo(self, args: tuple[Any, ...], seed: int, scale: float | Tensor) -> Any:
         """One stage owns all blocks: it runs the step on the full batch, and the others get its results."""
         with self.gates.directed(EvalDirector(self.split, self.wire, self.stage_rank, seed)), self.recorder.outside():
             output = self.call("training_step", args, seed)

@@ -34,7 +34,7 @@ class TrainingStep:
     pipeline: "Pipeline"
     args: tuple[Any, ...]
     seed: int
-    scale: float
+    scale: float | Tensor
     sizes: list[int] = field(default_factory=list)
     microbatches: list[tuple[Any, ...]] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)

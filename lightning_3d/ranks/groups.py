@@ -16,7 +16,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.layout import PIPELINE_AXIS, Coordinate, Layout
+from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import build_mesh
 
@@ -33,6 +33,11 @@ class Axes:
     """Data ranks that share one copy, None where all do."""
     replicate: dist.ProcessGroup | None
     """Data ranks that have the same shard of other copies."""
+
+    @property
+    def hosts(self) -> dist.ProcessGroup:
+        """All data ranks, for messages between their hosts in the main thread."""
+        return talk.open_hosts(self.mesh.get_group(DATA_AXIS))
 
 
 class _Unused:
@@ -91,6 +96,9 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     _freeze_garbage_in_forks()
     mesh = build_mesh(layout, device_type, timeout)
+    for group in (dist.group.WORLD, *map(mesh.get_group, AXES)):
+        assert group is not None
+        talk.open_hosts(group)
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
     whole = _new_group(layout, here, timeout, lambda data: 0)
     if shard == layout.data_parallel_size:

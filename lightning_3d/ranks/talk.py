@@ -11,6 +11,7 @@ import io
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_3d.errors import Lightning3DError, PeerError, RunError
 
 T = TypeVar("T")
+_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""A group that refuses CPU tensors -> its ranks on gloo. Opened once, however many runs use it."""
 _load = pickle.loads  # bound at import, before a user can replace it, like the Pickler below
 
 
@@ -47,6 +50,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank of `group`, in the order of ranks. Collective."""
     if not dist.is_initialized():
         return [value]
+    group = hosts_of(group)
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, pickled(value), group=group)
     return [_load(answer) for answer in answers]
@@ -59,6 +63,7 @@ def from_first(make: Callable[[], T], group: dist.ProcessGroup | None = None, fi
     """
     if not dist.is_initialized():
         return make()
+    group = hosts_of(group)
     if dist.get_rank(group) == first:
         return _made_and_sent(make, group, first)
     box = [b""]
@@ -105,6 +110,53 @@ def _portable(error: Exception) -> Exception:
     if isinstance(error, Lightning3DError):
         return error
     return RunError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+
+
+def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """True where `group` has a backend for CPU tensors. Its name does not tell: "cpu:gloo,cuda:nccl" has two."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
+def open_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group`, or its ranks on gloo where it refuses CPU tensors, as NCCL does. Every rank of `group` must call it.
+
+    Messages between hosts make no device wait, and no host wait for its device.
+    """
+    if takes_cpu_tensors(group):
+        return group
+    if group not in _hosts:
+        ranks, wait = dist.get_process_group_ranks(group), timeout_of(group)
+        _hosts[group] = dist.new_group(ranks, wait, backend="gloo", use_local_synchronization=True)
+    return _hosts[group]
+
+
+def hosts_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that `open_hosts` opened for `group`, or `group`."""
+    world = group if group is not None else dist.group.WORLD
+    assert world is not None
+    return _hosts.get(world, group)
+
+
+class Largest:
+    """The largest of the numbers that the ranks say, on their way. Collective, but only `wait` waits.
+
+    Args:
+        numbers: as many on every rank.
+        group: from `open_hosts`; None where there is no other process.
+    """
+
+    def __init__(self, numbers: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        self._numbers = torch.tensor(numbers)
+        self._work = None
+        if group is not None:
+            self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self) -> list[int]:
+        """The largest numbers, once all ranks have said theirs."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._numbers.tolist()
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes, device: str, trained: bool) -> Tensor:
@@ -275,8 +327,8 @@ _TAG = 1
 def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tensor:
     """The `message` of every rank, one row per rank. It is a CPU tensor of one shape on all ranks.
 
-    Point to point, so it can run while the background queue runs collectives on the same group. The group needs a CPU
-    backend (start the job's process group with "cpu:gloo,cuda:nccl").
+    Point to point, so it can run while the background queue runs collectives on the same group. The group needs a
+    backend for CPU tensors (`hosts.open_hosts`).
     """
     size, rank = group.size(), group.rank()
     table = message.new_empty((size, *message.shape))
@@ -291,6 +343,9 @@ def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tens
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of `group` while it waits for a peer. None without gloo (a dry run, torch's debugging wrapper)."""
-    backend = group._get_backend(torch.device("cpu"))
-    return backend.options._timeout if isinstance(backend, dist.ProcessGroupGloo) else None
+    """The timeout of `group` while it waits for a peer. None in a dry run and in torch's debugging wrapper."""
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if type(backend).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL"):
+            return backend.options._timeout  # type: ignore[no-any-return]
+    return None

@@ -18,8 +18,8 @@ from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_sta
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
-from lightning_3d.launch.lightning_private import optimizers_to_device
 from lightning_3d.module import state_dict
+from lightning_3d.optim.step import move_states
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
@@ -181,7 +181,7 @@ class Saving(Processes):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
-            optimizers_to_device([optimizer], self.root_device)
+            move_states([optimizer], self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for a save in the background while there is a process group."""

@@ -292,8 +292,8 @@ class Processes(ParallelStrategy):
         if rank_zero.is_rank_local():
             rank_zero.refuse("a barrier")
         if dist.is_initialized():
-            ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
-            dist.barrier(device_ids=ids)
+            on_device = "nccl" in dist.get_backend()  # "cpu:gloo,cuda:nccl" is a name too
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():

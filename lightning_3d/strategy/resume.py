@@ -17,6 +17,7 @@ from lightning_3d.faults import Preemption
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.strategy.checkpoints import Saving
 from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, folders_of, leave_note, preempted_path, refit
 
@@ -172,12 +173,9 @@ class Resuming(Saving):
             data, accumulated = old.data_parallel_size, old.accumulate_grad_batches
         return RunNote(tuple(folders), data, accumulated)
 
-    def _largest(self, numbers: list[int]) -> list[int]:
-        if self.world_size == 1:
-            return numbers
-        largest = torch.tensor(numbers, device=self.root_device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.tolist()
+    def _largest(self, numbers: list[int]) -> talk.Largest:
+        world = dist.group.WORLD if self.world_size > 1 and has_peers() else None
+        return talk.Largest(numbers, None if world is None else talk.open_hosts(world))
 
     def teardown(self) -> None:
         if self._preemption is not None:

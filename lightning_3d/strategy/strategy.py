@@ -23,14 +23,13 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
-from lightning_3d.launch.lightning_private import optimizers_to_device
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.batchnorm import DataBatchNorm
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.optim.grad_norm import clip_like_one_device
-from lightning_3d.optim.step import check_state, refuse_new_parameters, step_like_one_device
+from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
 from lightning_3d.parallelize import LossScope, ParallelModule, ParallelPlan, UserChoices
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
@@ -248,7 +247,7 @@ class Strategy3D(Training):
         self.setup_precision_plugin()
         if fitting:
             self._undo.callback(clip_like_one_device(module, self._norm_of))
-            optimizers_to_device(self.optimizers, self.root_device)
+            move_states(self.optimizers, self.root_device)
         self._prepare_steps(trainer, plan, first)
 
     def _choose_layout(self, trainer: Trainer) -> None:

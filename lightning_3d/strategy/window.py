@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from lightning_3d.precision import Precision3D
 
@@ -22,6 +23,6 @@ class Window:
         automatic: bool = self.module.automatic_optimization  # type: ignore[assignment]
         return automatic and self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches == 0
 
-    def scale(self, plugin: Precision3D) -> float:
+    def scale(self, plugin: Precision3D) -> float | Tensor:
         """The factor on the loss of a batch before backward: its share of the window, times the loss scale."""
-        return plugin.loss_scale() / self.trainer.accumulate_grad_batches
+        return plugin.loss_factor() / self.trainer.accumulate_grad_batches

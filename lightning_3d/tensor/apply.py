@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.ranks.shards import unsharded
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import ByteCounter, GroupAxis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
@@ -108,11 +109,12 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
     if split is None:
-        return tensor.full_tensor()
+        return unsharded(tensor)
     mesh, shard = tensor.device_mesh, tensor.to_local().detach()
+    home, shard = shard.device, shard.to(mesh.device_type)  # offloaded shards are in host memory
     for axis in reversed(range(mesh.ndim - 1)):
         shard = _gather_data(shard, tensor, axis, split)
-    return gather_shards(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split)
+    return gather_shards(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split).to(home)
 
 
 def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:

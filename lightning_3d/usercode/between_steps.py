@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d.errors import UnsupportedError, is_meta_error
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
 from lightning_3d.usercode.remote_numbers import RemoteNumbers, is_view
 from lightning_3d.usercode.shard_rules import ShardRules, is_copy
@@ -130,9 +131,9 @@ class HookRules(Rule):
         if not all(placement.is_replicate() for placement in tensor.placements):
             talk.meet_once(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
         if self.shards is None:
-            return tensor.full_tensor()
+            return unsharded(tensor)
         owner = self.shards.owner(tensor, "reads numbers from")
-        return tensor.full_tensor() if owner is None else self.shards.composed.gather_full(owner, tensor)
+        return unsharded(tensor) if owner is None else self.shards.composed.gather_full(owner, tensor)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:

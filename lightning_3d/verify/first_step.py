@@ -68,7 +68,7 @@ class FirstStep:
         self.context = context
         self.overflows = 0
 
-    def add(self, module: Any, args: tuple[Any, ...], scale: float) -> None:
+    def add(self, module: Any, args: tuple[Any, ...], scale: float | Tensor) -> None:
         """Gradients of one more batch of the window. Random numbers are drawn as the real step will draw them.
 
         Args:
@@ -81,7 +81,7 @@ class FirstStep:
             with self.context():
                 loss = self.twin.loss(args)
             if loss is not None:
-                scaled = loss * torch.tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
+                scaled = loss * torch.as_tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
                 self.twin.module.backward(scaled)
 
     def compare(self, composed: ParallelModule, group: dist.ProcessGroup, scale: float) -> bool:

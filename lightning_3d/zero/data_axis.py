@@ -39,6 +39,7 @@ class DataAxis:
             parameters,
             collectives,
             self.engine,
+            self.axes.hosts,
             bucket_mb=self.config.bucket_mb,
             compression=build_compression(self.config, collectives),
         )

@@ -265,20 +265,73 @@ def shard_rows(param: Any, full: Tensor) -> Tensor:
     return result
 
 
-def _places(param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that have `param`, and its name in each."""
+def places(param: Any) -> list[tuple[nn.Module, str]]:
+    """Return the modules that have `param`, and its name in each."""
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def owners(group: Any) -> set[nn.Module]:
     """Return the modules that have parameters of `group`."""
-    return {module for param in group.fsdp_params for module, _ in _places(param)}
+    return {module for param in group.fsdp_params for module, _ in places(param)}
+
+
+def has(param: Any, module: nn.Module) -> bool:
+    """Return True if `module` itself has `param`."""
+    return any(owner is module for owner, _ in places(param))
+
+
+def is_plain_fp32(param: Any) -> bool:
+    """Return True for an fp32 parameter that is gathered as it is."""
+    return param.orig_dtype == torch.float32 and not hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+_OTHERS = "lightning_3d_gathered"
+"""Attribute of FSDP2's parameters: the empty memory of gathered parameters in another dtype."""
+
+
+def gather_in(group: Any, params: Iterable[Any], dtype: torch.dtype | None) -> None:
+    """Gather `params` of `group` in `dtype` from now on, or in their own (None). What is gathered now is so again.
+
+    FSDP2 has one dtype for each group, and a norm shares its block's. Gradients are reduced in the own dtype.
+    """
+    if group._all_gather_result is not None:
+        group.wait_for_unshard()
+    again = group.is_unsharded
+    if again:  # `reshard` does nothing within a forward
+        group._reshard_after_forward_event = group.device_handle.Event()
+        group._reshard_after_forward_event.record()
+        group._to_sharded()
+    for param in params:
+        others: dict[Any, Any] = vars(param).setdefault(_OTHERS, {})
+        others[param.param_dtype] = param.all_gather_outputs, vars(param).pop("_unsharded_param", None)
+        param.all_gather_outputs, full = others.pop(dtype, ([], None))
+        if full is not None:
+            param._unsharded_param = full.requires_grad_(param.sharded_param.requires_grad)
+        param.param_dtype, param.reduce_dtype = dtype, None if dtype is None else param.orig_dtype
+    if again:
+        gather(group)
+
+
+def reduce_in_full(group: Any) -> None:
+    """Have `group` reduce the gradients of parameters that are gathered in half precision together with the others."""
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        for param in group.fsdp_params:
+            if param.param_dtype is not None and hasattr(param, "_unsharded_param"):
+                if param.unsharded_accumulated_grad is None:
+                    param.to_accumulated_grad_if_needed()
+                else:
+                    param.accumulate_unsharded_grad_if_needed()
+        original(*unused)
+
+    group.post_backward = post_backward
 
 
 def replace(param: Any, parameter: nn.Parameter) -> None:
     """Register `parameter` wherever `param` is."""
-    for module, name in _places(param):
+    for module, name in places(param):
         module._parameters[name] = parameter
 
 

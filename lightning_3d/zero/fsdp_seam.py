@@ -87,6 +87,8 @@ class FullySharded:
         self._order: list[nn.Module] = []
         self._pending: list[Handle] = []
         self._saved: dict[nn.Parameter, list[Tensor]] = {}
+        self._kept: list[Tensor] = []
+        """Shards that are averaged over their copies until `finish`."""
         self._queued = False
         self._later = False
         self._hooks = []
@@ -115,6 +117,10 @@ class FullySharded:
 
     def finish(self) -> None:
         """Wait for every outstanding reduction and put the gradients in place."""
+        self._kept = []
+        self._settle()
+
+    def _settle(self) -> None:
         self._queued = False
         pending, self._pending = self._pending, []
         for handle in pending:
@@ -163,13 +169,17 @@ class FullySharded:
         if later:
             self._save_gradients(fsdp_group)
         else:
-            self.finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
+            self._settle()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
         self._end(self.engine.submit(job), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
         assert self.replicate is not None
         replicate = self.replicate
+        if not self.engine.threaded:
+            # FSDP2 drops it after it has added it to a gradient. The next reduce-scatter, on another stream, would get
+            # its memory while this all-reduce runs.
+            self._kept.append(shard)
         handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True))
         self._end(handle, self._later)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +17,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.fsdp_seam import FullySharded
+from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.shard_units import shard_units, unshardable
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
@@ -33,7 +34,7 @@ class ShardedData:
         anatomy: of that module.
         stage: 1, 2 or 3.
         mesh: from `mesh.shard_mesh`.
-        policy: what is cast to which dtype around compute and reduction.
+        half: the dtype of autocast, None without it: weights that it casts are gathered so.
         offload: keep parameters, gradients and optimizer states in host memory.
         pipelined: parameters stay gathered for a step of many microbatches, gradients are reduced once, after it.
         attach: puts our collectives under FSDP2's.
@@ -47,7 +48,7 @@ class ShardedData:
         *,
         stage: int,
         mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
+        half: torch.dtype | None,
         offload: bool,
         pipelined: bool,
         attach: Callable[[nn.Module], FullySharded],
@@ -64,7 +65,6 @@ class ShardedData:
                     unit,
                     mesh=mesh,
                     reshard_after_forward=self._frees and unit is not module,
-                    mp_policy=policy,
                     offload_policy=host,
                     ignored_params=set(self.refused),
                 )
@@ -78,8 +78,9 @@ class ShardedData:
         self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
         self.replicas = replicate(here) if here else None
+        self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         self.guards = [
-            owner.register_forward_pre_hook(_guard(group), prepend=True)
+            owner.register_forward_pre_hook(_guard(group, self.half), prepend=True)
             for group in self.groups
             for owner in fsdp_private.owners(group)
         ]
@@ -113,6 +114,8 @@ class ShardedData:
 
     def gather(self) -> None:
         fsdp_private.open_step(self.module)
+        if self.half is not None:
+            self.half.begin()
         if not self.streams and not self._frees:
             # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
             for group in self.groups:
@@ -180,6 +183,8 @@ class ShardedData:
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)
+        if self.half is not None:
+            self.half.end()
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups)
@@ -245,10 +250,12 @@ class _Spec:
         return self.plain
 
 
-def _guard(group: Any) -> Callable[..., None]:
+def _guard(group: Any, half: HalfWeights | None) -> Callable[..., None]:
     """Gather a group when a module of it is not called through its block or step."""
 
     def gather(module: nn.Module, args: Any) -> None:
         fsdp_private.gather(group)
+        if half is not None:
+            half.before_forward(group, module)
 
     return gather

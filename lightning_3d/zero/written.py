@@ -28,7 +28,7 @@ def unwritten(
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
     """
     params = [param for group in groups for param in group.fsdp_params]
-    before = [(_writes(param), param.sharded_param._version) for param in params]
+    before = [(_gathered(param), _writes(param), param.sharded_param._version) for param in params]
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         name_of = {id(shard): name for name, shard in names.items()}
@@ -42,9 +42,16 @@ def unwritten(
     rules = RefuseWrites(watched, _WHY), RefuseDataAssignment(lambda: iter(names.items()), _WHY)
     with Interceptor(*rules) if closely else nullcontext():
         yield
-    for param, (gathered, shard) in zip(params, before, strict=True):
-        if _writes(param) != gathered or (shards and param.sharded_param._version != shard):
+    for param, (full, writes, shard) in zip(params, before, strict=True):
+        written = full in (None, _gathered(param)) and _writes(param) != writes
+        if written or (shards and param.sharded_param._version != shard):
             raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), _WHY)
+
+
+def _gathered(param: Any) -> int | None:
+    """Which tensor is gathered: another one where a step changes the dtype."""
+    full = getattr(param, "_unsharded_param", None)
+    return None if full is None else id(full)
 
 
 def _writes(param: Any) -> int:

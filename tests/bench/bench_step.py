@@ -50,7 +50,8 @@ def _variant(name: str, layers: int, width: int):
         model = DistributedDataParallel(model, gradient_as_bucket_view=False)
     elif name == "ours stage 0":
         engine = BackgroundQueue()
-        finish = ReplicatedGradients(list(model.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine).finish
+        ring = Ring(dist.new_group(), Ledger(), "data")
+        finish = ReplicatedGradients(list(model.parameters()), ring, engine, dist.group.WORLD).finish
     else:
         for block in model.blocks:
             fully_shard(block, reshard_after_forward="reshard" in name)

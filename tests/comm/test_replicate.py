@@ -39,7 +39,7 @@ class Case:
         self.engine, self.ledger = SlowEngine(), Ledger()
         ring = Ring(dist.new_group(), self.ledger, "data")
         self.replicas = ReplicatedGradients(
-            list(self.model.parameters()), ring, self.engine, bucket_mb=0.001, **options
+            list(self.model.parameters()), ring, self.engine, dist.group.WORLD, bucket_mb=0.001, **options
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.model, self.twin)]
@@ -181,7 +181,9 @@ def test_ranks_that_freeze_differently_are_told():
 def _twice():
     engine = SlowEngine()
     layer = nn.Linear(512, 512)
-    replicas = ReplicatedGradients(list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine)
+    replicas = ReplicatedGradients(
+        list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine, dist.group.WORLD
+    )
     x = torch.randn(2, 512, requires_grad=True)
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
@@ -198,7 +200,7 @@ def _sparse():
     engine = SlowEngine()
     table = nn.Embedding(10, 4, sparse=True)
     nn.init.ones_(table.weight)
-    replicas = ReplicatedGradients([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine)
+    replicas = ReplicatedGradients([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine, dist.group.WORLD)
     table(torch.tensor([dist.get_rank(), 5])).sum().backward()
     replicas.finish()
     engine.close()

@@ -75,11 +75,11 @@ def test_sigterm_saves_once_at_a_boundary_and_the_run_goes_on(tmp_path):
     cut = start(tmp_path / "cut", signal.SIGTERM)
     for rank in cut:
         assert rank["ended"] == "SIGTERMException"
-        assert rank["step"] == AT + 1
+        assert rank["step"] == AT + 2  # decided one batch late
         assert rank["saves"] == [str(tmp_path / "cut" / "preempted.ckpt")]
     rest = start(tmp_path / "cut", None)
     for rank in range(2):
-        assert rest[rank]["began"] == AT + 1
+        assert rest[rank]["began"] == AT + 2
         assert cut[rank]["losses"] + rest[rank]["losses"] == whole[rank]["losses"]
         assert rest[rank]["weights"] == whole[rank]["weights"]
 
@@ -100,7 +100,7 @@ def test_slurm_is_asked_to_requeue_at_a_boundary(tmp_path):
     assert [rank["ended"] for rank in cut] == ["SIGTERMException"] * 2
     assert Path(tmp_path / "asked").read_text() == "requeue 77"
     rest = start(tmp_path / "cut", None, True, {**there, "SLURM_RESTART_COUNT": "1"})
-    assert [rank["began"] for rank in rest] == [AT + 1] * 2
+    assert [rank["began"] for rank in rest] == [AT + 2] * 2
     assert [rank["step"] for rank in rest] == [STEPS] * 2
 
 
@@ -130,20 +130,21 @@ def test_outside_of_a_fit_sigterm_ends_at_once(tmp_path):
 
 
 class StopsAt(Callback):
-    """The last rank alone is told to stop, at one of the Trainer's hooks."""
+    """All ranks or the last one alone are to stop, at one of the Trainer's hooks."""
 
-    def __init__(self, hook):
+    def __init__(self, hook, step, alone):
+        self.step, self.alone = step, alone
         setattr(self, hook, self._stop)
 
     def _stop(self, trainer, module, *_):
-        if trainer.global_step >= 3 and trainer.global_rank == trainer.world_size - 1:
+        if trainer.global_step >= self.step and (not self.alone or trainer.global_rank == trainer.world_size - 1):
             trainer.should_stop = True
 
 
-def _stopped(hook, world, strategy):
+def _stopped(hook, step, alone, world, strategy):
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
-    module, callback = MLP(), StopsAt(hook)
+    module, callback = MLP(), StopsAt(hook, step, alone)
     flags = {"max_epochs": 3, "limit_val_batches": 1, "val_check_interval": 2, "callbacks": [callback]}
     chosen = "auto" if strategy is None else Strategy3D(**strategy, timeout=20.0, quiet=True)
     trainer = Trainer(**{**QUIET, **flags}, devices=world, strategy=chosen)
@@ -156,10 +157,12 @@ HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("axis", ["data_parallel_size", "pipeline_parallel_size"])
-def test_all_ranks_stop_where_one_is_told_to(hook, axis):
-    (wanted,) = run(_stopped, hook, 1, None, world=1)
-    assert wanted[0] == {"on_train_batch_end": 3, "on_validation_end": 4, "on_train_epoch_end": 5}[hook]
-    for got in run(_stopped, hook, 2, {axis: 2}, world=2):
+@pytest.mark.parametrize("alone", [False, True])
+def test_all_ranks_stop_where_all_want_to_or_after_the_next_batch_where_one_does(hook, axis, alone):
+    late = int(alone and hook == "on_train_batch_end")  # the other two are no steady steps: the ranks wait there
+    (wanted,) = run(_stopped, hook, 3 + late, False, 1, None, world=1)
+    assert wanted[0] == {"on_train_batch_end": 3 + late, "on_validation_end": 4, "on_train_epoch_end": 5}[hook]
+    for got in run(_stopped, hook, 3, alone, 2, {axis: 2}, world=2):
         assert got == pytest.approx(wanted, rel=1e-5)
 
 

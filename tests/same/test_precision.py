@@ -6,11 +6,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.precision import _Mixed, unscale
+from lightning_3d.precision import unscale
 from tests.parity import QUIET, assert_parity, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
@@ -214,22 +213,12 @@ def test_the_strategy_tells_its_device():
     assert run(_device_of_autocast, world=1) == ["cpu"]
 
 
-class Gathered(_Mixed):
-    """Gathers parameters in bf16 on a CPU too, as on other devices."""
-
-    def __reduce__(self):
-        return Gathered, ("bf16-mixed", "cpu")
-
-    def policy(self):
-        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ties_find_gradients_that_accumulate_in_another_type(stage):
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     attributes = {"optimizer": "plain_sgd"}
     wanted = reference("GPT", attributes, {**trainer, "precision": "bf16-mixed"})
-    strategy = {"pipeline_parallel_size": 2, "zero_stage": stage, "precision_plugin": Gathered("bf16-mixed", "cpu")}
+    strategy = {"pipeline_parallel_size": 2, "zero_stage": stage, "precision_plugin": Precision3D("bf16-mixed", "cpu")}
     for got in run(train, "GPT", 4, strategy, attributes, trainer, world=4):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-2, atol=2e-2)
         change = got["weights"]["head.weight"] - wanted["before"]["head.weight"]

@@ -1,0 +1,93 @@
+"""Mixed precision: weights that autocast would cast for every use are gathered in half precision.
+
+They are half the bytes on the wire and in memory, and autograd keeps no casted copy of another block's weights. Norms,
+embeddings and the user's own parameters are gathered in fp32, as autocast computes with them. Gradients are reduced in
+fp32. Outside of a step, where the user's code runs without autocast, all weights are gathered in fp32.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.zero import fsdp_private
+
+_WEIGHT = ("weight", "bias")
+_CAST: dict[Any, tuple[str, ...]] = {
+    kind.forward: _WEIGHT
+    for kind in (
+        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    )
+}  # fmt: skip
+_CAST[nn.MultiheadAttention.forward] = (
+    "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+)  # fmt: skip
+"""The forward of a module -> its parameters that autocast casts, and that nothing else reads."""
+
+
+class HalfWeights:
+    """The weights of `groups` that are gathered in `dtype` during a step.
+
+    Args:
+        groups: of FSDP2.
+        dtype: of autocast.
+        device: the type of device that autocast is for.
+    """
+
+    def __init__(self, groups: Iterable[Any], dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device, self.active = dtype, device, False
+        self.params: dict[Any, list[Any]] = {}
+        self.used: set[nn.Module] = set()
+        """Modules that autocast has computed in this step."""
+        for group in groups:
+            found = [param for param in group.fsdp_params if _is_cast(param)]
+            if found:
+                self.params[group] = found
+                fsdp_private.reduce_in_full(group)
+
+    def begin(self) -> None:
+        """Gather in half precision from now on."""
+        self._set(self.dtype)
+
+    def end(self) -> None:
+        """Gather in full precision from now on: the code outside of a step does not cast."""
+        self._set(None)
+
+    def _set(self, dtype: torch.dtype | None) -> None:
+        if self.active != (dtype is not None):
+            self.active = dtype is not None
+            self.used.clear()
+            for group, params in self.params.items():
+                fsdp_private.gather_in(group, params, dtype)
+
+    def before_forward(self, group: Any, module: nn.Module) -> None:
+        """Gather the weights of `module` in full precision for good, where it is called without autocast.
+
+        Some models compute a router in fp32.
+        """
+        if not self.active:
+            return
+        if torch.is_autocast_enabled(self.device):
+            self.used.add(module)
+            return
+        own = [param for param in self.params.get(group, ()) if fsdp_private.has(param, module)]
+        if own:
+            if module in self.used and torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"A {type(module).__name__} is called under autocast and, later in the same step, without it. Its"
+                    " weights are gathered in half precision for the first call, so the second would use rounded ones."
+                    " Compute both in the same way, or use zero_stage=0."
+                )
+            self.params[group] = [param for param in self.params[group] if param not in own]
+            fsdp_private.gather_in(group, own, None)
+
+
+def _is_cast(param: Any) -> bool:
+    """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
+    return fsdp_private.is_plain_fp32(param) and all(
+        name in _CAST.get(type(module).forward, ()) and "forward" not in vars(module)
+        for module, name in fsdp_private.places(param)
+    )

@@ -1,0 +1,117 @@
+"""Ranks whose process groups have a backend for the device only, as NCCL alone has: they refuse every CPU tensor."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_3d.comm.background_queue import BackgroundQueue
+from lightning_3d.comm.collectives import Ring
+from lightning_3d.comm.hierarchical import Hierarchical
+from lightning_3d.comm.ledger import Ledger
+from lightning_3d.comm.replicate import ReplicatedGradients
+from lightning_3d.errors import DivergenceError
+from lightning_3d.layout import Layout
+from lightning_3d.optim.step import move_states
+from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import open_groups
+from tests.workers import run
+
+
+def _device_only() -> None:
+    """Replace the worker's process group by one that has gloo for CUDA tensors, and nothing for those of the CPU."""
+    rank, world, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store = dist.PrefixStore("device_only", store)
+    dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+
+
+def _messages():
+    _device_only()
+    world = dist.group.WORLD
+    hosts = talk.open_hosts(world)
+    assert hosts is not world
+    assert talk.open_hosts(world) is hosts
+    assert talk.Largest([dist.get_rank(), 7], hosts).wait() == [1, 7]
+    assert talk.gather(dist.get_rank()) == [0, 1]
+    assert talk.from_first(lambda: dist.get_rank(), first=1) == 1
+    assert talk.timeout_of(world) == talk.timeout_of(hosts) == timedelta(seconds=30)
+
+
+def test_objects_and_numbers_travel_between_hosts():
+    run(_messages, world=2, group=True)
+
+
+class OnHosts(Ring):
+    """Stands in for NCCL: sends the gradients of this CPU by a group that nothing else uses."""
+
+    def __init__(self, group):
+        ranks = dist.get_process_group_ranks(group)
+        super().__init__(dist.new_group(ranks, backend="gloo"), Ledger(), "data")
+
+
+def _replicas():
+    _device_only()
+    axes = open_groups(Layout(data_parallel_size=2), dist.get_rank(), "meta", timedelta(seconds=30))
+    layer, engine = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), BackgroundQueue()
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    replicas = ReplicatedGradients(list(layer.parameters()), OnHosts(axes.whole), engine, axes.hosts)
+    for step in range(4):
+        layer.zero_grad()
+        used = layer[0] if step == 2 and dist.get_rank() == 0 else layer  # one rank does not reach the second
+        used(torch.ones(1, 4)).sum().backward()
+        replicas.finish()
+        assert [parameter.grad is None for parameter in layer.parameters()] == [False] * 4
+        assert float(layer[1].bias.grad[0]) == (0.5 if step == 2 else 1.0)
+        assert (replicas._heard is None) == (step == 0 or (step == 2 and dist.get_rank() == 0))
+    layer[1].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(DivergenceError, match="Freeze and unfreeze the same"):
+        replicas.finish()
+    engine.close()
+
+
+def test_replicated_gradients_agree_without_a_cpu_backend_and_wait_only_where_they_must():
+    run(_replicas, world=2, group=True)
+
+
+def _hierarchical():
+    _device_only()
+    collectives = Hierarchical(dist.group.WORLD, Ledger(), "data", 2)
+    assert talk.timeout_of(collectives.inside.group) == timedelta(seconds=30)
+
+
+def test_hierarchical_sync_starts():
+    run(_hierarchical, world=2, group=True)
+
+
+def _mixed():
+    """ "cpu:gloo,cuda:nccl" is no name of one backend: the device decides, and CPU tensors need no second group."""
+    _device_only()
+    store = dist.PrefixStore("mixed", dist.distributed_c10d._get_default_store())
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=2)
+    assert talk.open_hosts(dist.group.WORLD) is dist.group.WORLD
+    stages = Stages(SimpleNamespace(ties=()), dist.group.WORLD, (0, 1), torch.device("meta"))
+    assert stages.device == torch.device("meta")
+
+
+def test_a_group_of_two_backends_is_used_as_it_is():
+    run(_mixed, world=2, group=True)
+
+
+def test_states_of_offloaded_parameters_stay_with_them():
+    here, there = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.Adagrad([here])
+    optimizer.state[there] = {"sum": torch.ones(2)}
+    move_states([optimizer], torch.device("meta"))
+    assert optimizer.state[here]["sum"].device.type == "cpu"
+    assert optimizer.state[here]["step"].device.type == "cpu"
+    assert optimizer.state[there]["sum"].is_meta

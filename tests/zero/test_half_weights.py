@@ -1,0 +1,129 @@
+"""bf16-mixed and 16-mixed: weights that autocast casts are gathered in half precision, and the numbers are autocast's."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
+from tests.modules import Base
+from tests.parity import QUIET, reference, train
+from tests.same.test_matrix import _difference
+from tests.workers import run
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.router = nn.Linear(WIDTH, 1)
+
+    def tensors(self):
+        return (torch.randint(0, 50, (self.samples,), generator=torch.Generator().manual_seed(1)),)
+
+    def loss(self, batch):
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+class Routed(Net):
+    """Computes a router in fp32, and a block outside of autocast after each batch."""
+
+    def loss(self, batch):
+        x = self.embed(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        with torch.autocast("cpu", enabled=False):
+            gate = self.router(x.float())
+        assert gate.dtype == torch.float32
+        return (x.float() * gate.sigmoid()).square().mean()
+
+    def on_train_batch_end(self, *args):
+        with torch.no_grad():
+            assert self.blocks[2](torch.ones(1, WIDTH)).dtype == torch.float32
+
+
+class Both(Net):
+    def loss(self, batch):
+        x = self.router(self.embed(batch[0]))
+        with torch.autocast("cpu", enabled=False):
+            return (x.float() * self.router(self.embed(batch[0]))).square().mean()
+
+
+def _both(stage):
+    flags = {"max_steps": 1, "limit_val_batches": 0, "precision": "bf16-mixed"}
+    with pytest.raises(UnsupportedError, match="called under autocast and, later in the same step, without it"):
+        Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(Both())
+    Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=0, quiet=True)).fit(Both())
+
+
+def test_a_weight_is_used_in_one_precision():
+    run(_both, 1, world=2)
+
+
+class Kept(Callback):
+    """Bytes of weights that autograd keeps from forward to backward."""
+
+    def __init__(self):
+        self.bytes, self.dtypes = [], {}
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.saved = []
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: self.saved.append(t) or t, lambda t: t)
+        self.hooks.__enter__()
+
+    def on_before_backward(self, trainer, module, loss):
+        self.hooks.__exit__()
+        weights = [tensor for tensor in self.saved if tuple(tensor.shape) == (WIDTH, WIDTH)]
+        assert len(weights) >= 8
+        self.bytes.append(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in weights}.values()))
+        self.saved = []
+
+    def on_after_backward(self, trainer, module):
+        for param in (p for group in trainer.strategy._data.groups for p in group.fsdp_params):
+            self.dtypes[param._module_info.param_name] = param._unsharded_param.dtype
+
+
+def _kept(stage):
+    kept = Kept()
+    flags = {"max_steps": 3, "limit_val_batches": 0, "precision": "bf16-mixed", "callbacks": [kept]}
+    Trainer(**{**QUIET, **flags}, devices=2, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(Net())
+    return kept.bytes, {name: str(dtype) for name, dtype in kept.dtypes.items()}
+
+
+def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32():
+    for kept, dtypes in run(_kept, 3, world=2):
+        assert kept == [0, 0, 0]
+        assert dtypes["scale"] == "torch.float32"  # of the block's own code, like a norm's
+    for kept, _ in run(_kept, 1, world=2):
+        assert kept == [8 * WIDTH * WIDTH * 2] * 3  # the gathered weights themselves: half of fp32, no second copy
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", ["Net", "Routed"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_numbers_are_those_of_autocast(stage, name, precision):
+    window = 2 if name == "Net" else 1  # within a window no hook may compute with weights
+    trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": window, "gradient_clip_val": 0.5}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference(f"{__name__}:{name}", attributes, trainer)
+    for got in run(train, f"{__name__}:{name}", 2, {"zero_stage": stage, "quiet": True}, attributes, trainer, world=2):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=2e-3, atol=2e-3)
+        assert _difference(got, wanted) < 0.02

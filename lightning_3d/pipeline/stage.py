@@ -63,6 +63,16 @@ class StagePlay(StepTape):
         if self.final:
             refuse_missing(missing)
 
+    def to_send(self, value: Any) -> Any:
+        """Before this part begins, a received tensor has what the message of an earlier stage has changed already."""
+        if self.call > self.part.start:
+            return self.plain(value)
+        return map_leaves(lambda leaf: self._again(leaf) if isinstance(leaf, TracedTensor) else leaf, value)
+
+    def _again(self, leaf: TracedTensor) -> Tensor:
+        plain: Tensor = self.plain(leaf)
+        return plain.clone() if leaf.node in self.received else plain
+
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)])
 

@@ -94,7 +94,7 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
             f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {first} and on {second} of"
             f" them {mean:.6g}"
         )
-    if off > rounding:
+    if not off <= rounding:  # also where it is not a number
         return (
             f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
             f" {first} and on {second} of them"
@@ -105,7 +105,7 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
 def _differ(one: StepResult, other: StepResult | None, rounding: float) -> bool:
     if other is None or not _equal(one.loss, other.loss, rounding):
         return True
-    return _distance(one.gradient, [other.gradient], [1]) > rounding
+    return not _distance(one.gradient, [other.gradient], [1]) <= rounding
 
 
 def _equal(one: float, other: float, rounding: float) -> bool:

@@ -12,10 +12,10 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline.loss_scope import choose_scope
-from tests.zoo import oddities as unseen
 from tests.pipeline.fitting import check, fit
 from tests.pipeline.test_means import Masked, fresh, masked
 from tests.workers import WorkerError, run
+from tests.zoo import oddities as unseen
 
 FOUR = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 

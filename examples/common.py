@@ -12,7 +12,6 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
     parser.add_argument("--strategy", default="auto", help="auto, ddp, 3d, 3d_zero1 ...")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor_parallel_size, with --strategy 3d")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline_parallel_size")
-    parser.add_argument("--loss-scope", default="microbatch", help="batch, for a loss over pairs of samples")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     given = parser.parse_args()
@@ -24,7 +23,6 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
             tensor_parallel_size=given.tensor,
             pipeline_parallel_size=given.pipeline,
             zero_stage=int(strategy[-1]) if strategy[-1].isdigit() else 1,
-            loss_scope=given.loss_scope,
         )
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)

@@ -1,9 +1,9 @@
 """Two views of each digit are to find each other among all of a batch: a loss that is no mean over samples.
 
-A pipeline cuts a batch into microbatches, so it must compute such a loss once, on the whole batch: loss_scope="batch".
+A pipeline cuts a batch into microbatches. It finds on the first batch that such a loss needs the full one.
 
 One device:        python examples/contrastive.py
-Two stages:        python examples/contrastive.py --strategy 3d --pipeline 2 --loss-scope batch --devices 2
+Two stages:        python examples/contrastive.py --strategy 3d --pipeline 2 --devices 2
 """
 
 import torch

@@ -14,10 +14,11 @@ A new parallelism is a new folder and one more line in `parallelize`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -35,6 +36,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
 from lightning_3d.pipeline.observe import UncutRun, observe_one_batch
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
@@ -51,8 +53,6 @@ from lightning_3d.tensor.tensor_plan import TensorPlan
 from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
 from lightning_3d.zero.data_axis import DataAxis
 
-LossScope = Literal["microbatch", "batch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UserChoices:
@@ -60,12 +60,16 @@ class UserChoices:
 
     pipeline_split: Sequence[str] | None = None
     """Names of the first block of each stage but the first."""
-    loss_scope: LossScope = "microbatch"
-    """"batch" computes the loss once on the full batch, "microbatch" once per microbatch."""
+    loss_scope: LossScope = "auto"
+    """"batch" computes the loss once on the full batch, "microbatch" once per microbatch, "auto" as the loss needs."""
     tensor_plan: Mapping[str, str] | None = None
     """Patterns of names -> how to split them."""
     recompute: Recompute = KEEP_ALL
     """Activations that backward computes again."""
+
+    def __post_init__(self) -> None:
+        if self.loss_scope not in (scopes := get_args(LossScope)):
+            raise ConfigurationError(f"loss_scope={self.loss_scope!r} is none of {', '.join(map(repr, scopes))}.")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class ParallelPlan:
     tensor: TensorPlan | None = None
     uncut_run: UncutRun | None = None
     """One microbatch, run by the module before it is cut."""
-    loss_scope: LossScope = "microbatch"
+    scope: ChosenScope = MICROBATCH
     recompute: Recompute = KEEP_ALL
 
 
@@ -96,9 +100,10 @@ def make_plan(
     uncut_run = None
     if split is not None and not split.solo:
         units = [unit.name for unit in split.units]
-        mean = choices.loss_scope == "microbatch"
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
-        uncut_run = observe_one_batch(trainer, module, units, layout, to_device, plugin.forward_context, mean)
+        uncut_run = observe_one_batch(
+            trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope
+        )
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
@@ -113,7 +118,10 @@ def make_plan(
             )
         )
         tensor = keep_within_stages(tensor, split)
-    return ParallelPlan(anatomy, split, tensor, uncut_run, choices.loss_scope, choices.recompute)
+    scope = MICROBATCH
+    if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
+        scope = choose_scope(choices.loss_scope, uncut_run, layout)
+    return ParallelPlan(anatomy, split, tensor, uncut_run, scope, choices.recompute)
 
 
 def plan_pipeline(
@@ -329,7 +337,7 @@ def _pipeline(
         device=device,
         schedule=layout.schedule,
         num_microbatches=layout.num_microbatches,
-        loss_scope=plan.loss_scope,
+        loss_scope=plan.scope.value,
         hooks=hooks,
         ledger=ledger,
     )

@@ -1,6 +1,7 @@
 """Train a module of `tests/zoo` under a layout and on one device, and compare."""
 
 import importlib
+import math
 import warnings
 
 import torch
@@ -47,6 +48,11 @@ class Gradients(Callback):
             parallel = trainer.strategy._parallel
             grads = {name: parallel.gather_full(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
+
+
+def largest(numbers):
+    """The largest of `numbers`. `max` may pass over one that is not a number; here it is infinite."""
+    return max((math.inf if math.isnan(number) else number for number in numbers), default=0.0)
 
 
 def build(name):

@@ -161,7 +161,11 @@ PRIVATE = {
         "_module_state_mapping": "zero/fsdp_private",
     },
     "torch.distributed.distributed_c10d": {
+        "_WorldMeta": "ranks/users_group_private",
+        "_canonicalize_group_rank": "ranks/users_group_private",
+        "_get_default_group": "ranks/users_group_private",
         "_get_default_store": "faults/watchdog ranks/talk",
+        "_world": "ranks/users_group_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_api": {
         "AllGather": "zero/fsdp_private",

@@ -31,6 +31,7 @@ from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallelize import ParallelPlan, make_plan
 from lightning_3d.pipeline import observe, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
+from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.ranks import talk
 from lightning_3d.tensor import block_calls, plan_module, sample
@@ -72,7 +73,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "plan_tensor", plan_with_values),
         (parallelize, "make_plan", decision.make_plan),
         (parallelize, "plan_tensor", plan_with_values),
-        (observe, "loss_is_no_mean", _largest_run),
+        (observe, "compare_halves", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _outside_step(pretend, prove.rehearse)),
@@ -95,10 +96,11 @@ def _no(in_step: bool) -> bool:
     return False
 
 
-def _largest_run(run: Callable[[Any, int], Any], batch: Any, sizes: list[int], *_: Any) -> None:
-    """The run on the full batch, for its memory: losses without values are all alike."""
+def _largest_run(run: Callable[[Any, int], Any], batch: Any, sizes: list[int], *_: Any) -> LossMean:
+    """The run on the full batch, for its memory: losses without values are all alike, and taken for means."""
     if len(sizes) > 1:
         run(batch, 3)
+    return MEAN
 
 
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:

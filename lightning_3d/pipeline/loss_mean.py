@@ -7,12 +7,13 @@ gradient differs at once. So gradients are compared too.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.pipeline.microbatch import TENSORS, Rows, split_batch
+from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Rows, split_batch
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -27,14 +28,32 @@ class StepResult(NamedTuple):
     """Of some parameters, in one row; empty where the loss depends on none."""
 
 
+Verdict = Literal["mean", "random", "unknown", "no mean"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+"""The one that counts if data ranks disagree is the last of theirs."""
+
+
+@dataclass(frozen=True)
+class LossMean:
+    """The result of the test."""
+
+    verdict: Verdict
+    """"random" where the step differs from itself, "unknown" where there is nothing to compare."""
+    reason: str = ""
+    """Why it is no mean, or was not compared."""
+
+
+MEAN = LossMean("mean")
+UNSEEN = LossMean("unknown", "the first batch could not be looked at before training")
+
 Run = Callable[[Any, int], StepResult | None]
 """Runs the step on some rows of the batch, with random streams from a seed. None where it has no loss."""
 
 
-def loss_is_no_mean(
+def compare_halves(
     run: Run, batch: Any, sizes: list[int], rounding: float = ROUNDING, rows: Rows = TENSORS
-) -> str | None:
-    """Describe how the loss on the full batch differs from the mean of the losses on its halves; None if equal.
+) -> LossMean:
+    """Compare the loss on the full batch with the mean of the losses on its halves.
 
     Takes three runs, and a fourth where they differ: a random step differs from itself too. Halves are taken rather
     than two microbatches, which may happen to have as many tokens each.
@@ -47,18 +66,22 @@ def loss_is_no_mean(
         rows: where the batch holds its samples.
     """
     if len(sizes) < 2:
-        return None
+        return MEAN
     middle = len(sizes) // 2
     halves = [sum(sizes[:middle]), sum(sizes[middle:])]
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
     one, other = (run(half, seed) for seed, half in enumerate(split_batch(batch, halves, rows), start=1))
     together = run(batch, 3)
     if together is None or one is None or other is None:
-        return None
+        return LossMean("unknown", "the step could not be compared with itself on halves of the first batch")
+    if together.loss != together.loss:
+        return LossMean("unknown", "the loss on the first batch is not a number")
     found = _difference(together, [one, other], halves, rounding)
-    if found is None or _differ(together, run(batch, 4), rounding):
-        return None
-    return f"{found}: it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples, batch norm)"
+    if found is None:
+        return MEAN
+    if _differ(together, run(batch, 4), rounding):
+        return LossMean("random", "the loss of equal samples differs from run to run")
+    return LossMean("no mean", found)
 
 
 def _difference(together: StepResult, parts: list[StepResult], sizes: list[int], rounding: float) -> str | None:
@@ -71,7 +94,7 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
             f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {first} and on {second} of"
             f" them {mean:.6g}"
         )
-    if off > rounding:
+    if not off <= rounding:  # also where it is not a number
         return (
             f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
             f" {first} and on {second} of them"
@@ -82,11 +105,11 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
 def _differ(one: StepResult, other: StepResult | None, rounding: float) -> bool:
     if other is None or not _equal(one.loss, other.loss, rounding):
         return True
-    return _distance(one.gradient, [other.gradient], [1]) > rounding
+    return not _distance(one.gradient, [other.gradient], [1]) <= rounding
 
 
 def _equal(one: float, other: float, rounding: float) -> bool:
-    return one != one or abs(one - other) <= min(ROUNDING, rounding / 10) * max(abs(one), abs(other), 1e-6)
+    return abs(one - other) <= min(ROUNDING, rounding / 10) * max(abs(one), abs(other), 1e-6)
 
 
 def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> float:
@@ -127,3 +150,17 @@ def training_only(module: nn.Module, parameters: Sequence[nn.Parameter]) -> Iter
     finally:
         for item in others:
             item.requires_grad_(True)
+
+
+@contextmanager
+def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iterator[bool]:
+    """Let batch norms of blocks normalize by their running statistics; yields True where there are any."""
+    inside = {id(each): each for unit in units for each in module.get_submodule(unit).modules()}
+    norms = [each for each in inside.values() if isinstance(each, NORMS) and each.training and each.track_running_stats]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield bool(norms)
+    finally:
+        for norm in norms:
+            norm.training = True

@@ -20,7 +20,7 @@ from lightning_3d.sandbox.trees import _SIMPLE, children, leaves, rebuild
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DEPTH = 4
 """Objects inside objects that `signature` opens."""
 
@@ -48,7 +48,7 @@ class Rows:
         sure = {path for path, value in lists.items() if _is_ragged(value) or not _has_rows(value, len(value))}
         found = lists.keys() if sure and expected is not None else sure
         found = {path for path in found if not any(path[: len(other)] == other for other in found if other != path)}
-        least = 2 if any(isinstance(each, _NORMS) for each in module.modules()) else 1
+        least = 2 if any(isinstance(each, NORMS) for each in module.modules()) else 1
         result = cls(frozenset(found), least)
         rows = result.count(batch)
         if expected is not None and rows is not None and rows > expected and rows % expected:

@@ -21,8 +21,12 @@ from lightning_3d.layout import Layout
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
     ROUNDING,
+    UNSEEN,
+    VERDICTS,
+    LossMean,
     StepResult,
-    loss_is_no_mean,
+    compare_halves,
+    norms_on_running_statistics,
     parameters_of_last_block,
     step_result,
     training_only,
@@ -66,6 +70,8 @@ class UncutRun:
     """True where the numbers are to be compared with those of the cut module."""
     drawn: bool = False
     """True where code between units drew random numbers."""
+    loss_mean: LossMean = UNSEEN
+    """The result of the test for a loss that is a mean over samples."""
 
 
 class Observer:
@@ -208,8 +214,12 @@ def _rounding(module: nn.Module) -> float:
 
 
 _NO_MEAN = (
-    ", so microbatches do not train exactly as one device does. num_microbatches=1 runs the full batch at once;"
-    " loss_scope='batch' computes the loss on the full batch, which helps unless it is batch norm inside the blocks."
+    ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
+    " train exactly as one device does. loss_scope='auto' or 'batch' computes it on the full batch."
+)
+_NORMALIZES = (
+    ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
+    " one device does. num_microbatches=1 runs the full batch at once."
 )
 _IN_PIECES = "which under a pipeline each microbatch would do, on a stage that may not have it"
 
@@ -221,7 +231,7 @@ def observe_one_batch(
     layout: Layout,
     to_device: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
-    mean: bool,
+    loss_scope: str,
 ) -> UncutRun | None:
     """Observe the step that is about to run, on the first microbatch of its first batch, forward and backward.
 
@@ -231,7 +241,7 @@ def observe_one_batch(
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around a step (autocast).
-        mean: True to test that the loss is a mean over samples, with a warning if it is not.
+        loss_scope: other than "batch" to test that the loss is a mean over samples. "microbatch" warns if it is not.
     """
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
@@ -254,15 +264,31 @@ def observe_one_batch(
             first = (*pieces[:1], *args[1:])
             uncut = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
             others = _OtherRuns(module, uncut, units, context)
-            text = loss_is_no_mean(others, args[0], sizes, uncut.rounding, rows) if mean and cut else None
-            if not mean or others.failed:
+            compares = cut and loss_scope != "batch"
+            mean = _test_for_mean(others, args[0], sizes, rows, loss_scope) if compares else UNSEEN
+            if not compares or others.failed:
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
-        if text is not None:
-            rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {text}{_NO_MEAN}")
-        return uncut
+        return replace(uncut, loss_mean=mean)
 
     return _on_every_rank(observation, module, name)
+
+
+def _test_for_mean(others: _OtherRuns, batch: Any, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
+    """Test that the loss is a mean over samples, without the batch norms of blocks if it is none with them.
+
+    Those normalize over a microbatch wherever the loss is computed, so they do not decide about the loss.
+    """
+    mean = compare_halves(others, batch, sizes, others.uncut.rounding, rows)
+    if mean.verdict != "no mean":
+        return mean
+    with norms_on_running_statistics(others.module, others.units) as frozen:
+        alone = compare_halves(others, batch, sizes, others.uncut.rounding, rows) if frozen else mean
+    because_of_norms = alone.verdict == "mean"
+    if because_of_norms or loss_scope == "microbatch":
+        why = _NORMALIZES if because_of_norms else _NO_MEAN
+        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{why}")
+    return alone
 
 
 def _on_every_rank(observation: Callable[[], UncutRun | None], module: LightningModule, step: str) -> UncutRun | None:
@@ -284,11 +310,13 @@ def _on_every_rank(observation: Callable[[], UncutRun | None], module: Lightning
             return None
 
     uncut = talk.together(leave_no_trace, UnsupportedError)
-    blocks = talk.gather((uncut.calls, uncut.read) if uncut is not None else None)
-    first = blocks[0]
-    if uncut is None or first is None or None in blocks:
+    seen = talk.gather((uncut.calls, uncut.read, uncut.loss_mean) if uncut is not None else None)
+    found = [each for each in seen if each is not None]
+    if uncut is None or len(found) < len(seen):
         return None
-    return replace(uncut, calls=first[0], read=first[1])  # all ranks must cut alike
+    calls, read, _ = found[0]  # all ranks must cut alike
+    worst = max((mean for _, _, mean in found), key=lambda mean: VERDICTS.index(mean.verdict))
+    return replace(uncut, calls=calls, read=read, loss_mean=worst)
 
 
 @contextmanager

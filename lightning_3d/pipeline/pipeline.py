@@ -88,6 +88,8 @@ class Pipeline:
         """Stages whose backward must not run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
+        self.checked_heads: set[Any] = set()
+        """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
         self.stash: dict[nn.Parameter, Tensor] = {}
         self.older: dict[nn.Parameter, Tensor] = {}
         """Gradients of earlier accumulation windows that may have to stay."""

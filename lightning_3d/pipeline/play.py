@@ -20,23 +20,25 @@ if TYPE_CHECKING:
 def play(
     pipeline: "Pipeline", trace: StepTrace, part: StagePart, title: str, name: str, args: tuple[Any, ...], seed: int,
     received: list[Tensor], record: Record, expected: Any = None, *, real: bool = False,
+    earlier: int | None = None,
 ) -> Any:  # fmt: skip
     """Run one part of a step on a microbatch.
 
     Args:
         real: True in training. In a rehearsal, code of the step for rank 0 only does not run.
+        earlier: the seed of random numbers that are drawn before the part, if it is another one.
 
     Returns:
         The tensors that cross the cut behind the part; behind the last one the output of the step.
     """
-    player = StagePlay(trace, part, title, received, seed, pipeline.wire.device)
+    player = StagePlay(trace, part, title, received, seed, pipeline.wire.device, earlier)
     player.expected = expected
     undo = () if player.final else trace.changed
     ends = refuse_placeholders if player.final else None
     recording = pipeline.recorder.recording(record, ends, speaks=real and player.final and pipeline.acts_as_rank_zero)
     with isolated_buffers(pipeline.module, undo), player, pipeline.gates.directed(player), recording, rank_local():
         try:
-            output = pipeline.call(name, args, seed)
+            output = pipeline.call(name, args, seed if earlier is None else earlier)
         except Cut:
             return player.outputs()
         except (RuntimeError, TypeError) as error:

@@ -18,6 +18,7 @@ from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.schedule import SPLIT
+from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
@@ -65,7 +66,9 @@ def _run_in_stages(
     _raise_if_any(pipeline, relay.problem)
     unreached = relay.unreached()
     if (uncut is not None and uncut.grads) or pipeline.schedule in SPLIT:
-        stages = [grads for rank in pipeline.wire.agree(relay.backward()) for grads in rank]
+        with alone():
+            mine = relay.backward()
+        stages = [grads for rank in pipeline.wire.agree(mine) for grads in rank]
         _raise_if_any(pipeline, relay.problem)
         if uncut is not None:
             _compare_gradients(pipeline, stages, uncut)

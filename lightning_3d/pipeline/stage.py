@@ -22,13 +22,15 @@ class StagePlay(StepTape):
     """Plays one part of a step: earlier units return placeholders, its own run, the first later one ends the step."""
 
     def __init__(
-        self, trace: StepTrace, part: StagePart, name: str, received: list[Tensor], seed: int, device: torch.device
-    ) -> None:
+        self, trace: StepTrace, part: StagePart, name: str, received: list[Tensor], seed: int, device: torch.device,
+        earlier: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
             frozenset(carried.node for carried in part.after),
         )
         self.step_trace, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
+        self.earlier = earlier
         self.skipping = False
         self.final = part.stop == len(trace.calls)
         self.expected: dict[int, list[list[float]]] | None = None
@@ -48,7 +50,7 @@ class StagePlay(StepTape):
     def leave(self, unit: str, output: Any) -> Any:
         if self.skipping:
             return self._placeholder()
-        random_streams.restart(self.seed, 2 * self.call - 1)
+        self._restart(2 * self.call - 1)
         self.tracing = not self.final
         return self.trace(output, absent=False) if self.tracing else output
 
@@ -61,11 +63,21 @@ class StagePlay(StepTape):
         if self.final:
             refuse_missing(missing)
 
+    def to_send(self, value: Any) -> Any:
+        """Before this part begins, a received tensor has what the message of an earlier stage has changed already."""
+        if self.call > self.part.start:
+            return self.plain(value)
+        return map_leaves(lambda leaf: self._again(leaf) if isinstance(leaf, TracedTensor) else leaf, value)
+
+    def _again(self, leaf: TracedTensor) -> Tensor:
+        plain: Tensor = self.plain(leaf)
+        return plain.clone() if leaf.node in self.received else plain
+
     def _refresh_arguments(self, args: Any, kwargs: Any) -> None:
         self.refresh([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TracedTensor)])
 
     def _placeholder(self) -> Any:
-        random_streams.restart(self.seed, 2 * self.call - 1)
+        self._restart(2 * self.call - 1)
         output = self.step_trace.calls[self.call - 1].output
         zeros = map_leaves(lambda leaf: self._zeros(leaf) if isinstance(leaf, Spec) else leaf, output)
         return self.trace(zeros, absent=True)
@@ -104,8 +116,15 @@ class StagePlay(StepTape):
             )
         if call >= self.part.stop:
             raise Cut
-        random_streams.restart(self.seed, 2 * call)
+        self._restart(2 * call)
         return call >= self.part.start
+
+    def _restart(self, moment: int) -> None:
+        """Restart the random streams at a moment of the step: 2 * calls where a call begins, one less after it."""
+        begun = moment >= 2 * self.part.start
+        random_streams.restart(self.seed if begun or self.earlier is None else self.earlier, moment)
+        if self.earlier is not None and moment == 2 * self.part.start:
+            random_streams.restart_python(self.seed)
 
     def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:
         for leaf in leaves((args, kwargs)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import PipelineSplitError
@@ -81,6 +82,8 @@ class StepTape:
         self.refresh(inputs)
         if name in _READS:
             self.on_read(inputs, missing, name)
+        if getattr(func, "__module__", None) == c10d.__name__:
+            return self._send(func, inputs, args, kwargs)
         if name in _HOOKS and inputs and args and args[0] is inputs[0]:
             return self._hook(func, inputs[0], args[1:], kwargs)
         if (_changes_input(name) or kwargs.get("inplace")) and inputs and args and args[0] is inputs[0]:
@@ -94,6 +97,15 @@ class StepTape:
         for leaf in inputs:
             self.on_use(leaf.node, self.call)
         return self.trace(result, bool(missing)) if self.tracing or missing else result
+
+    def _send(
+        self, func: Callable[..., Any], inputs: list[TracedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Send and receive as the user's code asks: every stage does, with its data ranks."""
+        for leaf in inputs:
+            self.on_use(leaf.node, self.call)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*self.to_send(args), **self.to_send(kwargs))
 
     def _hook(
         self, func: Callable[..., Any], handle: TracedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,6 +130,10 @@ class StepTape:
             self.values[handle.node] = target
             self.on_made(handle.node, target)
         return handle if isinstance(result, Tensor) else result
+
+    def to_send(self, value: Any) -> Any:
+        """`value` with the tensors that a message takes, and writes into."""
+        return self.plain(value)
 
     def plain(self, value: Any) -> Any:
         """`value` with received tensors in place of absent ones."""

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.pipeline.play import play
-from lightning_3d.pipeline.rehearsal import Carried, StepTrace
+from lightning_3d.pipeline.rehearsal import Carried, StagePart, StepTrace
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
+from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.record import Record, combine
 from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, put_buffers, put_changes, sendable
 from lightning_3d.sandbox.trees import detached, join_outputs, loss_of
+from lightning_3d.sandbox.trial import trial
 
 if TYPE_CHECKING:
     from lightning_3d.pipeline.pipeline import Pipeline
@@ -110,6 +112,9 @@ class TrainingStep:
                   for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
+        if self.full_trace.pattern not in self.pipeline.checked_heads:
+            self._refuse_earlier_draws(part, joined)
+            self.pipeline.checked_heads.add(self.full_trace.pattern)
         with isolated(self.pipeline.module) as changes:
             output = play(
                 self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, joined, record, real=True
@@ -118,6 +123,31 @@ class TrainingStep:
             torch.autograd.backward(loss)
         self.sizes = [sum(self.sizes)]
         return self._chunks(columns, dims, joined)
+
+    def _refuse_earlier_draws(self, part: StagePart, joined: list[Tensor]) -> None:
+        """Raise where the head uses random numbers that the step draws before it.
+
+        The microbatches have drawn their own, and the head, which runs on the full batch, would draw others: the
+        target of a noisy input would be another noise. Seen by running the head with two seeds for what comes before.
+        """
+        assert self.full_trace is not None
+        outputs = []
+        for earlier in (self.seed, self.seed ^ 1):
+            with trial(self.pipeline.module, gradients=False, optimizers=False, logs=False):
+                received = [tensor.detach().clone() for tensor in joined]
+                output = play(
+                    self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, received, Record(),
+                    earlier=earlier,
+                )  # fmt: skip
+                outputs.append(fingerprint(loss_of(output)))
+        if differ(outputs[0], outputs[1]):
+            raise UnsupportedError(
+                "training_step draws random numbers before or between its blocks, and its loss depends on them (mixup,"
+                " noise that is the target as well). With the loss on the full batch (loss_scope='batch') it would be"
+                " given other numbers than the inputs of the microbatches. Draw them in the dataset or in"
+                " on_before_batch_transfer; or use loss_scope='microbatch' where the loss is a mean over samples, or"
+                " num_microbatches=1."
+            )
 
     def _chunks(self, columns: list[Any], dims: list[int | None], joined: list[Tensor]) -> list[list[Tensor | None]]:
         grads: list[list[Tensor | None]] = [[] for _ in self.traces]

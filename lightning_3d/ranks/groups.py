@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import build_mesh
+from lightning_3d.ranks.users_group_private import UsersGroups
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Axes:
     """Data ranks that share one copy, None where all do."""
     replicate: dist.ProcessGroup | None
     """Data ranks that have the same shard of other copies."""
+    users: UsersGroups | None
+    """For the user's own messages, None where the data ranks are all ranks."""
 
     @property
     def hosts(self) -> dist.ProcessGroup:
@@ -78,7 +81,8 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
     """
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
-    groups += [group for group in (axes.whole, axes.shard, axes.replicate) if group is not None]
+    users = axes.users.data if axes.users is not None else None
+    groups += [group for group in (axes.whole, axes.shard, axes.replicate, users) if group is not None]
     counts = {
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)
@@ -101,15 +105,25 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
         talk.open_hosts(group)
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
     whole = _new_group(layout, here, timeout, lambda data: 0)
+    users = _users_groups(layout, rank, here, timeout)
     if shard == layout.data_parallel_size:
-        return Axes(key, mesh, whole, None, None)
+        return Axes(key, mesh, whole, None, None, users)
     return Axes(
         key,
         mesh,
         whole,
         _new_group(layout, here, timeout, lambda data: data // shard),
         _new_group(layout, here, timeout, lambda data: data % shard),
+        users,
     )
+
+
+def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelta) -> UsersGroups | None:
+    if layout.data_parallel_size == layout.world_size:
+        return None
+    data = _new_group(layout, here, timeout, lambda data: 0)
+    alone = data if layout.data_parallel_size == 1 else dist.new_group([rank], timeout, use_local_synchronization=True)
+    return UsersGroups(data, alone)
 
 
 @cache

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
@@ -37,7 +38,7 @@ def trial(
     """Run the user's code so that nothing remains of it; yields the record of what it logs.
 
     Put back are random streams, weights that the code writes to, buffers, plain attributes of modules and of the
-    user's own objects, and gradients.
+    user's own objects, and gradients. The user's own messages reach no other rank.
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
@@ -50,6 +51,7 @@ def trial(
     record = Record()
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
+        stack.enter_context(alone())
         stack.enter_context(_restored_state(module))
         if optimizers:
             stack.enter_context(optimizers_on_demand(module))

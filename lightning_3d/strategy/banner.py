@@ -27,11 +27,15 @@ SMALL = 0.02
 """Share of the module's bytes below which parameters that tensor ranks do not split are not named."""
 
 
-def opening(module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None) -> str:
+def opening(
+    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None, loss: str = ""
+) -> str:
     """A few lines about the placement of `module`."""
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
         lines.append(f"  tensor: {len(tensor.splits)} parameters split, {_unsplit(module, tensor)}")
+    if loss:
+        lines.append(loss)
     return "\n".join(lines)
 
 

@@ -38,6 +38,7 @@ from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.groups import has_peers, in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import share_seeded_state
+from lightning_3d.ranks.users_group_private import show_data_ranks
 from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.zero.data_axis import DataAxis
 
@@ -235,6 +236,8 @@ class Processes(ParallelStrategy):
         axes = open_groups(self.layout, self.global_rank, self.root_device.type, self._timeout)
         self._mesh, self._data_axis = axes.mesh, DataAxis(axes, self._comm_config(), streams=self._streams)
         self._module._device_mesh = self._mesh
+        if axes.users is not None:
+            self._undo.callback(show_data_ranks(axes.users))
         self._settle_samplers()
         self._warn_of_world_size()
 

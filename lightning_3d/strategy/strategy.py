@@ -30,8 +30,9 @@ from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.optim.grad_norm import clip_like_one_device
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
-from lightning_3d.parallelize import LossScope, ParallelModule, ParallelPlan, UserChoices
+from lightning_3d.parallelize import ParallelModule, ParallelPlan, UserChoices
 from lightning_3d.pipeline.limits import check_automatic, check_supported
+from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom, share_random_state
@@ -73,7 +74,8 @@ class Strategy3D(Training):
         stages_per_rank: virtual stages of each pipeline rank, for the interleaved and V schedules.
         num_microbatches: microbatches of one batch in the pipeline; "auto" chooses by the batch size.
         pipeline_split: names of the first block of each stage but the first, instead of a balanced cut.
-        loss_scope: "batch" computes the loss once on the full batch, for losses that are no mean over samples.
+        loss_scope: "microbatch" computes the loss of each microbatch, "batch" once on the full batch, for losses that
+            are no mean over samples; "auto" is "microbatch" where the first batch shows a mean.
         sequence_parallel: also shard norms and dropout along the sequence, over the tensor ranks.
         tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" or "whole"; overrides
             the inferred plan, and is proven like it.
@@ -118,7 +120,7 @@ class Strategy3D(Training):
         stages_per_rank: int = 1,
         num_microbatches: int | Literal["auto"] = "auto",
         pipeline_split: list[str] | None = None,
-        loss_scope: LossScope = "microbatch",
+        loss_scope: LossScope = "auto",
         sequence_parallel: bool = False,
         tensor_plan: dict[str, str] | None = None,
         grad_sync: GradSync | Literal["auto"] = "auto",

@@ -125,7 +125,7 @@ class Training(Resuming):
     def _announce(self, plan: ParallelPlan) -> None:
         self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)
         if not self._quiet:
-            rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor))
+            rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor, plan.scope.line))
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -27,7 +27,7 @@ def test_a_config_can_be_printed_and_holds_every_argument(capsys):
     strategy = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_3d.Strategy3D"
     assert strategy["init_args"]["tensor_parallel_size"] == 2
-    assert strategy["init_args"]["loss_scope"] == "microbatch"
+    assert strategy["init_args"]["loss_scope"] == "auto"
 
 
 def test_a_yaml_file_names_the_strategy(tmp_path):

@@ -48,7 +48,6 @@ def from_hydra(name, folder):
     overrides += [f"+trainer.{key}={value}" for key, value in settings.items() if key.startswith("enable")]
     overrides += [f"model.{key}={value}" for key, value in small(name, 16).items()]
     overrides += [f"example={name}", f"+layout@trainer.strategy={LAYOUTS.get(name, 'tp2')}"]
-    overrides += ["+trainer.strategy.loss_scope=batch"] if name == "contrastive" else []
     with initialize_config_dir(str(FOLDER / "conf"), version_base="1.3"):
         config = compose("config", overrides)
     trainer = train.train(config)

@@ -27,7 +27,7 @@ CASES = [
     ("hf_finetune", "TextClassifier", "Bytes", {**SMALL, "layers": 2}, {"zero_stage": 3}),
     ("encoder_decoder", "Reverser", "Reversals", SMALL, TENSOR),
     ("encoder_decoder", "Reverser", "Reversals", SMALL, PIPELINE),
-    ("contrastive", "Contrastive", "Digits", SMALL, {**PIPELINE, "loss_scope": "batch"}),
+    ("contrastive", "Contrastive", "Digits", SMALL, PIPELINE),
 ]
 
 

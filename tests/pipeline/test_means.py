@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.loss_mean import StepResult, loss_is_no_mean
+from lightning_3d.pipeline.loss_mean import MEAN, StepResult, compare_halves
 from tests.pipeline.fitting import check, fit
 from tests.workers import run
 from tests.zoo import oddities
@@ -20,34 +20,41 @@ def seen(loss, gradient=()):
 
 def test_a_mean_is_a_mean():
     batch = {"x": torch.arange(8.0), "weights": torch.ones(3)}
-    assert loss_is_no_mean(lambda rows, seed: seen(rows["x"].mean()), batch, [3, 3, 2]) is None
-    assert loss_is_no_mean(lambda rows, seed: seen(rows["x"].mean() + seed), batch, [3, 3, 2]) is None
-    assert loss_is_no_mean(lambda rows, seed: None, batch, [3, 3, 2]) is None
-    assert loss_is_no_mean(lambda rows, seed: seen(rows["x"].sum()), batch, [8]) is None
+    assert compare_halves(lambda rows, seed: seen(rows["x"].mean()), batch, [3, 3, 2]) == MEAN
+    assert compare_halves(lambda rows, seed: seen(rows["x"].sum()), batch, [8]) == MEAN
+
+
+def test_what_cannot_be_compared_is_not_taken_for_a_mean():
+    batch = torch.arange(8.0)
+    assert compare_halves(lambda rows, seed: seen(rows.mean() + seed), batch, [3, 3, 2]).verdict == "random"
+    assert compare_halves(lambda rows, seed: None, batch, [3, 3, 2]).verdict == "unknown"
+    assert compare_halves(lambda rows, seed: seen(float("nan")), batch, [3, 3, 2]).verdict == "unknown"
+    half = lambda rows, seed: seen(rows.mean() if len(rows) == 8 else float("nan"))  # noqa: E731
+    assert compare_halves(half, batch, [3, 3, 2]).verdict == "no mean"
 
 
 def test_a_sum_is_none():
-    text = loss_is_no_mean(lambda rows, seed: seen(rows.sum()), torch.arange(8.0), [3, 3, 2])
+    text = compare_halves(lambda rows, seed: seen(rows.sum()), torch.arange(8.0), [3, 3, 2]).reason
     assert "the loss on 8 samples is 28, the mean of the losses on 3 and on 5 of them 16.75" in text
 
 
 def test_a_gradient_tells_where_the_loss_does_not():
     batch = torch.arange(8.0)
-    text = loss_is_no_mean(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2])
+    text = compare_halves(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
     assert "the gradient of the loss on 8 samples differs by 0.67 of itself" in text
-    assert "the loss on 8" in loss_is_no_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2])
-    assert loss_is_no_mean(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) is None
-    assert loss_is_no_mean(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) is None
-    assert loss_is_no_mean(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2]) is None
-    assert loss_is_no_mean(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) is None
+    assert "the loss on 8" in compare_halves(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2]).reason
+    assert compare_halves(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
+    assert compare_halves(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
+    random = compare_halves(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
+    assert random.verdict == "random"
+    assert compare_halves(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) == MEAN
 
 
 def test_rows_that_are_full_hide_no_padding_behind_them():
     labels = torch.arange(160).view(16, 10)
     labels[13, 3:] = -100  # in the second to last of eight microbatches
     mean = lambda rows, seed: seen(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
-    text = loss_is_no_mean(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8)
-    assert "it is no mean over samples" in text
+    assert compare_halves(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8).verdict == "no mean"
 
 
 class Masked(oddities.EmbeddingSkip):

@@ -88,8 +88,7 @@ class Masked(GPT):
 @pytest.mark.parametrize("layout", WIDE)
 def test_a_mean_over_tokens_with_uneven_masks_is_that_of_the_whole_batch(layout):
     world, strategy = LAYOUTS[layout]
-    scope = {"loss_scope": "batch"} if "pipeline_parallel_size" in strategy else {}
-    assert_parity(f"{__name__}:Masked", world, {**strategy, **scope}, trainer={"max_epochs": 1})
+    assert_parity(f"{__name__}:Masked", world, strategy, trainer={"max_epochs": 1})
 
 
 class TurnsNaN(UntiedGPT):

@@ -11,6 +11,7 @@ from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
+from tests.parity import largest
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -62,7 +63,7 @@ def on_ranks(build, loss_of, batch_of, steps, optimizer, size, options):
     found = train(module, loss_of, batches, optimizer)
     collectives = len(ledger.calls) / steps
     parameters = dict(module.named_parameters())
-    worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    worst = largest(abs(a - b) for a, b in zip(expected, found, strict=True))
     drift = {
         name: (full_tensor(parameters[name], plan.splits.get(name)) - whole).abs().max().item()
         for name, whole in reference.named_parameters()

@@ -12,6 +12,7 @@ from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
+from tests.parity import largest
 from tests.tensor.parity import train
 
 
@@ -33,8 +34,8 @@ def compare(module, loss_of, batches, size, *, all_proven=True, **options):
     assert bool(unproven) != all_proven, unproven
     difference = {"loss": 0.0, "eval": 0.0}
     for losses, _, in_eval in shards:
-        difference["loss"] = max(difference["loss"], *(abs(a - b) for a, b in zip(losses, expected, strict=True)))
-        difference["eval"] = max(difference["eval"], abs(in_eval - evaluated))
+        difference["loss"] = largest([difference["loss"], *(abs(a - b) for a, b in zip(losses, expected, strict=True))])
+        difference["eval"] = largest([difference["eval"], abs(in_eval - evaluated)])
     for name, whole in reference.named_parameters():
         parts = [parameters[name] for _, parameters, _ in shards]
         if name in plan.splits:

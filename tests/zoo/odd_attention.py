@@ -214,12 +214,13 @@ class Latent(nn.Module):
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-@member("tensor", because="No softmax: a product of keys and values, then of queries with it.")
+@member("tensor", because="A product of keys and values, then of queries with it, over the sum of keys.")
 class Linearized(Attention):
     def forward(self, x):
         q, k, v = self.parts(x)
         q, k = F.elu(q) + 1, F.elu(k) + 1
-        return x + self.o((q @ (k.transpose(-2, -1) @ v)).transpose(1, 2).flatten(2))
+        total = q @ k.sum(-2, keepdim=True).transpose(-2, -1)  # without it the loss grows until it is NaN
+        return x + self.o((q @ (k.transpose(-2, -1) @ v) / total).transpose(1, 2).flatten(2))
 
 
 @member("tensor", because="Keys are queries.")

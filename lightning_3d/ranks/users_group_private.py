@@ -1,0 +1,131 @@
+"""The default process group as the user's code sees it: the data ranks.
+
+Code that calls `dist.all_reduce(x)`, `dist.get_world_size()` or a library's own synchronised batch norm was written for
+data parallelism. It means the ranks that work on other samples. Tensor and pipeline peers work on the same ones: with
+them a sum would count samples twice, and ranks of other stages would not call it.
+
+torch looks its default group up when a function is called. That look-up is replaced while a run lasts, and answers by
+the code that asks: this package, Lightning and torch's own parallelism get all ranks. Replacing the group itself would
+not do: torch takes the rank in any other group from it.
+
+During a run ahead of training each rank is alone. Data ranks may run other code there, and would wait for each other.
+
+Read in torch 2.13: `_get_default_group`, `_canonicalize_group_rank` and the property `WORLD`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_3d.errors import UnsupportedError
+
+_torch: Any = distributed_c10d
+_C10D = (distributed_c10d.__name__, "torch.distributed.c10d_logger", __name__)
+_BETWEEN = ("torch.overrides", "lightning_3d.pipeline.traced_tensor", "lightning_3d.sandbox.interceptor")
+"""Modules that call a function in place of the code that called it."""
+_OWN = ("lightning_3d", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
+"""Packages that mean all ranks ..."""
+_USERS = ("torch.distributed.nn", "torch.nn", "torch.utils.data")
+"""... but for these modules, which mean what the user who calls them does."""
+
+
+@dataclass(frozen=True)
+class UsersGroups:
+    """Groups that nothing but the user's code uses."""
+
+    data: dist.ProcessGroup
+    alone: dist.ProcessGroup
+    """This rank."""
+
+
+class _Now:
+    groups: UsersGroups | None = None
+    alone = False
+
+
+def show_data_ranks(groups: UsersGroups) -> Callable[[], None]:
+    """Let the user's code see `groups.data` as its default group; returns a function that undoes it."""
+    before, _Now.groups = _Now.groups, groups
+    if before is not None:  # a run within a run
+        return lambda: setattr(_Now, "groups", before)
+    plain = _torch._get_default_group, _torch._canonicalize_group_rank, _torch._WorldMeta.WORLD
+    _torch._get_default_group = lambda: _default_group(plain[0])
+    _torch._canonicalize_group_rank = lambda *args, **kwargs: _group_rank(plain[1], *args, **kwargs)
+    _torch._WorldMeta.WORLD = property(lambda owner: _world(plain[2].fget, owner), plain[2].fset)
+
+    def undo() -> None:
+        _Now.groups = None
+        _torch._get_default_group, _torch._canonicalize_group_rank, _torch._WorldMeta.WORLD = plain
+
+    return undo
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let the user's code see this rank only: no other one runs it at the same time."""
+    before, _Now.alone = _Now.alone, True
+    try:
+        yield
+    finally:
+        _Now.alone = before
+
+
+def _shown() -> dist.ProcessGroup:
+    assert _Now.groups is not None
+    return _Now.groups.alone if _Now.alone else _Now.groups.data
+
+
+def _default_group(plain: Callable[[], Any]) -> Any:
+    entry, caller = _call(sys._getframe(2))
+    named = entry.f_locals.get("group")
+    explicit = named is not None and named is not _torch._world.default_pg
+    if explicit or not _is_users(caller):
+        return plain()
+    if entry.f_code.co_name.startswith(("new_", "split_group")):
+        raise UnsupportedError(
+            f"{_place(caller)} makes a process group during training. Its ranks would be counted among all ranks, of"
+            " which tensor and pipeline peers work on the same samples. Without a group torch.distributed uses the data"
+            " ranks; use that, or only data parallelism and ZeRO (tensor_parallel_size=1, pipeline_parallel_size=1)."
+        )
+    return _shown()
+
+
+def _group_rank(plain: Callable[..., int], group: Any, *args: Any, **kwargs: Any) -> int:
+    """A root or a peer: a number among the data ranks where the group is theirs."""
+    if _Now.groups is not None and group in (_Now.groups.data, _Now.groups.alone) and args and args[0] is not None:
+        peer, *rest = args
+        peer = 0 if _Now.alone else peer
+        args = (None, peer if rest[:1] in ([], [None]) else rest[0], *rest[1:])
+    return plain(group, *args, **kwargs)
+
+
+def _world(plain: Callable[[Any], Any], owner: Any) -> Any:
+    caller = sys._getframe(2)
+    return _shown() if plain(owner) is not None and _is_users(caller) else plain(owner)
+
+
+def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
+    """The function of torch.distributed that `frame` is in, and the code that called it."""
+    entry = frame
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (*_C10D, *_BETWEEN):
+        if frame.f_globals["__name__"] == distributed_c10d.__name__:
+            entry = frame
+        frame = frame.f_back
+    return entry, frame
+
+
+def _is_users(caller: FrameType) -> bool:
+    name = str(caller.f_globals.get("__name__"))
+    if name in _C10D:
+        return False
+    return name.partition(".")[0] not in _OWN or name.startswith(_USERS)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"

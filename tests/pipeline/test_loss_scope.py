@@ -1,0 +1,125 @@
+"""The default `loss_scope="auto"`: the full batch for a loss that is no mean over samples, and a line about it."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import Layout
+from lightning_3d.pipeline.loss_scope import choose_scope
+from tests.pipeline.fitting import check, fit
+from tests.pipeline.test_means import Masked, fresh, masked
+from tests.workers import WorkerError, run
+from tests.zoo import oddities as unseen
+
+FOUR = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+
+
+class Pairs(unseen.Deep):
+    """A loss over pairs of samples."""
+
+    def loss(self, batch):
+        output = F.normalize(self(batch["x"]), dim=-1)
+        return F.cross_entropy(output @ output.T.detach() / 0.1, torch.arange(len(output)))
+
+
+class Noised(unseen.Deep):
+    """A noise that is added to the input and is the target as well, as in a diffusion model."""
+
+    def loss(self, batch):
+        noise = torch.randn(len(batch["x"]), 3)
+        return F.mse_loss(self(batch["x"] + F.pad(noise, (0, batch["x"].shape[1] - 3))), noise)
+
+
+class Mixed(unseen.Deep):
+    """Mixup: pairs of samples, drawn anew in each step."""
+
+    def loss(self, batch):
+        other = torch.randperm(len(batch["x"]))
+        output = self(0.7 * batch["x"] + 0.3 * batch["x"][other])
+        return 0.7 * F.cross_entropy(output, batch["y"]) + 0.3 * F.cross_entropy(output, batch["y"][other])
+
+
+class DroppedInput(Pairs):
+    """Dropout before the blocks, which the head does not use."""
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.2))
+
+
+class Normalized(unseen.Deep):
+    """A mean over samples, but for a batch norm inside of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.model.trunk.body.blocks[1] = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def several(kind):
+    torch.manual_seed(1)
+    return kind(), kind().batches(5)
+
+
+def scope_of(build, options=None):
+    """The scope of the pipeline, and what was said."""
+    scopes = []
+    from lightning_3d.pipeline import pipeline
+
+    plain = pipeline.Pipeline.__init__
+
+    def noted(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        scopes.append(self.loss_scope)
+
+    pipeline.Pipeline.__init__ = noted
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(build, {**FOUR, **(options or {})})
+    finally:
+        pipeline.Pipeline.__init__ = plain
+    return set(scopes), [str(each.message) for each in caught if "cuts batches into micro" in str(each.message)]
+
+
+@pytest.mark.parametrize("build", [masked, partial(several, Pairs)], ids=["masked", "pairs"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_loss_that_is_no_mean_trains_like_one_device_by_default(build, schedule):
+    check(build, 2, {"num_microbatches": 4, "schedule": schedule}, validate=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scope", "warned"),
+    [(unseen.Deep, "microbatch", 0), (Noised, "microbatch", 0), (Mixed, "microbatch", 0), (Pairs, "batch", 0),
+     (DroppedInput, "batch", 0), (Masked, "batch", 0), (Normalized, "microbatch", 1)],
+)  # fmt: skip
+def test_the_scope_follows_from_the_loss(kind, scope, warned):
+    for scopes, said in run(scope_of, partial(fresh, kind), world=2):
+        assert scopes == {scope}
+        assert len(said) <= warned
+        assert all("batch norm inside of blocks" in text for text in said)
+
+
+@pytest.mark.parametrize("kind", [Noised, Mixed])
+def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
+    with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
+        run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)
+
+
+def test_the_line_gives_the_reason_the_price_and_the_way_out():
+    layout = Layout(pipeline_parallel_size=2)
+    line = choose_scope("auto", None, layout).line
+    assert "could not be looked at" in line
+    assert "in place of 1f1b" in line
+    assert "loss_scope='microbatch'" in line
+    assert choose_scope("microbatch", None, layout).line == ""
+    assert choose_scope("auto", None, Layout(pipeline_parallel_size=2, num_microbatches=1)).value == "microbatch"
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ConfigurationError, match="'sample' is none of 'auto', 'microbatch', 'batch'"):
+        Strategy3D(loss_scope="sample")

@@ -1,0 +1,171 @@
+"""The user's own messages between ranks: without a group they go to the data ranks, as under Lightning's DDP.
+
+The reference is Lightning's DDP on as many data ranks: it shares no code with what is tested.
+"""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import all_gather, get_world_size
+from torch.distributed.nn.functional import all_reduce as summed
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET
+from tests.workers import WorkerError, run
+
+ROWS, DATA = 32, 2
+
+
+class Blocks(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("center", torch.zeros(5))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class Dino(Blocks):
+    """A centre of outputs over all samples of a step, like that of lightly's DINO loss."""
+
+    def training_step(self, batch, index):
+        output = self(batch[0])
+        loss = -(F.softmax((output.detach() - self.center) / 0.5, -1) * F.log_softmax(output, -1)).sum(-1).mean()
+        mean = output.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean = mean / dist.get_world_size()
+        self.center.mul_(0.5).add_(mean, alpha=0.5)
+        return loss
+
+
+class Gather(torch.autograd.Function):
+    """All outputs of all ranks, with a gradient for those of this rank: what contrastive losses of libraries use."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.rows = len(tensor)
+        parts = [torch.zeros_like(tensor) for _ in range(get_world_size())]
+        all_gather(parts, tensor)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=dist.group.WORLD)
+        at = dist.get_rank() * ctx.rows
+        return grad[at : at + ctx.rows]
+
+
+class Contrastive(Blocks):
+    def training_step(self, batch, index):
+        output = F.normalize(self(batch[0]), dim=-1)
+        every = Gather.apply(output) if dist.is_initialized() else output
+        at = (dist.get_rank() if dist.is_initialized() else 0) * len(output)
+        return F.cross_entropy(output @ every.T / 0.2, at + torch.arange(len(output)))
+
+
+class Summed(Blocks):
+    """torch's own differentiable sum, a broadcast from the first rank, and a list of objects."""
+
+    def training_step(self, batch, index):
+        output = self(batch[0])
+        scale = torch.full((1,), 1.0 + dist.get_rank())
+        dist.broadcast(scale, src=1)
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, dist.get_rank())
+        assert names == list(range(dist.get_world_size()))
+        dist.barrier()
+        return scale.item() * (summed(output.mean(0)) ** 2).mean()
+
+
+class Between(Blocks):
+    """A sum between two blocks of different stages, in place, of a tensor that the loss uses as well."""
+
+    def training_step(self, batch, index):
+        x = self.enter(batch[0])
+        early = x.detach() * 1.0
+        dist.all_reduce(early)
+        for at, block in enumerate(self.blocks):
+            x = x + block(x)
+            if at == 1:
+                middle = x.detach().mean(0)
+                dist.all_reduce(middle)
+                x = x + 0.1 * middle / dist.get_world_size()
+        late = early * 1.0
+        dist.all_reduce(early)
+        return F.mse_loss(self.head(x), early[:, :5] - late[:, :5])
+
+
+MODULES = {"dino": Dino, "contrastive": Contrastive, "summed": Summed, "between": Between}
+ONE = {"num_microbatches": 1}
+"""For modules that use a statistic of the batch before the last block: a pipeline takes that of a microbatch."""
+
+
+def fitted(name, strategy, world, scope=None):
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    torch.manual_seed(5)
+    module = MODULES[name]()
+    data = TensorDataset(torch.randn(ROWS, 6))
+    chosen = "ddp" if strategy is None else Strategy3D(quiet=True, timeout=40, **strategy)
+    flags = {**QUIET, "use_distributed_sampler": True, "devices": world, "max_epochs": 2}
+    made = Trainer(strategy=chosen, **flags)
+    made.fit(module, DataLoader(data, batch_size=8))
+    assert dist.get_world_size() == world
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return state, float(made.callback_metrics.get("loss", 0.0))
+
+
+LAYOUTS = {
+    "zero": (2, {"zero_stage": 1}),
+    "tensor": (4, {"tensor_parallel_size": 2, "zero_stage": 0}),
+    "pipeline": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_messages_without_a_group_go_to_the_data_ranks(layout, name):
+    world, strategy = LAYOUTS[layout]
+    strategy = strategy | ONE if "pipeline" in layout and name in ("dino", "between") else strategy
+    wanted, _ = run(fitted, name, None, DATA, world=DATA)[0]
+    for got, _ in run(fitted, name, strategy, world, world=world):
+        assert got.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(
+                got[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+class MakesAGroup(Blocks):
+    def training_step(self, batch, index):
+        dist.new_group([0])
+        return self(batch[0]).mean()
+
+
+@pytest.mark.parametrize("strategy", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_group_of_the_user_is_refused_with_its_place(strategy):
+    with pytest.raises(WorkerError, match=r"training_step \(.*test_users_messages.py:\d+\) makes a process group"):
+        run(refused, strategy, world=2)
+
+
+def refused(strategy):
+    module = MakesAGroup()
+    made = Trainer(strategy=Strategy3D(quiet=True, **strategy), **{**QUIET, "devices": 2, "max_steps": 1})
+    made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))

@@ -185,6 +185,7 @@ def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank
     try:
         if group:
             dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+            dist.barrier()  # a rank that has nothing to send would leave before the others have connected to it
         return function(*pickle.loads(args))
     finally:
         if dist.is_initialized():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_3d.sandbox.joining import join_changes
 from lightning_3d.sandbox.snapshot import isolated, plain_attributes, put_changes
-from tests.pipeline.fitting import fit
+from tests.parity import fit
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
 

@@ -13,7 +13,7 @@ from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
-from tests.pipeline.parity import make_optimizer, quiet
+from tests.pipeline.loop import make_optimizer, quiet
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipeline.parity import assert_same, pipelined, whole
+from tests.pipeline.loop import assert_same, pipelined, whole
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 

@@ -12,7 +12,7 @@ from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_3d.sandbox.record import _logged_once
-from tests.pipeline.fitting import assert_same_fit, fit
+from tests.parity import assert_same_fit, fit
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors
 

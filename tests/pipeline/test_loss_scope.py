@@ -12,7 +12,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline.loss_scope import choose_scope
-from tests.pipeline.fitting import check, fit
+from tests.parity import check, fit
 from tests.pipeline.test_means import Masked, fresh, masked
 from tests.workers import WorkerError, run
 from tests.zoo import oddities as unseen

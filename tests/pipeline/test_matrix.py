@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.pipeline.fitting import assert_same_fit, fit_with
+from tests.parity import assert_same_fit, fit_with
 from tests.same.covering import covering, every
 from tests.workers import run
 from tests.zoo.batchless import GPT, build, gpt_batch

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.loss_mean import MEAN, StepResult, compare_halves
-from tests.pipeline.fitting import check, fit
+from tests.parity import check, fit
 from tests.workers import run
 from tests.zoo import oddities
 

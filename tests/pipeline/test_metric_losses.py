@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.regression import CosineSimilarity
 
-from tests.pipeline.fitting import check
+from tests.parity import check
 
 
 class SquaredError(Metric):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.parity import assert_same, pipelined, whole
+from tests.pipeline.loop import assert_same, pipelined, whole
 from tests.workers import run
 from tests.zoo.batchless import GPT, build, gpt_batch
 

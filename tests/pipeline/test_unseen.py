@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.pipeline.fitting import check, fit
+from tests.parity import check, fit
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
 from tests.zoo.registry import members

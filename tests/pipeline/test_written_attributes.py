@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.pipeline.fitting import fit
+from tests.parity import fit
 from tests.pipeline.test_attributes import close
 from tests.workers import run
 from tests.zoo.batchless import MLP, vectors

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.parity import largest
-from tests.tensor.threads import compare
+from tests.tensor.parity import in_threads
 from tests.zoo import blocks
 
 
@@ -31,6 +31,6 @@ def test_compiled_blocks_are_split(change):
     module = blocks.nano_gpt()
     change(module)
     batches = [(torch.randn(2, 8, 16), torch.randn(2, 8, 16)) for _ in range(2)]
-    plan, difference = compare(module, lambda m, batch: F.mse_loss(m(batch[0]), batch[1]), batches, 2)
+    plan, difference = in_threads(module, lambda m, batch: F.mse_loss(m(batch[0]), batch[1]), batches, 2)
     assert len(plan.splits) == 12
     assert largest(difference.values()) < 1e-5

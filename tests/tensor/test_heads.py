@@ -12,7 +12,7 @@ from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests.parity import largest
-from tests.tensor.threads import compare
+from tests.tensor.parity import in_threads
 from tests.zoo import blocks
 
 
@@ -44,7 +44,7 @@ def planned(module, tokens):
 @pytest.mark.parametrize("tokens", [48, 64, 51])
 def test_matrices_of_blocks_may_be_as_wide_as_the_vocabulary(tokens):
     torch.manual_seed(0)
-    plan, difference = compare(Untied(tokens), loss, [torch.randint(0, tokens, (2, 8)) for _ in range(3)], 2)
+    plan, difference = in_threads(Untied(tokens), loss, [torch.randint(0, tokens, (2, 8)) for _ in range(3)], 2)
     assert largest(difference.values()) < 1e-5
     assert list(plan.units) == ["gpt.h.0", "gpt.h.1"]
     assert set(plan.vocabulary) == {"gpt.wte.weight", "gpt.lm_head.weight", "head.weight"}

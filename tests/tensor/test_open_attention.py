@@ -12,7 +12,7 @@ from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 from tests.parity import largest
-from tests.tensor.threads import compare
+from tests.tensor.parity import in_threads
 from tests.zoo import blocks
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(16)
@@ -37,7 +37,7 @@ def test_a_causal_mask_of_another_precision():
     torch.manual_seed(0)
     module = Causal().double()
     batches = [(torch.randn(2, 16, 16).double(), torch.randn(2, 16, 16).double()) for _ in range(5)]
-    plan, difference = compare(module, square, batches, 2)
+    plan, difference = in_threads(module, square, batches, 2)
     assert any("self_attn" in name for name in plan.splits)
     assert largest(difference.values()) < 1e-12, difference
 

@@ -1,6 +1,5 @@
-"""Blocks that nobody listed: split correctly, or whole with a reason. Trained in one job, to be quick."""
+"""Blocks that nobody listed: split correctly, or whole with a reason."""
 
-import copy
 import warnings
 
 import pytest
@@ -9,54 +8,77 @@ from lightning.pytorch import LightningModule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
-from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
 from tests import workers
-from tests.parity import largest
+from tests.tensor.parity import assert_same, assert_small, in_threads, on_mesh
 from tests.zoo import blocks
 from tests.zoo.registry import members
 
-SPLIT = {
-    "Parallel": {}, "Einsum": {}, "Gated": {}, "HeadNorm": {}, "Twice": {}, "Adapted": {}, "Mixer": {}, "Experts": {},
-    "Grouped": {}, "PackedAttention": {}, "Normed": {},
-    "RelativeBias": {}, "BiasParameter": {}, "Sinks": {}, "HeadScale": {}, "WholeNorm": {}, "Linearized": {},
-    "HeadsFirst": {}, "Folded": {}, "Recomputed": {}, "LayerScale": {}, "BiasAfter": {}, "ScaleAfter": {}, "TopTwo": {},
-    "ManyExperts": {}, "Depthwise": {}, "OwnFunction": {}, "Excited": {}, "Decoder": {},
-}  # fmt: skip
+SPLIT = [
+    "Parallel",
+    "Einsum",
+    "Gated",
+    "HeadNorm",
+    "Twice",
+    "Adapted",
+    "Mixer",
+    "Experts",
+    "Grouped",
+    "PackedAttention",
+    "Normed",
+    "RelativeBias",
+    "BiasParameter",
+    "Sinks",
+    "HeadScale",
+    "WholeNorm",
+    "Linearized",
+    "HeadsFirst",
+    "Folded",
+    "Recomputed",
+    "LayerScale",
+    "BiasAfter",
+    "ScaleAfter",
+    "TopTwo",
+    "ManyExperts",
+    "Depthwise",
+    "OwnFunction",
+    "Excited",
+    "Decoder",
+]
 PARTLY = {"MultiQuery": 0.62, "Latent": 0.6, "SharedKeys": 0.65, "Gru": 0.76}
 """Those of which something stays whole on purpose: the share of a tensor rank of two."""
 WHOLE = {
-    "Alibi": ({}, "none computes the same"),
-    "Conv": ({}, "no product"),
-    "Recurrent": ({}, "no other product feeds it"),
-    "Interleaved": ({}, "none computes the same"),
-    "Flat": ({}, "none computes the same"),
-    "Transposed": ({}, "feeds the products before it"),
-    "WeightNormed": ({}, "depend on one another"),
-    "SpectralNormed": ({}, "none computes the same"),
-    "Bilinear": ({}, "depend on one another"),
-    "StackedExperts": ({}, "no other product feeds it"),
-    "BatchNormed": ({}, "none computes the same"),
-    "Softmaxed": ({}, "depend on one another"),
-    "Shuffled": ({}, "none computes the same"),
-    "Rolled": ({}, "none computes the same"),
-    "HeadMasks": ({}, "none computes the same"),
+    "Alibi": "none computes the same",
+    "Conv": "no product",
+    "Recurrent": "no other product feeds it",
+    "Interleaved": "none computes the same",
+    "Flat": "none computes the same",
+    "Transposed": "feeds the products before it",
+    "WeightNormed": "depend on one another",
+    "SpectralNormed": "none computes the same",
+    "Bilinear": "depend on one another",
+    "StackedExperts": "no other product feeds it",
+    "BatchNormed": "none computes the same",
+    "Softmaxed": "depend on one another",
+    "Shuffled": "none computes the same",
+    "Rolled": "none computes the same",
+    "HeadMasks": "none computes the same",
 }
 
 
 ODD = {**members("odd_blocks"), **members("odd_attention"), "PackedAttention": members("blocks")["PackedAttention"]}
 
 
-def build(name, **options):
+def build(name):
     torch.manual_seed(0)
     kind = ODD[name].build
-    return blocks.Stack(kind(**options), kind(**options))
+    return blocks.Stack(kind(), kind())
 
 
 def test_every_odd_block_is_split_or_says_why_not():
-    assert ODD.keys() == SPLIT.keys() | PARTLY.keys() | WHOLE.keys()
+    assert ODD.keys() == {*SPLIT, *PARTLY, *WHOLE}
 
 
 def planned(module, size=2):
@@ -65,38 +87,28 @@ def planned(module, size=2):
         return plan_tensor(module, size, calls=record_calls(module, lambda: module(torch.randn(2, 8, 16))))
 
 
+def square(module, x):
+    return module(x).square().mean()
+
+
 def train_all(size):
-    worst = {}
     mesh = init_device_mesh("cpu", (size,))
-    for name, options in {**SPLIT, **{name: {} for name in PARTLY}}.items():
-        module = build(name, **options)
-        reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
-        applied = apply_tensor(module, planned(module, size), mesh)
-        for _ in range(5):
-            for m in (module, reference):
-                m.zero_grad()
-                m(x).square().mean().backward()
-                with torch.no_grad():
-                    for p in m.parameters():
-                        if p.grad is not None:
-                            p -= 0.1 * p.grad
-        found = {n: full_tensor(p, applied.splits.get(n)) for n, p in module.named_parameters()}
-        worst[name] = largest((found[n] - p).abs().max().item() for n, p in reference.named_parameters())
-        applied.undo()
-        assert [*module.state_dict()] == [*reference.state_dict()]
-    return worst
+    return {name: on_mesh(build(name), square, [torch.randn(2, 8, 16)] * 5, mesh) for name in (*SPLIT, *PARTLY)}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
 def test_split_ones_train_as_on_one_process(size):
-    for worst in workers.run(train_all, size, world=size, group=True):
-        assert largest(worst.values()) < 1e-5, worst
+    results = workers.run(train_all, size, world=size, group=True, timeout=300)
+    for name in (*SPLIT, *PARTLY):
+        assert_same([result[name] for result in results])
 
 
 @pytest.mark.parametrize("name", [*SPLIT, *PARTLY])
-def test_large_matrices_are_split(name):
-    module = build(name, **SPLIT.get(name, {}))
-    plan = planned(module)
+def test_large_matrices_are_split_and_train_as_on_one_process(name):
+    module = build(name)
+    plan, difference = in_threads(module, square, [torch.randn(2, 8, 16)] * 3, 2)
+    assert_small(difference)
     local = sum(
         p.numel() * (plan.splits[n].local_size(0) / plan.splits[n].size if n in plan.splits else 1)
         for n, p in module.named_parameters()
@@ -106,10 +118,9 @@ def test_large_matrices_are_split(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_ones_say_why(name):
-    options, why = WHOLE[name]
-    plan = planned(build(name, **options))
+    plan = planned(build(name))
     assert not plan.splits
-    assert any(why in reason for reason in plan.unsplit.values()), plan.unsplit
+    assert any(WHOLE[name] in reason for reason in plan.unsplit.values()), plan.unsplit
 
 
 def test_warning_names_a_kind_once():

@@ -219,8 +219,8 @@ class Linearized(Attention):
     def forward(self, x):
         q, k, v = self.parts(x)
         q, k = F.elu(q) + 1, F.elu(k) + 1
-        total = q @ k.sum(-2, keepdim=True).transpose(-2, -1)  # without it the loss grows until it is NaN
-        return x + self.o((q @ (k.transpose(-2, -1) @ v) / total).transpose(1, 2).flatten(2))
+        mixed = q @ (k.transpose(-2, -1) @ v) / (q @ k.sum(-2, keepdim=True).transpose(-2, -1))
+        return x + self.o(mixed.transpose(1, 2).flatten(2))
 
 
 @member("tensor", because="Keys are queries.")

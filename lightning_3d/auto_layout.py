@@ -167,7 +167,7 @@ def decide(situation: Situation) -> Decided:
     seen = Seen(count_module(module, name=type(module).__name__, precision=situation.precision))
     ability = able(module, situation.base)
     if situation.trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization:
-        seen = measure_step(situation.trainer, module, situation.to_device, seen.profile)
+        seen = measure_step(situation.trainer, module, situation.to_device, seen.profile, situation.precision)
     ability = replace(ability, reasons=(*ability.reasons, *seen.problems))
     layout, why = _choose(situation, seen, ability)
     if layout.tensor_parallel_size > 1 and situation.fixed.tensor is None:
@@ -230,7 +230,13 @@ class Seen:
     problems: tuple[str, ...] = ()
 
 
-def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any], counted: Profile) -> Seen:
+def measure_step(
+    trainer: Trainer,
+    module: LightningModule,
+    to_device: Callable[[Any], Any],
+    counted: Profile,
+    precision: Precision = "32",
+) -> Seen:
     """What `training_step` computes and keeps on the first batch, run on tensors without memory."""
     with random_streams.restored_streams():
         loaders = loaders_of(trainer)
@@ -240,7 +246,7 @@ def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[
     rows = batch_size(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))
-    trace = CostTrace(samples=rows)
+    trace = CostTrace(samples=rows, precision=precision)
     try:
         run_ahead(module, batch, trace)
     except Exception as error:  # what user code cannot do without real numbers: `.item()`, numpy ...

@@ -15,7 +15,6 @@ from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.question import TOKENS_PER_PARAMETER
 from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
-from lightning_3d.planner.states import master_bytes
 from lightning_3d.planner.timetable import V_SCHEDULES
 
 
@@ -113,7 +112,7 @@ def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
 
 
 def _most(plan: Plan) -> str:
-    parts = ("weights", "gradients", "optimizer", "activations", "head", "buffers", "reserved")
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "casts", "buffers", "reserved")
     name = max(parts, key=lambda part: getattr(plan.peak, part))
     return f"{name} ({show_bytes(getattr(plan.peak, name))})"
 
@@ -216,8 +215,8 @@ def counted_only(plans: Sequence[Plan]) -> list[str]:
 def checkpoint_note(plan: Plan) -> str:
     """The size of a checkpoint, and the time in which all nodes write it."""
     per = plan.job.per_parameter
-    profile, masters = plan.job.profile, master_bytes(plan.job.precision)
-    size = profile.parameters * (masters or per.weights) + profile.trained * (per.optimizer - masters)
+    profile = plan.job.profile
+    size = profile.parameters * per.weights + profile.trained * per.optimizer
     seconds = size / (plan.cluster.nodes * plan.cluster.accelerator.disk_gb_per_s * 1e9)
     return f"a checkpoint with optimizer states is {show_bytes(size)}, written in {show_seconds(seconds)}"
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from math import lcm, log2
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.layout import Layout
+from lightning_3d.planner.number_bytes import NumberBytes, number_bytes
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Optimizer, Precision, StateBytes, master_bytes, state_bytes
+from lightning_3d.planner.states import Optimizer, Precision, StateBytes
 
 MOST_SAMPLES = 10**9
 """Largest batch: the search tries its divisors."""
@@ -37,15 +39,17 @@ class Job:
 
     @property
     def per_parameter(self) -> StateBytes:
-        return state_bytes(self.precision, self.optimizer)
+        return number_bytes(self.precision).states(self.optimizer)
+
+    def numbers(self, layout: Layout) -> NumberBytes:
+        """Bytes of a number of each kind under `layout`."""
+        return number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
 
     def states(self, parameters: float, trained: float) -> StateBytes:
         """Bytes of `parameters`, of which `trained` have gradients and moments."""
         per = self.per_parameter
         return StateBytes(
-            weights=per.weights * parameters,
-            gradients=per.gradients * trained,
-            optimizer=per.optimizer * trained + master_bytes(self.precision) * (parameters - trained),
+            weights=per.weights * parameters, gradients=per.gradients * trained, optimizer=per.optimizer * trained
         )
 
 

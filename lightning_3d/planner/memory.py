@@ -10,9 +10,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 
 FRESH_GRADIENTS = 0.5
-"""Of one block's: what a backward has computed and not yet added to what earlier microbatches have left."""
-SENDING = 3
-"""Blocks whose gradients wait to be reduced while later ones are computed, where weights are streamed too."""
+"""Share of one block's gradients that a backward has computed and not yet added to those of earlier microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +22,12 @@ class RankMemory:
     optimizer: float
     activations: float
     head: float
-    """Logits and what the loss keeps."""
-    buffers: float
+    """Logits and the loss."""
+    casts: float = 0
+    """16-bit copies of fp32 matrices, in mixed precision."""
+    buffers: float = 0
     """Received activations and gradients of the pipeline, gathered weights of ZeRO 3 and offload."""
-    reserved: float
+    reserved: float = 0
     """Driver, communication library, fragmentation."""
     host: float = 0
     """In host memory, where something is offloaded; not part of the total."""
@@ -40,13 +40,13 @@ class RankMemory:
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
-    blocks = layers_on_rank(profile.layers, layout)
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    parameters = blocks * (split + profile.whole_parameters)
+    parameters = layers_on_rank(profile.layers, layout) * (split + profile.whole_parameters)
     if stage == 0:
-        parameters += profile.first_parameters / tensor
+        parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
     if stage == pipeline - 1:
-        parameters += (profile.last_parameters + (profile.tied_parameters if pipeline > 1 else 0)) / tensor
+        words = profile.last_parameters - profile.last_whole + (profile.tied_parameters if pipeline > 1 else 0)
+        parameters += words / tensor + profile.last_whole
     return parameters
 
 
@@ -61,6 +61,16 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
         tied = min(profile.tied_parameters, profile.first_frozen) if pipeline > 1 else 0
         frozen += (profile.last_frozen + tied) / tensor
     return rank_parameters(profile, layout, stage) - frozen
+
+
+def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
+    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward."""
+    profile, cast = job.profile, job.numbers(layout).cast
+    blocks = layers_on_rank(profile.layers, layout) if layout.recompute != "full" else 1
+    matrices = blocks * profile.matrix_parameters
+    if stage == layout.pipeline_parallel_size - 1:
+        matrices += profile.last_parameters - profile.last_whole + profile.tied_parameters
+    return cast * matrices / layout.tensor_parallel_size * held_microbatches(layout, stage, microbatches)
 
 
 def frozen_share(profile: Profile) -> float:
@@ -80,7 +90,7 @@ def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatche
     all gradients are. Which one depends on the model: both are computed.
     """
     after_forward = _after_forward(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
-    after_backward = _after_backward(job, layout, stage=stage, reserved=reserved)
+    after_backward = _after_backward(job, layout, stage=stage, microbatches=microbatches, reserved=reserved)
     return max(after_forward, after_backward, key=lambda memory: memory.total)
 
 
@@ -92,6 +102,9 @@ def _after_forward(
     last = stage == layout.pipeline_parallel_size - 1
     activations = stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
+    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
+    head = profile.last_bytes * micro / layout.tensor_parallel_size if last else 0
+    loss = profile.loss_bytes * micro / layout.tensor_parallel_size if last else 0
     gradients = kept.gradients
     if streams_weights(layout):
         # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
@@ -103,21 +116,24 @@ def _after_forward(
             # the first gradients come with the first activations gone
             later = activations * (1 - 1 / microbatches) + gradients
             activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
+    elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
+        head, gradients = head + loss, 0.0
     return RankMemory(
         weights=kept.weights,
         gradients=gradients,
         optimizer=kept.optimizer,
         activations=activations,
-        head=profile.last_bytes * micro / layout.tensor_parallel_size if last else 0,
+        head=head,
+        casts=casts,
         buffers=buffers,
         reserved=reserved,
         host=host,
     )
 
 
-def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) -> RankMemory:
+def _after_backward(job: Job, layout: Layout, *, stage: int, microbatches: int, reserved: float) -> RankMemory:
     """Beside the states there is one block's worth of temporaries: of its gradients or of its update."""
-    kept, host = offloaded(states_after_backward(job, layout, stage), layout)
+    kept, host = offloaded(states_after_backward(job, layout, stage, microbatches), layout)
     per_block = _block_gradients(job, layout)
     blocks = gathered_weights(job, layout, blocks=2)
     return RankMemory(
@@ -126,7 +142,8 @@ def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) ->
         optimizer=kept.optimizer,
         activations=0,
         head=0,
-        buffers=blocks + (SENDING * per_block if blocks else per_block),
+        casts=0,
+        buffers=blocks + per_block,
         reserved=reserved,
         host=host,
     )
@@ -156,21 +173,28 @@ def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int
     """Weights are gathered beside their shards (stages 1 and 2). Gradients are those of the step before, which are
     dropped before backward, or what earlier microbatches have left."""
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients / ranks
-    if layout.pipeline_parallel_size > 1 or (ranks > 1 and layout.zero_stage == 1 and microbatches > 1):
-        gradients = whole.gradients
+    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
 
 
-def states_after_backward(job: Job, layout: Layout, stage: int) -> StateBytes:
-    """Gradients are whole, and without a pipeline their reduced shards are beside them."""
+def states_after_backward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
+    """Each block's gradients are reduced and freed when they are computed, or once in a step if they accumulate."""
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients
-    if streams_weights(layout):
-        gradients = whole.gradients / ranks
-    elif ranks > 1 and layout.pipeline_parallel_size == 1:
-        gradients += whole.gradients / ranks
+    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+
+
+def accumulates(layout: Layout, microbatches: int) -> bool:
+    """Return True if a rank adds up gradients of several microbatches before it reduces them."""
+    return layout.pipeline_parallel_size > 1 or (layout.zero_stage <= 1 and microbatches > 1)
+
+
+def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
+    """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
+    whole, ranks = _whole_states(job, layout, stage), shards(layout)
+    return StateBytes(
+        weights=whole.weights / ranks, gradients=whole.gradients / ranks, optimizer=whole.optimizer / ranks
+    )
 
 
 def _weights(whole: float, layout: Layout) -> float:
@@ -230,4 +254,4 @@ def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:
     profile = job.profile
     outside = profile.first_parameters + profile.last_parameters
     elements = (blocks * profile.block_parameters + outside) / layout.tensor_parallel_size
-    return elements * job.per_parameter.weights
+    return elements * job.numbers(layout).gathered

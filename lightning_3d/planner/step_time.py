@@ -4,11 +4,11 @@ from dataclasses import dataclass, fields
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
-from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
 from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.wire import data_bytes, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -23,8 +23,6 @@ WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
-BLOCK_SUMS = 4
-"""Sums over tensor ranks in one block: after attention and feed-forward, forward and backward."""
 USUAL_KERNELS = 8.5
 """Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
 and three that go element by element. How long those take to start is what is known of a device."""
@@ -159,7 +157,7 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
     passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
-    weights = passes * job.per_parameter.weights * profile.block_parameters / tensor
+    weights = passes * job.numbers(layout).product * profile.block_parameters / tensor
     layers = layers_on_rank(profile.layers, layout)
     weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
     bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
@@ -184,16 +182,16 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     tensor = layout.tensor_parallel_size
     if tensor == 1:
         return 0.0
-    sent = ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
+    ends = {0, layout.pipeline_parallel_size - 1}
+    sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in ends)
     given = cluster.accelerator.sum_gb_per_s
-    rate = given * 1e9 if given else link_rate(cluster, span=tensor, stride=1)
-    return tensor_sums(job, layout) * sent / rate
+    return sent / (given * 1e9 if given else link_rate(cluster, span=tensor, stride=1))
 
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
     again = 1.5 if layout.recompute == "full" else 1
-    return again * layers_on_rank(job.profile.layers, layout) * BLOCK_SUMS
+    return again * layers_on_rank(job.profile.layers, layout) * 2 * job.profile.block_regions
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -211,15 +209,10 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
     ranks = layout.data_parallel_size
     if ranks == 1:
         return 0.0
-    per = job.per_parameter
-    parameters, trained = rank_parameters(job.profile, layout, 0), rank_trained(job.profile, layout, 0)
-    streamed = layout.pipeline_parallel_size == 1
-    reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
-    gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
-    gathered = parameters if layout.zero_stage else trained  # stage 0 sends summed gradients in place of weights
-    sent = ring_reduce_scatter(gathered * gathers * per.weights + trained * reduces * per.gradients, ranks)
+    sent = data_bytes(job, layout, stage=0, microbatches=microbatches)
     seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
-    return max(0.0, seconds - hidden_by * max(1, reduces))
+    reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
+    return max(0.0, seconds - hidden_by * reduces)
 
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:

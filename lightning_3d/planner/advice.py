@@ -20,7 +20,7 @@ from lightning_3d.planner.timetable import V_SCHEDULES
 
 def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     """One line: how far off the leanest layout is, and what would fit."""
-    name, device = job.profile.name, cluster.accelerator
+    name = job.profile.name
     lean = leanest(job, cluster, pins)
     if lean is None:
         wrong = impossible(job, cluster, pins)
@@ -34,15 +34,10 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
             f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
             f" multiple of the devices, or other sizes."
         )
-    peak = lean.peak
-    if peak.total > device.memory_gb * 1e9:
-        need = f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(lean)}"
-    else:
-        need = f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
     how = f"{lean.layout}, {lean.layout.recompute} recompute, offload {lean.layout.offload}"
     return (
-        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}."
-        f" {remedy(job, cluster, pins, catalogue)}"
+        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {_need(lean)}."
+        f" Its time there would be {show_seconds(lean.seconds)}. {remedy(job, cluster, pins, catalogue)}"
     )
 
 
@@ -111,6 +106,14 @@ def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     return f"What would help: {', or '.join(option for option in options if option)}."
 
 
+def _need(plan: Plan) -> str:
+    """The memory that a plan has too little of."""
+    peak, device = plan.peak, plan.cluster.accelerator
+    if peak.total > device.memory_gb * 1e9:
+        return f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(plan)}"
+    return f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
+
+
 def _most(plan: Plan) -> str:
     parts = ("weights", "gradients", "optimizer", "activations", "head", "casts", "buffers", "reserved")
     name = max(parts, key=lambda part: getattr(plan.peak, part))
@@ -141,6 +144,12 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     """Notes on the plan that is shown first."""
     job = best.job
     notes = []
+    if not best.fits:
+        notes.append(f"it does not fit: this layout needs {_need(best)}. The time is that of the rate alone")
+    if args.sustained is not None:
+        notes.append(
+            "--sustained: all layouts take the same time, and recompute adds its FLOPs. The simplest comes first"
+        )
     if args.tokens is None and args.samples is None:
         what, flag = ("tokens", "--tokens") if job.profile.tokens > 1 else ("samples", "--samples")
         notes.append(f"assumed: {TOKENS_PER_PARAMETER} {what} per parameter ({flag})")

@@ -1,7 +1,6 @@
 """`RankMemory`: what one rank of a layout holds at its peak."""
 
 from dataclasses import dataclass, fields
-from math import ceil
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.formulas import microbatches_held
@@ -41,7 +40,7 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    parameters = layers_on_rank(profile.layers, layout) * (split + profile.whole_parameters)
+    parameters = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters)
     if stage == 0:
         parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
     if stage == pipeline - 1:
@@ -54,7 +53,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    frozen = layers_on_rank(profile.layers, layout) * (split + profile.whole_parameters) * frozen_share(profile)
+    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * frozen_share(profile)
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == pipeline - 1:
@@ -66,7 +65,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
     """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward."""
     profile, cast = job.profile, job.numbers(layout).cast
-    blocks = layers_on_rank(profile.layers, layout) if layout.recompute != "full" else 1
+    blocks = layers_on_rank(profile.layers, layout, stage) if layout.recompute != "full" else 1
     matrices = blocks * profile.matrix_parameters
     if stage == layout.pipeline_parallel_size - 1:
         matrices += profile.last_parameters - profile.last_whole + profile.tied_parameters
@@ -78,9 +77,11 @@ def frozen_share(profile: Profile) -> float:
     return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
 
 
-def layers_on_rank(layers: int, layout: Layout) -> int:
-    """Most blocks that a pipeline rank holds."""
-    return ceil(layers / layout.num_stages) * layout.stages_per_rank
+def layers_on_rank(layers: int, layout: Layout, stage: int = 0) -> int:
+    """Blocks of pipeline rank `stage`. Early stages have one more where the number does not divide."""
+    least, more = divmod(layers, layout.num_stages)
+    own = range(stage, layout.num_stages, layout.pipeline_parallel_size)
+    return sum(least + (virtual < more) for virtual in own)
 
 
 def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float) -> RankMemory:
@@ -234,7 +235,7 @@ def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: in
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     held = held_microbatches(layout, stage, microbatches)
     again = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
-    return block * layers_on_rank(profile.layers, layout) * held + (again if layout.recompute == "full" else 0)
+    return block * layers_on_rank(profile.layers, layout, stage) * held + (again if layout.recompute == "full" else 0)
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:

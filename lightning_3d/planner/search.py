@@ -89,7 +89,7 @@ def families(job: Job, cluster: Cluster, pins: Pins) -> Iterator[Family]:
                     pipeline_parallel_size=pipeline,
                     schedule=schedule,
                     stages_per_rank=chunks,
-                    sequence_parallel=tensor > 1 if pins.sequence_parallel is None else pins.sequence_parallel,
+                    sequence_parallel=tensor > 1 and pins.sequence_parallel is not False,
                 )
                 yield Family(layout, micro, job.batch // data // micro)
 

@@ -112,6 +112,7 @@ class Transformer:
         blocks = counted if self.nominal is None else counted + self.nominal - self.parameters
         core = 4 * self.sequence**2 * self.query_width
         words = self.vocabulary * self.hidden
+        statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
         return Profile(
             name=self.name,
             layers=self.layers,
@@ -127,8 +128,7 @@ class Transformer:
             attention_flops=core,
             last_flops=2 * self.sequence * words,
             whole_bytes=self.sequence * self.hidden * (self._norm_bytes(numbers) + (2 if self.dropout else 0)),
-            split_bytes=self._split_bytes(numbers.product)
-            + (4 * self.heads * self.sequence if attention == "flash" else 0),
+            split_bytes=self._split_bytes(numbers.product) + statistics,
             attention_bytes=self._score_bytes(numbers.product) if attention == "eager" else 0,
             boundary_elements=self.sequence * self.hidden,
             last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),

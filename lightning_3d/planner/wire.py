@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in one optimizer step, on each axis. Rings send `(N-1)/N` of a buffer to gather or scatter."""
+"""Bytes that a rank sends in one optimizer step, on each axis, as the ledger of a run counts them."""
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
@@ -39,7 +39,7 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     product = min(numbers.product, profile.element_bytes)
     forward = 2 if layout.recompute == "full" else 1
     block = profile.block_regions * (forward * product + profile.element_bytes) * elements
-    sent = layers_on_rank(profile.layers, layout) * block
+    sent = layers_on_rank(profile.layers, layout, stage) * block
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes
     if stage == layout.pipeline_parallel_size - 1 and splits_head(job):

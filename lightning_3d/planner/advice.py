@@ -13,6 +13,7 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.question import TOKENS_PER_PARAMETER
+from lightning_3d.planner.scale import LOST_SECONDS, running_share
 from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
 from lightning_3d.planner.timetable import V_SCHEDULES
@@ -159,6 +160,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
     notes.append(checkpoint_note(best))
+    notes += restarts(best)
     notes += by_hand(best) if job.profile.tokens > 1 else []
     return (*notes, *how_to_recompute(best), *frozen_note(best), *other_rates([best]), *counted_only([best]))
 
@@ -169,6 +171,17 @@ def _batch_like(plan: Plan) -> str:
     if profile.tokens > 1 or not profile.example_samples:
         return ""
     return f", {plan.job.batch // plan.cluster.devices} on each device after the batch that the module was run on"
+
+
+def restarts(plan: Plan) -> list[str]:
+    """The time between failures of the cluster, where they take more than a thousandth of the time."""
+    lost, hours = 1 - running_share(plan.cluster), plan.cluster.accelerator.failure_hours
+    if plan.job.sustained is not None or lost < 0.001:
+        return []
+    return [
+        f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
+        f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)"
+    ]
 
 
 def how_to_recompute(plan: Plan) -> list[str]:

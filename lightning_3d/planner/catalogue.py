@@ -168,7 +168,7 @@ _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING an
 _OPTIONAL = {name for name, field in FIELDS.items() if field.default is None}
 _SHARES = {"matrix_share", "link_share"}
 _WHOLE = {"devices_per_node", "cores"}
-_FREE = {"reserved_gb", "watts", "cores", *(name for name in FIELDS if name.endswith("_us"))}
+_FREE = {"reserved_gb", "watts", "cores", "failure_hours", *(name for name in FIELDS if name.endswith("_us"))}
 """May be 0: nothing reserved, power not known, devices of their own, no time lost."""
 
 

@@ -59,6 +59,16 @@ class Accelerator:
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
     collective_us: float = 20
     """Microseconds that starting and ending one collective takes, however little it sends."""
+    start_us: float = 8.4
+    """Microseconds that a ring takes to start. This and the hops are those of NCCL's model (src/graph/tuning.cc)."""
+    node_hop_us: float = 3.4
+    """Microseconds from one rank of a ring to the next in a node, however little is sent."""
+    network_hop_us: float = 14.0
+    """Microseconds from one rank of a ring to the next in another node."""
+    tree_hop_us: float = 4.0
+    """Microseconds of a hop in a node, in a tree."""
+    failure_hours: float = 50_676
+    """Hours between failures of one device: 419 in 54 days of 16,384 H100 (Llama 3, section 3.3.4); 0 for never."""
     shard_us: float = 40
     """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
     stage_us: float = 40

@@ -7,6 +7,7 @@ from lightning_3d.planner.formulas import energy_kwh, rent
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory, rank_memory, states_between_steps
+from lightning_3d.planner.scale import running_share
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.step_time import StepTime, step_time
 from lightning_3d.planner.wire import data_bytes, pipeline_bytes, tensor_bytes
@@ -52,8 +53,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the whole training."""
-        return self.time.total * self.job.steps
+        """Of the complete training. A known rate already contains the restarts."""
+        share = 1.0 if self.job.sustained is not None else running_share(self.cluster)
+        return self.time.total * self.job.steps / share
 
     @property
     def device_hours(self) -> float:

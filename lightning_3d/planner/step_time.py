@@ -8,7 +8,8 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.wire import data_bytes, tensor_bytes
+from lightning_3d.planner.scale import ring_latency, sum_latency
+from lightning_3d.planner.wire import data_bytes, data_calls, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -210,7 +211,11 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
     if ranks == 1:
         return 0.0
     sent = data_bytes(job, layout, stage=0, microbatches=microbatches)
-    seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
+    stride = layout.tensor_parallel_size
+    seconds = sent / link_rate(cluster, span=ranks, stride=stride)
+    if not cluster.accelerator.cores:
+        latency = ring_latency if layout.zero_stage else sum_latency
+        seconds += data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=ranks, stride=stride)
     reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
     return max(0.0, seconds - hidden_by * reduces)
 
@@ -247,11 +252,20 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
     sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
     times = microbatches if layout.zero_stage >= 2 and not piped else 1
     shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
-    halves = 2 if layout.sequence_parallel else 1
-    sums = halves * tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
+    sums = tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
     stages = layout.stages_per_rank * microbatches if piped else 0
-    waits = device.step_us + device.shard_us * shards + device.collective_us * sums + device.stage_us * stages
-    return waits * 1e-6
+    waits = device.step_us + device.shard_us * shards + device.stage_us * stages
+    return waits * 1e-6 + sums * _sum_wait(layout, cluster)
+
+
+def _sum_wait(layout: Layout, cluster: Cluster) -> float:
+    """Seconds that one sum over tensor ranks takes, however little it sends. Sequence parallelism gathers instead."""
+    device, tensor = cluster.accelerator, layout.tensor_parallel_size
+    if device.cores:
+        return device.collective_us * 1e-6 * (2 if layout.sequence_parallel else 1)
+    if layout.sequence_parallel:
+        return 2 * ring_latency(cluster, span=tensor, stride=1)
+    return sum_latency(cluster, span=tensor, stride=1)
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:

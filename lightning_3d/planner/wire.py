@@ -32,6 +32,16 @@ def gathered_parameters(job: Job, layout: Layout, *, stage: int, microbatches: i
     return microbatches * (parameters + blocks)
 
 
+def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
+    """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
+    units, piped = layers_on_rank(job.profile.layers, layout) + 1, layout.pipeline_parallel_size > 1
+    if shards(layout) == 1:
+        return 1
+    if piped or layout.zero_stage == 1:
+        return 2 * units
+    return microbatches * (2 * units if layout.zero_stage == 2 else 3 * units - 1)
+
+
 def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     """Bytes on the tensor axis for one microbatch: sums of each block, of embeddings, and of the loss of a head."""
     profile, tensor, numbers = job.profile, layout.tensor_parallel_size, job.numbers(layout)

@@ -6,6 +6,7 @@ Notes name assumptions, energy, the size of a checkpoint, and rules of thumb nex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.formulas import A100_PEAK, RULE_SHARE, rule_of_thumb_hours, training_seconds
@@ -160,7 +161,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
     notes.append(checkpoint_note(best))
-    notes += restarts(best)
+    notes += [*restarts(best), *old_price(best)]
     notes += by_hand(best) if job.profile.tokens > 1 else []
     return (*notes, *how_to_recompute(best), *frozen_note(best), *other_rates([best]), *counted_only([best]))
 
@@ -171,6 +172,17 @@ def _batch_like(plan: Plan) -> str:
     if profile.tokens > 1 or not profile.example_samples:
         return ""
     return f", {plan.job.batch // plan.cluster.devices} on each device after the batch that the module was run on"
+
+
+def old_price(plan: Plan) -> list[str]:
+    """A note if the price is older than a year."""
+    price = plan.cluster.accelerator.price
+    if price is None or not price.date:
+        return []
+    year, month = (int(part) for part in price.date.split("-")[:2])
+    if (date.today() - date(year, month, 1)).days <= 366:
+        return []
+    return [f"the price of {plan.cluster.accelerator.name} is of {price.date}, older than a year: --price takes yours"]
 
 
 def restarts(plan: Plan) -> list[str]:

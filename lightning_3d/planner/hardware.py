@@ -35,6 +35,8 @@ class Accelerator:
 
     name: str
     title: str = ""
+    source: str = ""
+    """Origin of the numbers, with a date."""
     memory_gb: float
     peak_tflops: MappingProxyType[str, float] = field(hash=False)
     """Dense peak by dtype."""
@@ -44,6 +46,8 @@ class Accelerator:
     """Share of the peak that the model's matrix products reach."""
     memory_gb_per_s: float
     devices_per_node: int = 1
+    link_domain: int = 0
+    """Devices that the links of a node join, where they reach further: a rack, a pod."""
     node_link_gb_per_s: float
     cluster_link_gb_per_s: float
     link_share: float = 0.8
@@ -119,6 +123,11 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def domain(self) -> int:
+        """Devices that are joined by the links of a node."""
+        return min(self.devices, max(self.devices_per_node, self.accelerator.link_domain))
 
     @property
     def crowd(self) -> float:

@@ -36,4 +36,4 @@ def running_share(cluster: Cluster) -> float:
 
 def _nodes(cluster: Cluster, span: int, stride: int) -> int:
     """Nodes that a ring of `span` ranks reaches."""
-    return min(span, ceil(span * stride / cluster.devices_per_node))
+    return min(span, ceil(span * stride / cluster.domain))

@@ -148,7 +148,7 @@ def _stages(layout: Layout, pins: Pins, offload: Offload) -> tuple[ZeroStage, ..
 
 
 def _model_sizes(job: Job, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, int]]:
-    for tensor in divisors(cluster.devices_per_node) if pins.tensor is None else [pins.tensor]:
+    for tensor in divisors(cluster.domain) if pins.tensor is None else [pins.tensor]:
         if not job.profile.can_split(tensor) or cluster.devices % tensor:
             continue
         for pipeline in divisors(cluster.devices // tensor):

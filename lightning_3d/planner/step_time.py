@@ -279,7 +279,7 @@ def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:
     A ring that stays in a node uses the node's links. One that crosses nodes leaves a node once per group of its
     members there, so its members share their network cards.
     """
-    device, per_node = cluster.accelerator, cluster.devices_per_node
+    device, per_node = cluster.accelerator, cluster.domain
     node = device.node_link_gb_per_s * 1e9 * device.link_share
     if span * stride <= per_node:
         return node

@@ -197,7 +197,7 @@ def restarts(plan: Plan) -> list[str]:
 
 
 def how_to_recompute(plan: Plan) -> list[str]:
-    """How to recompute activations, for a plan that needs it: the module does it, not the strategy."""
+    """A note on recompute, for a plan that needs it: the module does it, not the strategy."""
     if plan.layout.recompute == "none":
         return []
     where = "each block" if plan.layout.recompute == "full" else "the attention of each block"

@@ -217,9 +217,7 @@ LARGEST = {
 def _check_unit(field: str, value: float, what: str) -> None:
     most, unit = LARGEST.get(field, (MOST, ""))
     if value > most:
-        raise PlannerError(
-            f"{what} is {value:g}, and no device has more than {most:g}: is it in {unit}? The field's name has the unit."
-        )
+        raise PlannerError(f"{what} is {value:g}, and no device has more than {most:g}: is it in {unit}?")
 
 
 def near(name: str, known: Any) -> str:
@@ -283,7 +281,7 @@ def _may_be_0(field: str) -> bool:
 
 
 def _bounds(field: str) -> tuple[float, str]:
-    """The least that `field` can be (beside 0), and all that it can be in words."""
+    """The least value of `field` other than 0, and its range in words."""
     if field in _SHARES:
         return LEAST, "a share above 0 and at most 1"
     if field in _WHOLE:

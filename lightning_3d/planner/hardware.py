@@ -1,4 +1,4 @@
-"""`Accelerator` and `Cluster`: what a device can do, what it costs, and how many there are."""
+"""`Accelerator` and `Cluster`: the rates and the price of a device, and the number of devices."""
 
 import re
 from collections.abc import Collection
@@ -41,7 +41,7 @@ class Accelerator:
     peak_tflops: MappingProxyType[str, float] = field(hash=False)
     """Dense peak by dtype."""
     sustained_tflops: float | None = None
-    """What whole training runs are known to reach, where published."""
+    """Rate of complete trainings, where published."""
     matrix_share: float = 0.55
     """Share of the peak that the model's matrix products reach."""
     memory_gb_per_s: float
@@ -76,7 +76,7 @@ class Accelerator:
     shard_us: float = 40
     """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
     stage_us: float = 40
-    """Microseconds that a pipeline rank needs for a microbatch, beside computing."""
+    """Microseconds of a pipeline rank for each microbatch, without computing."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""
     update_gb_per_s: float | None = None
@@ -91,7 +91,7 @@ class Accelerator:
     """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
     of their own."""
     alone: float = 1.0
-    """How many times as fast a core works while the others rest: they share caches, the memory bus and a clock."""
+    """Gain of a core while the others rest: they share caches, the memory bus and a clock."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""
@@ -154,7 +154,7 @@ class Cluster:
 
     @classmethod
     def shaped(cls, accelerator: Accelerator, nodes: int | None, devices: int | None) -> "Cluster":
-        """What `split_cluster` found: `nodes` of `devices`, or without nodes `devices` (else 1) altogether."""
+        """A cluster of `nodes` of `devices`; without `nodes`, of `devices` (or 1) altogether."""
         if nodes is None:
             return cls.of(accelerator, 1 if devices is None else devices)
         return cls(accelerator=accelerator, nodes=nodes, devices_per_node=devices or 1)

@@ -1,4 +1,4 @@
-"""`RankMemory`: what one rank of a layout holds at its peak."""
+"""`RankMemory`: the memory of one rank of a layout at its peak."""
 
 from dataclasses import dataclass, fields
 
@@ -85,10 +85,9 @@ def layers_on_rank(layers: int, layout: Layout, stage: int = 0) -> int:
 
 
 def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float) -> RankMemory:
-    """What a rank of pipeline rank `stage` holds at its peak, with `microbatches` of `micro` samples.
+    """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    That is either the end of the last forward, when all activations are there, or the end of the last backward, when
-    all gradients are. Which one depends on the model: both are computed.
+    The peak is the end of the last forward, with all activations, or the end of the last backward, with all gradients.
     """
     after_forward = _after_forward(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
     after_backward = _after_backward(job, layout, stage=stage, microbatches=microbatches, reserved=reserved)
@@ -133,7 +132,7 @@ def _after_forward(
 
 
 def _after_backward(job: Job, layout: Layout, *, stage: int, microbatches: int, reserved: float) -> RankMemory:
-    """Beside the states there is one block's worth of temporaries: of its gradients or of its update."""
+    """The states, and one block's temporaries: of its gradients or of its update."""
     kept, host = offloaded(states_after_backward(job, layout, stage, microbatches), layout)
     per_block = _block_gradients(job, layout)
     blocks = gathered_weights(job, layout, blocks=2)
@@ -166,13 +165,15 @@ def shards(layout: Layout) -> int:
 
 
 def streams_weights(layout: Layout) -> bool:
-    """Whether whole weights exist only block by block. Not under a pipeline, which gathers them once for its step."""
+    """Return True if full weights exist only block by block. A pipeline gathers them once for its step."""
     return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
 
 
 def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
-    """Weights are gathered beside their shards (stages 1 and 2). Gradients are those of the step before, which are
-    dropped before backward, or what earlier microbatches have left."""
+    """The states when backward begins. Stages 1 and 2 have gathered weights and their shards.
+
+    Gradients are those of the step before, or those of earlier microbatches.
+    """
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
     gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
@@ -206,8 +207,10 @@ def _weights(whole: float, layout: Layout) -> float:
 
 
 def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
-    """What stays on the device, and how many bytes go to the host. A pipeline keeps weights gathered and gradients
-    whole for its step, so that only the optimizer can leave it."""
+    """The states that stay on the device, and the bytes in host memory.
+
+    A pipeline has gathered weights and full gradients for its step, so that only the optimizer can leave it.
+    """
     if layout.offload == "none":
         return states, 0.0
     if layout.pipeline_parallel_size > 1:
@@ -216,7 +219,7 @@ def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
 
 
 def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches whose activations a pipeline rank keeps at once: one, where there is no pipeline."""
+    """Microbatches whose activations a pipeline rank has at once: one without a pipeline."""
     if layout.pipeline_parallel_size == 1:
         return 1
     held = microbatches_held(
@@ -230,7 +233,7 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
 
 
 def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes kept for backward at the peak. Full recompute also holds one block's activations while it does it again."""
+    """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
     tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     held = held_microbatches(layout, stage, microbatches)
@@ -249,7 +252,7 @@ def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int)
 
 
 def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:
-    """Whole weights of `blocks` blocks and of what is outside of blocks, on a device that keeps only shards."""
+    """Bytes of the full weights of `blocks` blocks and of all outside them, on a device that has only shards."""
     if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
     profile = job.profile

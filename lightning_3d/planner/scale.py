@@ -9,7 +9,7 @@ LOST_SECONDS = 1001.0
 
 
 def ring_latency(cluster: Cluster, *, span: int, stride: int) -> float:
-    """Seconds of a gather or a reduce-scatter of nothing on a ring of `span` ranks, `stride` apart: a hop for each."""
+    """Seconds of a gather or a reduce-scatter of nothing on a ring of `span` ranks at a distance of `stride`."""
     device, nodes = cluster.accelerator, _nodes(cluster, span, stride)
     if span == 1:
         return 0.0

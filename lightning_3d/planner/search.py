@@ -16,7 +16,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """What the user has fixed; None leaves it to the search."""
+    """Sizes that the user has fixed; None leaves one to the search."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -106,7 +106,7 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
 
 
 def even_chunks(pipeline: int, layers: int) -> list[int]:
-    """Stages per rank with which the fullest rank holds no more blocks than with one."""
+    """Stages per rank with which the fullest rank has no more blocks than with one."""
     least = ceil(layers / pipeline)
     return [
         size for size in range(2, 9) if pipeline * size <= layers and ceil(layers / (pipeline * size)) * size == least

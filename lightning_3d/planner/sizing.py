@@ -1,4 +1,4 @@
-"""How many devices: the fewest that keep a deadline, the fastest that stay within a budget."""
+"""The number of devices: the fewest that meet a deadline, the fastest within a budget."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ def smallest(wish: Wish, node: Cluster, job_on: Callable[[int], Job], pins: Pins
     least = fewest(wish, sizes)
     if least > wish.most:
         raise PlannerError(
-            f"{show_seconds(wish.deadline or 0)} cannot be kept with {accelerator.name}: its matrix products alone need"
+            f"{show_seconds(wish.deadline or 0)} cannot be met with {accelerator.name}: its matrix products alone need"
             f" {least:,} of them, more than {wish.most:,}."
         )
     tried = list(_growing(wish, sizes, least))
@@ -168,7 +168,7 @@ def _is_round(number: int) -> bool:
 def _too_slow(wish: Wish, tried: list[Plan]) -> str:
     fastest = min(tried, key=lambda plan: plan.seconds)
     return (
-        f"{show_seconds(wish.deadline or 0)} cannot be kept with {fastest.cluster.accelerator.name}: the fastest of the"
+        f"{show_seconds(wish.deadline or 0)} cannot be met with {fastest.cluster.accelerator.name}: the fastest of the"
         f" clusters tried, {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of"
         " them work."
     )

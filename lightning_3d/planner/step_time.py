@@ -1,4 +1,4 @@
-"""`StepTime`: how long one optimizer step takes, and on what."""
+"""`StepTime`: the seconds of one optimizer step, by cause."""
 
 from dataclasses import dataclass, fields
 
@@ -17,9 +17,9 @@ PIPELINE_OVERLAP = 0.5
 """Share of pipeline transfers that other microbatches' compute hides."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 SPLIT_COST = 0.03
-"""What it costs to compute the gradients of inputs and of weights apart, as a share of the compute."""
+"""Cost of computing gradients of inputs and of weights separately, as a share of the compute."""
 KEPT_PASSES = 6
-"""Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
+"""Times that a byte saved for backward crosses the memory bus: written and read by forward and backward."""
 WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
@@ -53,7 +53,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What takes most of the time, in words."""
+        """The largest part of the time, in words."""
         name = max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
         return _WORDS[name]
 
@@ -107,13 +107,15 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
 
 
 def splits_backward(layout: Layout) -> bool:
-    """Whether gradients of weights are computed apart. Where blocks are recomputed backwards run in one piece
-    (`lightning_3d/pipeline/prove.py`), in the same order."""
+    """Return True if gradients of weights are computed separately.
+
+    Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
+    """
     return layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
 
 
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
-    """What a microbatch takes on a rank, by pass, of `useful` seconds and `again` seconds of recomputing."""
+    """Seconds of each pass of a microbatch on a rank: `useful` ones and `again` seconds of recomputing."""
     unit = useful / profile.passes
     backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
     if layout.schedule in SPLIT_BACKWARD and not splits_backward(layout):
@@ -122,8 +124,7 @@ def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float)
 
 
 def crowded(alone: StepTime, crowd: float) -> StepTime:
-    """The step where `crowd` processes share a core: each thing takes so many times as long, and while one waits in
-    the pipeline another works."""
+    """The step where `crowd` processes share a core. While one waits in the pipeline another works."""
     if crowd == 1:
         return alone
     busy = alone.total - alone.bubble
@@ -151,9 +152,11 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
-    """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
-    products, and those in which the device waits for the host to launch it all. Whichever takes longer hides the other,
-    save that a core launches nothing while it computes."""
+    """Seconds of one microbatch on the memory bus, and seconds in which the device waits for the host.
+
+    The bus serves small matrices, norms and activations. The longer of the two hides the other, but a core launches
+    nothing while it computes.
+    """
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")

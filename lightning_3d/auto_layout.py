@@ -72,7 +72,7 @@ class AutoLayout:
     """Chooses once the module and its data are there, and remembers.
 
     Args:
-        base: what was given of the layout beside the degrees.
+        base: the given part of the layout, without the degrees.
         fixed: the degrees that were given.
     """
 
@@ -84,7 +84,7 @@ class AutoLayout:
 
     @property
     def fixed(self) -> Fixed:
-        """What is not open to choice."""
+        """The degrees that are not open to choice."""
         return self.given if self.data is None else replace(self.given, data=self.data)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class AutoLayout:
 
 
 def auto_layout(layout: LayoutChoice, base: Layout, fixed: Fixed) -> AutoLayout | None:
-    """What the argument `layout` means; None where the layout is the given one."""
+    """The choice that the argument `layout` asks for; None where the layout is given."""
     if layout not in get_args(LayoutChoice):
         raise ConfigurationError(f"layout={layout!r} is none of {', '.join(map(repr, get_args(LayoutChoice)))}.")
     return AutoLayout(base, fixed) if layout == "auto" else None
@@ -124,7 +124,7 @@ def auto_layout(layout: LayoutChoice, base: Layout, fixed: Fixed) -> AutoLayout 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a choice depends on."""
+    """The basis of a choice."""
 
     base: Layout
     fixed: Fixed
@@ -140,7 +140,7 @@ class Situation:
 
 
 def first_guess(base: Layout, fixed: Fixed, world_size: int) -> Layout:
-    """What was given with as much data parallelism as that leaves. Raises where nothing multiplies to `world_size`."""
+    """The given degrees, with the rest of `world_size` as data ranks. Raise where nothing multiplies to it."""
     open_sizes = divisors(world_size)
     for tensor, pipeline in product(
         open_sizes if fixed.tensor is None else [fixed.tensor],
@@ -167,7 +167,7 @@ def decide(situation: Situation) -> Decided:
     seen = Seen(count_module(module, name=type(module).__name__, precision=situation.precision))
     ability = able(module, situation.base)
     if situation.trainer.state.fn == TrainerFn.FITTING and module.automatic_optimization:
-        seen = measure_step(situation.trainer, module, situation.to_device, seen.profile)
+        seen = measure_step(situation.trainer, module, situation.to_device, seen.profile, situation.precision)
     ability = replace(ability, reasons=(*ability.reasons, *seen.problems))
     layout, why = _choose(situation, seen, ability)
     if layout.tensor_parallel_size > 1 and situation.fixed.tensor is None:
@@ -197,7 +197,7 @@ def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
 
 
 def able(module: LightningModule, base: Layout) -> Ability:
-    """What `module` can be asked to do."""
+    """The parallelism that `module` allows."""
     if not module.automatic_optimization:
         return Ability(tensor=False, pipeline=1, reasons=("manual optimization is left to data parallelism",))
     units = len(find_units(module, Anatomy.of(module), 2))
@@ -222,16 +222,22 @@ def _tensor_share(situation: Situation, size: int) -> float:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a module's step."""
+    """The findings about a module's step."""
 
     profile: Profile
     loading: Loading | None = None
-    """What a step is given; None where that could not be seen."""
+    """The samples of a step; None where they could not be counted."""
     problems: tuple[str, ...] = ()
 
 
-def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any], counted: Profile) -> Seen:
-    """What `training_step` computes and keeps on the first batch, run on tensors without memory."""
+def measure_step(
+    trainer: Trainer,
+    module: LightningModule,
+    to_device: Callable[[Any], Any],
+    counted: Profile,
+    precision: Precision = "32",
+) -> Seen:
+    """The costs of `training_step` on the first batch, run on tensors without memory."""
     with random_streams.restored_streams():
         loaders = loaders_of(trainer)
         if not map_style(loaders):
@@ -240,7 +246,7 @@ def measure_step(trainer: Trainer, module: LightningModule, to_device: Callable[
     rows = batch_size(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))
-    trace = CostTrace(samples=rows)
+    trace = CostTrace(samples=rows, precision=precision)
     try:
         run_ahead(module, batch, trace)
     except Exception as error:  # what user code cannot do without real numbers: `.item()`, numpy ...

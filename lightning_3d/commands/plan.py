@@ -1,4 +1,4 @@
-"""The devices, layout, time and price of a training, before anything runs."""
+"""Devices, layout, time and cost of a training, before anything runs."""
 
 import json
 import sys
@@ -82,7 +82,9 @@ def _model_flags(parser: ArgumentParser) -> None:
     for flags, what in _SIZES.items():
         group.add_argument(*flags.split(), type=int, metavar="N", help=what)
     group.add_argument(
-        "--attention", choices=get_args(Attention), help="what keeps the scores: eager (default flash: nothing)"
+        "--attention",
+        choices=get_args(Attention),
+        help="eager saves the scores for backward (default: flash, which does not)",
     )
 
 
@@ -90,16 +92,16 @@ _SIZES = {
     "--layers": "blocks of a GPT of your own",
     "--hidden": "its width",
     "--heads": "its attention heads",
-    "--vocabulary --vocab": "tokens that it knows",
+    "--vocabulary --vocab": "size of its vocabulary",
     "--sequence --seq": "tokens in a sample",
 }
 
 
 def _data_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the training")
-    group.add_argument("--tokens", help="tokens seen, as in 300B (default: 20 a parameter)")
-    group.add_argument("--samples", help="samples seen, in place of --tokens")
-    group.add_argument("--epochs", type=real, help="times that they are seen (default 1)")
+    group.add_argument("--tokens", help="tokens of the training, as in 300B (default: 20 for each parameter)")
+    group.add_argument("--samples", help="samples of the training, in place of --tokens")
+    group.add_argument("--epochs", type=real, help="passes over --tokens or --samples (default 1)")
     group.add_argument("--batch", type=int, metavar="N", help="samples per optimizer step, all devices together")
     group.add_argument("--precision", choices=get_args(Precision), default="bf16-mixed")
     group.add_argument("--optimizer", choices=get_args(Optimizer), default="adam")
@@ -108,10 +110,12 @@ def _data_flags(parser: ArgumentParser) -> None:
 def _hardware_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the hardware: a cluster, or an accelerator with a deadline or a budget")
     group.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="128x8xh100, 8xa100-80g, h100")
-    group.add_argument("--accelerator", metavar="NAME", help="what to count for --gpus-for and --max-cost")
-    group.add_argument("--gpus-for", metavar="TIME", help='fewest devices (above one node: nodes) for "30 days"')
+    group.add_argument("--accelerator", metavar="NAME", help="device to count for --gpus-for and --max-cost")
+    group.add_argument(
+        "--gpus-for", metavar="TIME", help='fewest devices (above one node: complete nodes) for "30 days"'
+    )
     group.add_argument("--max-cost", type=_dollars, metavar="DOLLARS", help="fastest plan within a budget: 50000, 50k")
-    group.add_argument("--compare", metavar="NAME,NAME", help="the same question for several accelerators")
+    group.add_argument("--compare", metavar="NAME,NAME", help="several accelerators, the cheapest first")
     group.add_argument("--price", type=real, metavar="DOLLARS", help="per device and hour, in place of the list price")
     group.add_argument(
         "--sustained", type=real, metavar="TFLOPS", help="known rate per device, in place of the estimate"
@@ -124,13 +128,13 @@ def _hardware_flags(parser: ArgumentParser) -> None:
 
 def _layout_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("fix a part of the layout (the rest is searched)")
-    group.add_argument("--tensor", type=int, metavar="N")
-    group.add_argument("--pipeline", type=int, metavar="N")
-    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3))
-    group.add_argument("--schedule", choices=get_args(Schedule))
-    group.add_argument("--stages-per-rank", type=int, metavar="N")
+    group.add_argument("--tensor", type=int, metavar="N", help="tensor ranks")
+    group.add_argument("--pipeline", type=int, metavar="N", help="pipeline ranks")
+    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage")
+    group.add_argument("--schedule", choices=get_args(Schedule), help="order of passes in the pipeline")
+    group.add_argument("--stages-per-rank", type=int, metavar="N", help="virtual stages of a rank")
     group.add_argument("--micro", type=int, metavar="N", help="samples in a microbatch")
-    group.add_argument("--recompute", choices=get_args(Recompute))
-    group.add_argument("--offload", choices=get_args(Offload))
-    group.add_argument("--sequence-parallel", action="store_true", default=None)
-    group.add_argument("--no-sequence-parallel", action="store_false", dest="sequence_parallel")
+    group.add_argument("--recompute", choices=get_args(Recompute), help="activations that backward computes again")
+    group.add_argument("--offload", choices=get_args(Offload), help="states in host memory")
+    group.add_argument("--sequence-parallel", action="store_true", default=None, help="also along the sequence")
+    group.add_argument("--no-sequence-parallel", action="store_false", dest="sequence_parallel", default=None)

@@ -1,4 +1,4 @@
-"""How many devices, which layout, how long, how much money, before anything runs. Pure arithmetic, usable by itself.
+"""Devices, layout, time and money of a training, before anything runs. Pure arithmetic, usable by itself.
 
 Closed forms take and give plain numbers: bytes, elements, FLOPs, seconds, dollars. `search(job, cluster)` prices every
 layout; `choose_layout` picks one.
@@ -36,6 +36,8 @@ from lightning_3d.planner.hardware import Accelerator as Accelerator
 from lightning_3d.planner.hardware import Cluster as Cluster
 from lightning_3d.planner.job import Job as Job
 from lightning_3d.planner.model_names import named_model as named_model
+from lightning_3d.planner.number_bytes import NumberBytes as NumberBytes
+from lightning_3d.planner.number_bytes import number_bytes as number_bytes
 from lightning_3d.planner.priced_layout import Plan as Plan
 from lightning_3d.planner.profile import Profile as Profile
 from lightning_3d.planner.search import Pins as Pins

@@ -6,6 +6,7 @@ Notes name assumptions, energy, the size of a checkpoint, and rules of thumb nex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.formulas import A100_PEAK, RULE_SHARE, rule_of_thumb_hours, training_seconds
@@ -13,15 +14,15 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.question import TOKENS_PER_PARAMETER
+from lightning_3d.planner.scale import LOST_SECONDS, running_share
 from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
-from lightning_3d.planner.states import master_bytes
 from lightning_3d.planner.timetable import V_SCHEDULES
 
 
 def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     """One line: how far off the leanest layout is, and what would fit."""
-    name, device = job.profile.name, cluster.accelerator
+    name = job.profile.name
     lean = leanest(job, cluster, pins)
     if lean is None:
         wrong = impossible(job, cluster, pins)
@@ -35,15 +36,10 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
             f" {job.profile.layers} blocks{' with what is fixed' if pins != ANYTHING else ''}: use a batch that is a"
             f" multiple of the devices, or other sizes."
         )
-    peak = lean.peak
-    if peak.total > device.memory_gb * 1e9:
-        need = f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(lean)}"
-    else:
-        need = f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
     how = f"{lean.layout}, {lean.layout.recompute} recompute, offload {lean.layout.offload}"
     return (
-        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {need}."
-        f" {remedy(job, cluster, pins, catalogue)}"
+        f"{name} does not fit on {cluster}: the leanest layout ({how}) needs {_need(lean)}."
+        f" Its time there would be {show_seconds(lean.seconds)}. {remedy(job, cluster, pins, catalogue)}"
     )
 
 
@@ -112,8 +108,16 @@ def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     return f"What would help: {', or '.join(option for option in options if option)}."
 
 
+def _need(plan: Plan) -> str:
+    """The memory that a plan has too little of."""
+    peak, device = plan.peak, plan.cluster.accelerator
+    if peak.total > device.memory_gb * 1e9:
+        return f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(plan)}"
+    return f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
+
+
 def _most(plan: Plan) -> str:
-    parts = ("weights", "gradients", "optimizer", "activations", "head", "buffers", "reserved")
+    parts = ("weights", "gradients", "optimizer", "activations", "head", "casts", "buffers", "reserved")
     name = max(parts, key=lambda part: getattr(plan.peak, part))
     return f"{name} ({show_bytes(getattr(plan.peak, name))})"
 
@@ -142,6 +146,12 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     """Notes on the plan that is shown first."""
     job = best.job
     notes = []
+    if not best.fits:
+        notes.append(f"it does not fit: this layout needs {_need(best)}. The time is that of the rate alone")
+    if args.sustained is not None:
+        notes.append(
+            "--sustained: all layouts take the same time, and recompute adds its FLOPs. The simplest comes first"
+        )
     if args.tokens is None and args.samples is None:
         what, flag = ("tokens", "--tokens") if job.profile.tokens > 1 else ("samples", "--samples")
         notes.append(f"assumed: {TOKENS_PER_PARAMETER} {what} per parameter ({flag})")
@@ -151,6 +161,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
     notes.append(checkpoint_note(best))
+    notes += [*restarts(best), *old_price(best)]
     notes += by_hand(best) if job.profile.tokens > 1 else []
     return (*notes, *how_to_recompute(best), *frozen_note(best), *other_rates([best]), *counted_only([best]))
 
@@ -163,8 +174,30 @@ def _batch_like(plan: Plan) -> str:
     return f", {plan.job.batch // plan.cluster.devices} on each device after the batch that the module was run on"
 
 
+def old_price(plan: Plan) -> list[str]:
+    """A note if the price is older than a year."""
+    price = plan.cluster.accelerator.price
+    if price is None or not price.date:
+        return []
+    year, month = (int(part) for part in price.date.split("-")[:2])
+    if (date.today() - date(year, month, 1)).days <= 366:
+        return []
+    return [f"the price of {plan.cluster.accelerator.name} is of {price.date}, older than a year: --price takes yours"]
+
+
+def restarts(plan: Plan) -> list[str]:
+    """The time between failures of the cluster, where they take more than a thousandth of the time."""
+    lost, hours = 1 - running_share(plan.cluster), plan.cluster.accelerator.failure_hours
+    if plan.job.sustained is not None or lost < 0.001:
+        return []
+    return [
+        f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
+        f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)"
+    ]
+
+
 def how_to_recompute(plan: Plan) -> list[str]:
-    """How to recompute activations, for a plan that needs it: the module does it, not the strategy."""
+    """A note on recompute, for a plan that needs it: the module does it, not the strategy."""
     if plan.layout.recompute == "none":
         return []
     where = "each block" if plan.layout.recompute == "full" else "the attention of each block"
@@ -216,8 +249,8 @@ def counted_only(plans: Sequence[Plan]) -> list[str]:
 def checkpoint_note(plan: Plan) -> str:
     """The size of a checkpoint, and the time in which all nodes write it."""
     per = plan.job.per_parameter
-    profile, masters = plan.job.profile, master_bytes(plan.job.precision)
-    size = profile.parameters * (masters or per.weights) + profile.trained * (per.optimizer - masters)
+    profile = plan.job.profile
+    size = profile.parameters * per.weights + profile.trained * per.optimizer
     seconds = size / (plan.cluster.nodes * plan.cluster.accelerator.disk_gb_per_s * 1e9)
     return f"a checkpoint with optimizer states is {show_bytes(size)}, written in {show_seconds(seconds)}"
 

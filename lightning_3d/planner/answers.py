@@ -15,13 +15,16 @@ from lightning_3d.planner.plan_report import (
     memory_table,
     plans_table,
     result_cells,
+    sent_line,
+    setup_line,
+    strategy_line,
     table,
     time_line,
 )
 from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.question import accelerator_of, catalogue_of, cluster_of, job_of, pins_of, profile_of
-from lightning_3d.planner.search import distinct, search
+from lightning_3d.planner.search import distinct, leanest, search
 from lightning_3d.planner.show import parse_duration
 from lightning_3d.planner.sizing import MOST_DEVICES, Wish, smallest
 
@@ -45,8 +48,10 @@ def answer(args: Namespace) -> Answer:
     notes = notes_on(args, best)
     lines = [*job_lines(best.job), _cluster_line(best.cluster), "", plans_table(plans), "", memory_table(best)]
     lines += [
-        f"of {best.cluster.accelerator.memory_gb:g} GB per device",
+        f"of {best.cluster.accelerator.memory_gb:g} GB per device; {sent_line(best)}",
+        setup_line(best),
         f"time of a step: {time_line(best)}",
+        f"to train so: {strategy_line(best)}",
         "",
         *notes,
     ]
@@ -58,7 +63,11 @@ def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluste
     job = job_of(args, profile, cluster.devices)
     plans = search(job, cluster, pins_of(args))
     if not plans:
-        raise PlannerError(explain_misfit(job, cluster, pins_of(args), catalogue))
+        pins = pins_of(args)
+        lean = leanest(job, cluster, replace(pins, recompute=pins.recompute or "none")) if args.sustained else None
+        if lean is None:
+            raise PlannerError(explain_misfit(job, cluster, pins, catalogue))
+        return [lean]  # with a known rate the time is an answer, also where the memory is not
     return distinct(plans, args.top)
 
 

@@ -1,4 +1,4 @@
-"""How long a pipeline idles, in closed form per schedule.
+"""Idle time of a pipeline, in closed form per schedule.
 
 Times are those of one rank's whole share of a microbatch: forward, backward for the inputs, backward for the weights.
 From the papers on GPipe, PipeDream-Flush (1F1B), interleaving (Narayanan et al. 2021), breadth-first pipelines

@@ -35,9 +35,9 @@ TIMEOUT = 120
 WAITS = {
     "launch": "block_launch_us", "sum": "collective_us", "loop": "step_us", "shard": "shard_us", "stage": "stage_us"
 }  # fmt: skip
-"""What is measured as seconds; the rest are rates."""
+"""Measurements in seconds; the rest are rates."""
 CORES = {"weight": "weight_gb_per_s", "added": "sum_gb_per_s", "fused": "shard_update_gb_per_s"}
-"""What is measured only where devices are cores."""
+"""Measurements made only where devices are cores."""
 WIDTH = 384
 """Of a module that one would train on a core."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -88,7 +88,7 @@ def write_entry(entry: dict[str, Any], path: Path) -> None:
 
 
 def _measure(folder: str, *, world: int, cuda: bool) -> list[dict[str, float]]:
-    """What each of `world` processes measured; all are stopped if one does not answer in time."""
+    """The measurements of each of `world` processes. All are stopped if one does not answer in time."""
     context = mp.get_context("spawn")
     answers = context.SimpleQueue()
     arguments = [(rank, world, cuda, f"file://{folder}/rendezvous", answers) for rank in range(world)]
@@ -159,7 +159,7 @@ def engine_seconds(rank: int, world: int) -> dict[str, float]:
     block = max(0.0, (many - few) / (MANY - FEW))
 
     def each(**layout: Any) -> float:
-        """What a block costs more in this layout."""
+        """The additional seconds of a block in this layout."""
         more = step_seconds(world, MANY, **layout) - step_seconds(world, FEW, **layout)
         return max(0.0, more / (MANY - FEW) - block)
 

@@ -163,12 +163,19 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 LEAST, MOST = 1e-6, 1e9
 """Between them is any rate, size or price that hardware has; beyond them sums are no longer of this world."""
 FIELDS = {field.name: field for field in fields(Accelerator) if field.name != "name"}
-NUMBERS = FIELDS.keys() - {"title", "runs_here"}
+NUMBERS = FIELDS.keys() - {"title", "source", "runs_here"}
 _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING and f.default_factory is MISSING)
 _OPTIONAL = {name for name, field in FIELDS.items() if field.default is None}
 _SHARES = {"matrix_share", "link_share"}
-_WHOLE = {"devices_per_node", "cores"}
-_FREE = {"reserved_gb", "watts", "cores", *(name for name in FIELDS if name.endswith("_us"))}
+_WHOLE = {"devices_per_node", "link_domain", "cores"}
+_FREE = {
+    "reserved_gb",
+    "watts",
+    "cores",
+    "link_domain",
+    "failure_hours",
+    *(name for name in FIELDS if name.endswith("_us")),
+}
 """May be 0: nothing reserved, power not known, devices of their own, no time lost."""
 
 
@@ -192,7 +199,25 @@ def number(field: str, value: Any, what: str) -> float:
     sane = least <= value <= (1 if field in _SHARES else MOST) or (value == 0 and _may_be_0(field))
     if not sane or (field in _WHOLE and value != int(value)):
         raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
+    _check_unit(field, value, what)
     return int(value) if field in _WHOLE else value
+
+
+LARGEST = {
+    "memory_gb": (4096, "MB"),
+    "host_memory_gb": (65536, "MB"),
+    "peak_tflops": (100_000, "GFLOP/s"),
+    "memory_gb_per_s": (100_000, "MB/s"),
+    "node_link_gb_per_s": (20_000, "MB/s or Gb/s"),
+    "cluster_link_gb_per_s": (10_000, "MB/s or Gb/s"),
+}
+"""Numbers that no device has, and the unit that they were probably written in."""
+
+
+def _check_unit(field: str, value: float, what: str) -> None:
+    most, unit = LARGEST.get(field, (MOST, ""))
+    if value > most:
+        raise PlannerError(f"{what} is {value:g}, and no device has more than {most:g}: is it in {unit}?")
 
 
 def near(name: str, known: Any) -> str:
@@ -244,6 +269,7 @@ def _price(field: str, value: Any, what: str) -> Price:
 
 _READERS: dict[str, Callable[[str, Any, str], Any]] = {
     "title": _title,
+    "source": _title,
     "runs_here": _runs_here,
     "peak_tflops": _peaks,
     "price": _price,
@@ -255,7 +281,7 @@ def _may_be_0(field: str) -> bool:
 
 
 def _bounds(field: str) -> tuple[float, str]:
-    """The least that `field` can be (beside 0), and all that it can be in words."""
+    """The least value of `field` other than 0, and its range in words."""
     if field in _SHARES:
         return LEAST, "a share above 0 and at most 1"
     if field in _WHOLE:

@@ -41,7 +41,7 @@ def utilisation(flops: float, *, seconds: float, devices: int, peak: float) -> f
 
 
 def iteration_seconds(flops: float, *, devices: int, sustained: float) -> float:
-    """How long an iteration of `flops` takes where every device sustains `sustained` FLOP/s."""
+    """Seconds of an iteration of `flops` where every device sustains `sustained` FLOP/s."""
     return flops / (devices * sustained)
 
 
@@ -76,7 +76,7 @@ def rule_of_thumb_hours(*, billion_tokens: float, billion_parameters: float, epo
 
 
 def rule_of_thumb_constant(*, peak: float = A100_PEAK, share: float = RULE_SHARE) -> float:
-    """Where 13.3 comes from: 6 FLOPs per parameter and token, at 40% of an A100's 312 TFLOP/s, in hours per 1e18."""
+    """The origin of 13.3: 6 FLOPs per parameter and token, at 40% of an A100's 312 TFLOP/s, in hours per 1e18."""
     return 6e18 / (share * peak) / 3600
 
 
@@ -107,7 +107,7 @@ def gpt_layer_activations(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> float:
-    """Bytes kept for backward by one layer, for a microbatch of `batch` sequences, on one of `tensor` ranks."""
+    """Bytes saved for backward by one layer, for a microbatch of `batch` sequences, on one of `tensor` ranks."""
     unit = sequence * batch * hidden
     if recompute == "full":
         return 2 * unit
@@ -119,13 +119,13 @@ def gpt_layer_activations(
 def gpt_first_stage_activations(
     per_layer: float, *, layers: int, schedule: Schedule, stages: int, chunks: int = 1, microbatches: int
 ) -> float:
-    """Bytes kept on the first pipeline rank, which holds `layers / stages` layers and the most microbatches."""
+    """Bytes saved on the first pipeline rank, which has `layers / stages` layers and the most microbatches."""
     held = microbatches_held(schedule, stages=stages, chunks=chunks, microbatches=microbatches)
     return per_layer * layers / stages * held
 
 
 def microbatches_held(schedule: Schedule, *, stages: int, chunks: int = 1, microbatches: int) -> float:
-    """Most microbatches whose activations the first of `stages` pipeline ranks keeps at once, in whole ranks' worth.
+    """Most microbatches whose activations the first of `stages` pipeline ranks has at once, in whole ranks' worth.
 
     1F1B keeps `p`, as do the split schedules, on every rank; interleaving keeps `p (1 + (p-1)/(pv))`; DualPipeV one
     virtual stage more than `p`; schedules that run every forward first keep all `m`.

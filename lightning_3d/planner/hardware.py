@@ -1,4 +1,4 @@
-"""`Accelerator` and `Cluster`: what a device can do, what it costs, and how many there are."""
+"""`Accelerator` and `Cluster`: the rates and the price of a device, and the number of devices."""
 
 import re
 from collections.abc import Collection
@@ -35,15 +35,19 @@ class Accelerator:
 
     name: str
     title: str = ""
+    source: str = ""
+    """Origin of the numbers, with a date."""
     memory_gb: float
     peak_tflops: MappingProxyType[str, float] = field(hash=False)
     """Dense peak by dtype."""
     sustained_tflops: float | None = None
-    """What whole training runs are known to reach, where published."""
+    """Rate of complete trainings, where published."""
     matrix_share: float = 0.55
     """Share of the peak that the model's matrix products reach."""
     memory_gb_per_s: float
     devices_per_node: int = 1
+    link_domain: int = 0
+    """Devices that the links of a node join, where they reach further: a rack, a pod."""
     node_link_gb_per_s: float
     cluster_link_gb_per_s: float
     link_share: float = 0.8
@@ -59,10 +63,20 @@ class Accelerator:
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
     collective_us: float = 20
     """Microseconds that starting and ending one collective takes, however little it sends."""
+    start_us: float = 8.4
+    """Microseconds that a ring takes to start. This and the hops are those of NCCL's model (src/graph/tuning.cc)."""
+    node_hop_us: float = 3.4
+    """Microseconds from one rank of a ring to the next in a node, however little is sent."""
+    network_hop_us: float = 14.0
+    """Microseconds from one rank of a ring to the next in another node."""
+    tree_hop_us: float = 4.0
+    """Microseconds of a hop in a node, in a tree."""
+    failure_hours: float = 50_676
+    """Hours between failures of one device: 419 in 54 days of 16,384 H100 (Llama 3, section 3.3.4); 0 for never."""
     shard_us: float = 40
     """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
     stage_us: float = 40
-    """Microseconds that a pipeline rank needs for a microbatch, beside computing."""
+    """Microseconds of a pipeline rank for each microbatch, without computing."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""
     update_gb_per_s: float | None = None
@@ -77,7 +91,7 @@ class Accelerator:
     """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
     of their own."""
     alone: float = 1.0
-    """How many times as fast a core works while the others rest: they share caches, the memory bus and a clock."""
+    """Gain of a core while the others rest: they share caches, the memory bus and a clock."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""
@@ -111,6 +125,11 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     @property
+    def domain(self) -> int:
+        """Devices that are joined by the links of a node."""
+        return min(self.devices, max(self.devices_per_node, self.accelerator.link_domain))
+
+    @property
     def crowd(self) -> float:
         """Processes that a core has to serve; 1 for devices of their own, and less while some cores rest."""
         cores, processes = self.accelerator.cores, self.devices_per_node
@@ -135,7 +154,7 @@ class Cluster:
 
     @classmethod
     def shaped(cls, accelerator: Accelerator, nodes: int | None, devices: int | None) -> "Cluster":
-        """What `split_cluster` found: `nodes` of `devices`, or without nodes `devices` (else 1) altogether."""
+        """A cluster of `nodes` of `devices`; without `nodes`, of `devices` (or 1) altogether."""
         if nodes is None:
             return cls.of(accelerator, 1 if devices is None else devices)
         return cls(accelerator=accelerator, nodes=nodes, devices_per_node=devices or 1)

@@ -1,11 +1,13 @@
-"""`Job`: a model, its data, batch, precision and optimizer, which are the same in every layout."""
+"""`Job`: a model, its data, batch, precision and optimizer, the same in every layout."""
 
 from dataclasses import dataclass
 from math import lcm, log2
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.layout import Layout
+from lightning_3d.planner.number_bytes import NumberBytes, number_bytes
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Optimizer, Precision, StateBytes, master_bytes, state_bytes
+from lightning_3d.planner.states import Optimizer, Precision, StateBytes
 
 MOST_SAMPLES = 10**9
 """Largest batch: the search tries its divisors."""
@@ -13,7 +15,7 @@ MOST_SAMPLES = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model, how much data it sees, and how."""
+    """A model and its training."""
 
     profile: Profile
     samples: float
@@ -37,23 +39,25 @@ class Job:
 
     @property
     def per_parameter(self) -> StateBytes:
-        return state_bytes(self.precision, self.optimizer)
+        return number_bytes(self.precision).states(self.optimizer)
+
+    def numbers(self, layout: Layout) -> NumberBytes:
+        """Bytes of a number of each kind under `layout`."""
+        return number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
 
     def states(self, parameters: float, trained: float) -> StateBytes:
         """Bytes of `parameters`, of which `trained` have gradients and moments."""
         per = self.per_parameter
         return StateBytes(
-            weights=per.weights * parameters,
-            gradients=per.gradients * trained,
-            optimizer=per.optimizer * trained + master_bytes(self.precision) * (parameters - trained),
+            weights=per.weights * parameters, gradients=per.gradients * trained, optimizer=per.optimizer * trained
         )
 
 
 def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:
-    """Samples per step that models of this size are trained with (0.5M to 4M tokens), more where many devices are to
-    work on them; where samples are no tokens, those of the example on every device.
+    """Samples per step of models of this size (0.5M to 4M tokens), more for many devices.
 
-    It is a power of two times the odd part of the devices and of `micro`, so that it divides in many ways.
+    Where samples are no tokens, each device has those of the example. The number is a power of two times the odd part
+    of the devices and of `micro`, so that it divides in many ways.
     """
     if profile.tokens == 1 and profile.example_samples:
         return lcm(profile.example_samples, micro) * devices
@@ -66,7 +70,7 @@ def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:
 
 
 DEVICES_PER_SAMPLE = 2
-"""Most devices that a sample is assumed for: with fewer samples, even the largest models leave a pipeline idle."""
+"""Most devices for each sample: with fewer samples, even the largest models leave a pipeline idle."""
 _MOST_TIMES = 4
 """As many times the usual batch is assumed for many devices at most."""
 _USUAL_TOKENS = ((1e9, 0.5e6), (10e9, 1e6), (100e9, 2e6), (float("inf"), 4e6))

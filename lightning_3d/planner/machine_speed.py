@@ -48,7 +48,7 @@ def product_rates(width: int) -> tuple[float, float]:
 
 
 def gain_alone(rank: int, world: int, width: int) -> float:
-    """How many times as fast this core trains while the others rest as while all do."""
+    """Gain of this core while the others rest, over its rate while all train."""
     chain = nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
     optimizer, x, cpu = torch.optim.AdamW(chain.parameters()), torch.ones(MANY_ROWS, width), torch.device("cpu")
 

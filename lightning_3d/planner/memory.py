@@ -1,7 +1,6 @@
-"""`RankMemory`: what one rank of a layout holds at its peak."""
+"""`RankMemory`: the memory of one rank of a layout at its peak."""
 
 from dataclasses import dataclass, fields
-from math import ceil
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.formulas import microbatches_held
@@ -10,9 +9,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 
 FRESH_GRADIENTS = 0.5
-"""Of one block's: what a backward has computed and not yet added to what earlier microbatches have left."""
-SENDING = 3
-"""Blocks whose gradients wait to be reduced while later ones are computed, where weights are streamed too."""
+"""Share of one block's gradients that a backward has computed and not yet added to those of earlier microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +21,12 @@ class RankMemory:
     optimizer: float
     activations: float
     head: float
-    """Logits and what the loss keeps."""
-    buffers: float
+    """Logits and the loss."""
+    casts: float = 0
+    """16-bit copies of fp32 matrices, in mixed precision."""
+    buffers: float = 0
     """Received activations and gradients of the pipeline, gathered weights of ZeRO 3 and offload."""
-    reserved: float
+    reserved: float = 0
     """Driver, communication library, fragmentation."""
     host: float = 0
     """In host memory, where something is offloaded; not part of the total."""
@@ -40,13 +39,13 @@ class RankMemory:
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
-    blocks = layers_on_rank(profile.layers, layout)
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    parameters = blocks * (split + profile.whole_parameters)
+    parameters = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters)
     if stage == 0:
-        parameters += profile.first_parameters / tensor
+        parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
     if stage == pipeline - 1:
-        parameters += (profile.last_parameters + (profile.tied_parameters if pipeline > 1 else 0)) / tensor
+        words = profile.last_parameters - profile.last_whole + (profile.tied_parameters if pipeline > 1 else 0)
+        parameters += words / tensor + profile.last_whole
     return parameters
 
 
@@ -54,7 +53,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    frozen = layers_on_rank(profile.layers, layout) * (split + profile.whole_parameters) * frozen_share(profile)
+    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * frozen_share(profile)
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == pipeline - 1:
@@ -63,24 +62,35 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     return rank_parameters(profile, layout, stage) - frozen
 
 
+def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
+    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward."""
+    profile, cast = job.profile, job.numbers(layout).cast
+    blocks = layers_on_rank(profile.layers, layout, stage) if layout.recompute != "full" else 1
+    matrices = blocks * profile.matrix_parameters
+    if stage == layout.pipeline_parallel_size - 1:
+        matrices += profile.last_parameters - profile.last_whole + profile.tied_parameters
+    return cast * matrices / layout.tensor_parallel_size * held_microbatches(layout, stage, microbatches)
+
+
 def frozen_share(profile: Profile) -> float:
     """Share of the blocks' parameters that is not trained."""
     return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
 
 
-def layers_on_rank(layers: int, layout: Layout) -> int:
-    """Most blocks that a pipeline rank holds."""
-    return ceil(layers / layout.num_stages) * layout.stages_per_rank
+def layers_on_rank(layers: int, layout: Layout, stage: int = 0) -> int:
+    """Blocks of pipeline rank `stage`. Early stages have one more where the number does not divide."""
+    least, more = divmod(layers, layout.num_stages)
+    own = range(stage, layout.num_stages, layout.pipeline_parallel_size)
+    return sum(least + (virtual < more) for virtual in own)
 
 
 def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float) -> RankMemory:
-    """What a rank of pipeline rank `stage` holds at its peak, with `microbatches` of `micro` samples.
+    """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    That is either the end of the last forward, when all activations are there, or the end of the last backward, when
-    all gradients are. Which one depends on the model: both are computed.
+    The peak is the end of the last forward, with all activations, or the end of the last backward, with all gradients.
     """
     after_forward = _after_forward(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
-    after_backward = _after_backward(job, layout, stage=stage, reserved=reserved)
+    after_backward = _after_backward(job, layout, stage=stage, microbatches=microbatches, reserved=reserved)
     return max(after_forward, after_backward, key=lambda memory: memory.total)
 
 
@@ -92,6 +102,9 @@ def _after_forward(
     last = stage == layout.pipeline_parallel_size - 1
     activations = stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
+    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
+    head = profile.last_bytes * micro / layout.tensor_parallel_size if last else 0
+    loss = profile.loss_bytes * micro / layout.tensor_parallel_size if last else 0
     gradients = kept.gradients
     if streams_weights(layout):
         # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
@@ -103,21 +116,24 @@ def _after_forward(
             # the first gradients come with the first activations gone
             later = activations * (1 - 1 / microbatches) + gradients
             activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
+    elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
+        head, gradients = head + loss, 0.0
     return RankMemory(
         weights=kept.weights,
         gradients=gradients,
         optimizer=kept.optimizer,
         activations=activations,
-        head=profile.last_bytes * micro / layout.tensor_parallel_size if last else 0,
+        head=head,
+        casts=casts,
         buffers=buffers,
         reserved=reserved,
         host=host,
     )
 
 
-def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) -> RankMemory:
-    """Beside the states there is one block's worth of temporaries: of its gradients or of its update."""
-    kept, host = offloaded(states_after_backward(job, layout, stage), layout)
+def _after_backward(job: Job, layout: Layout, *, stage: int, microbatches: int, reserved: float) -> RankMemory:
+    """The states, and one block's temporaries: of its gradients or of its update."""
+    kept, host = offloaded(states_after_backward(job, layout, stage, microbatches), layout)
     per_block = _block_gradients(job, layout)
     blocks = gathered_weights(job, layout, blocks=2)
     return RankMemory(
@@ -126,7 +142,8 @@ def _after_backward(job: Job, layout: Layout, *, stage: int, reserved: float) ->
         optimizer=kept.optimizer,
         activations=0,
         head=0,
-        buffers=blocks + (SENDING * per_block if blocks else per_block),
+        casts=0,
+        buffers=blocks + per_block,
         reserved=reserved,
         host=host,
     )
@@ -148,29 +165,38 @@ def shards(layout: Layout) -> int:
 
 
 def streams_weights(layout: Layout) -> bool:
-    """Whether whole weights exist only block by block. Not under a pipeline, which gathers them once for its step."""
+    """Return True if full weights exist only block by block. A pipeline gathers them once for its step."""
     return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
 
 
 def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
-    """Weights are gathered beside their shards (stages 1 and 2). Gradients are those of the step before, which are
-    dropped before backward, or what earlier microbatches have left."""
+    """The states when backward begins. Stages 1 and 2 have gathered weights and their shards.
+
+    Gradients are those of the step before, or those of earlier microbatches.
+    """
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients / ranks
-    if layout.pipeline_parallel_size > 1 or (ranks > 1 and layout.zero_stage == 1 and microbatches > 1):
-        gradients = whole.gradients
+    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
 
 
-def states_after_backward(job: Job, layout: Layout, stage: int) -> StateBytes:
-    """Gradients are whole, and without a pipeline their reduced shards are beside them."""
+def states_after_backward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
+    """Each block's gradients are reduced and freed when they are computed, or once in a step if they accumulate."""
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients
-    if streams_weights(layout):
-        gradients = whole.gradients / ranks
-    elif ranks > 1 and layout.pipeline_parallel_size == 1:
-        gradients += whole.gradients / ranks
+    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+
+
+def accumulates(layout: Layout, microbatches: int) -> bool:
+    """Return True if a rank adds up gradients of several microbatches before it reduces them."""
+    return layout.pipeline_parallel_size > 1 or (layout.zero_stage <= 1 and microbatches > 1)
+
+
+def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
+    """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
+    whole, ranks = _whole_states(job, layout, stage), shards(layout)
+    return StateBytes(
+        weights=whole.weights / ranks, gradients=whole.gradients / ranks, optimizer=whole.optimizer / ranks
+    )
 
 
 def _weights(whole: float, layout: Layout) -> float:
@@ -181,8 +207,10 @@ def _weights(whole: float, layout: Layout) -> float:
 
 
 def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
-    """What stays on the device, and how many bytes go to the host. A pipeline keeps weights gathered and gradients
-    whole for its step, so that only the optimizer can leave it."""
+    """The states that stay on the device, and the bytes in host memory.
+
+    A pipeline has gathered weights and full gradients for its step, so that only the optimizer can leave it.
+    """
     if layout.offload == "none":
         return states, 0.0
     if layout.pipeline_parallel_size > 1:
@@ -191,7 +219,7 @@ def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
 
 
 def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches whose activations a pipeline rank keeps at once: one, where there is no pipeline."""
+    """Microbatches whose activations a pipeline rank has at once: one without a pipeline."""
     if layout.pipeline_parallel_size == 1:
         return 1
     held = microbatches_held(
@@ -205,12 +233,12 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
 
 
 def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes kept for backward at the peak. Full recompute also holds one block's activations while it does it again."""
+    """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
     tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     held = held_microbatches(layout, stage, microbatches)
     again = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
-    return block * layers_on_rank(profile.layers, layout) * held + (again if layout.recompute == "full" else 0)
+    return block * layers_on_rank(profile.layers, layout, stage) * held + (again if layout.recompute == "full" else 0)
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
@@ -224,10 +252,10 @@ def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int)
 
 
 def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:
-    """Whole weights of `blocks` blocks and of what is outside of blocks, on a device that keeps only shards."""
+    """Bytes of the full weights of `blocks` blocks and of all outside them, on a device that has only shards."""
     if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
     profile = job.profile
     outside = profile.first_parameters + profile.last_parameters
     elements = (blocks * profile.block_parameters + outside) / layout.tensor_parallel_size
-    return elements * job.per_parameter.weights
+    return elements * job.numbers(layout).gathered

@@ -124,7 +124,9 @@ def _family(config: Mapping[str, Any], where: str) -> str:
             raise PlannerError(f"{where}: {family} with {key}={config[key]} is not counted: {instead}")
     width = _size(config, "word_embed_proj_dim", where) if family == "opt" else None
     if width is not None and width != _first(config, "hidden", where):
-        raise PlannerError(f"{where}: opt with word_embed_proj_dim={width} beside its width is not counted: {instead}")
+        raise PlannerError(
+            f"{where}: opt with word_embed_proj_dim={width}, other than its width, is not counted: {instead}"
+        )
     return family
 
 

@@ -23,7 +23,7 @@ _DTYPES = (*_INTEGERS, "float32", "float64", "float16", "bfloat16", "complex64",
 MOST_ELEMENTS = 10**13
 """Of a batch: fake tensors take no memory, but their sizes must stay numbers that torch can multiply."""
 FAILURES = (Exception, SystemExit)
-"""What a user's code may end with. Only the keyboard ends the planner."""
+"""Ends of a user's code. Only the keyboard ends the planner."""
 
 
 def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
@@ -55,7 +55,7 @@ def build_inputs(text: str) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """What a user's code ended with, in one line."""
+    """The error of a user's code, in one line."""
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code!r})"
     message = " ".join(str(error).split())[:300].rstrip(".")

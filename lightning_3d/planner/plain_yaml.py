@@ -14,7 +14,7 @@ MOST_VALUES = 20_000
 
 
 def read_plain(path: Path, what: str) -> Any:
-    """What `path` holds; interpolations stay text. `what` names the file in errors."""
+    """The content of `path`; interpolations stay text. `what` names the file in errors."""
     try:
         text = path.read_text()
         _refuse_growth(yaml.compose(text, Loader=yaml.SafeLoader))

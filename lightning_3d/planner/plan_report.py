@@ -11,6 +11,7 @@ from typing import Any
 from lightning_3d.layout import Layout
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory
+from lightning_3d.planner.number_bytes import number_bytes
 from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.show import show_bytes, show_count, show_dollars, show_seconds
 
@@ -76,6 +77,39 @@ def result_cells(plan: Plan) -> tuple[str, ...]:
     )
 
 
+_DEFAULTS = {field.name: field.default for field in fields(Layout)}
+_NO_ARGUMENTS = ("data_parallel_size", "recompute")
+"""The data axis takes the rest of the devices. The module recomputes, not the strategy."""
+
+
+def strategy_line(plan: Plan) -> str:
+    """The call that trains as priced."""
+    given = {name: value for name, value in vars(plan.layout).items() if name not in _NO_ARGUMENTS}
+    changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS[name]]
+    trainer = [f'precision="{plan.job.precision}"']
+    if plan.layout.pipeline_parallel_size == 1 and plan.microbatches > 1:
+        trainer.append(f"accumulate_grad_batches={plan.microbatches}")
+    samples = plan.micro * (plan.microbatches if plan.layout.pipeline_parallel_size > 1 else 1)
+    return (
+        f"Trainer(devices={plan.cluster.devices_per_node}, num_nodes={plan.cluster.nodes}, {', '.join(trainer)},"
+        f" strategy=Strategy3D({', '.join(changed)})) with a loader of batch_size={samples}"
+    )
+
+
+def sent_line(plan: Plan) -> str:
+    """Bytes that the fullest rank sends in a step, by axis."""
+    ends = [plan.sent(stage) for stage in (0, plan.layout.pipeline_parallel_size - 1)]
+    most = max(ends, key=lambda sent: sum(sent.values()))
+    parts = [f"{show_bytes(size)} {axis.partition('_')[0]}" for axis, size in most.items()]
+    return f"sent by a rank in a step: {', '.join(parts) or 'nothing'}"
+
+
+def setup_line(plan: Plan) -> str:
+    """Memory before training."""
+    host = plan.job.profile.parameters * number_bytes(plan.job.precision).weight
+    return f"set-up: each rank builds the unsplit module, {show_bytes(host)}, unless it is built on the meta device"
+
+
 def schedule_name(layout: Layout) -> str:
     if layout.pipeline_parallel_size == 1:
         return "-"
@@ -117,7 +151,8 @@ def job_lines(job: Job) -> list[str]:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data: bytes, seconds, dollars."""
+    """A plan as plain data: bytes, seconds, dollars. Lists have the first and the last pipeline rank."""
+    ends = sorted({0, plan.layout.pipeline_parallel_size - 1})
     return {
         "layout": asdict(plan.layout),
         "cluster": {
@@ -128,6 +163,9 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         },
         "microbatch_samples": plan.micro,
         "microbatches": plan.microbatches,
+        "strategy": strategy_line(plan),
+        "state_bytes": [asdict(plan.states(stage)) for stage in ends],
+        "sent_bytes": [plan.sent(stage) for stage in ends],
         "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
         "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
         "fits": plan.fits,

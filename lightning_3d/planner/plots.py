@@ -43,7 +43,7 @@ def draw(plans: Sequence[Plan], folder: str) -> list[Path]:
 
 
 def draw_memory(plans: Sequence[Plan], axes: Any) -> None:
-    """Bars of what the fullest rank of each plan holds, against what a device has."""
+    """Bars of the memory of the fullest rank of each plan, against that of a device."""
     bottom = [0.0] * len(plans)
     labels = [_label(plan) for plan in plans]
     for name in (field.name for field in fields(RankMemory) if field.name != "host"):
@@ -80,7 +80,7 @@ def with_other_sizes(best: Plan) -> Iterator[Plan]:
 
 
 def draw_timetable(plans: Sequence[Plan], axes: Any) -> None:
-    """Who does what when in the best plan's pipeline (its first ranks and microbatches, where it has many)."""
+    """The timetable of the best plan's pipeline: its first ranks and microbatches, where it has many."""
     layout, time = plans[0].layout, plans[0].time
     stages = min(layout.pipeline_parallel_size, MOST_RANKS)
     microbatches = max(stages, min(plans[0].microbatches, MOST_MICROBATCHES) // stages * stages)

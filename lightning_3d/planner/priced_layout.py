@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.planner.formulas import energy_kwh, rent
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import RankMemory, rank_memory
+from lightning_3d.planner.memory import RankMemory, rank_memory, states_between_steps
+from lightning_3d.planner.scale import running_share
+from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.step_time import StepTime, step_time
+from lightning_3d.planner.wire import data_bytes, pipeline_bytes, tensor_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,20 @@ class Plan:
     """Of the first and the last pipeline rank (one where there is no pipeline)."""
     time: StepTime
 
+    def states(self, stage: int) -> StateBytes:
+        """Bytes of a rank of pipeline rank `stage`: those that a dry run counts."""
+        return states_between_steps(self.job, self.layout, stage)
+
+    def sent(self, stage: int) -> dict[str, float]:
+        """Bytes that a rank of pipeline rank `stage` sends in a step, by axis."""
+        job, layout, micro, count = self.job, self.layout, self.micro, self.microbatches
+        sent = {
+            DATA_AXIS: data_bytes(job, layout, stage=stage, microbatches=count),
+            TENSOR_AXIS: tensor_bytes(job, layout, stage=stage, micro=micro) * count,
+            PIPELINE_AXIS: pipeline_bytes(job, layout, stage=stage, micro=micro, microbatches=count),
+        }
+        return {axis: size for axis, size in sent.items() if size}
+
     @property
     def peak(self) -> RankMemory:
         return max(self.memory, key=lambda memory: memory.total)
@@ -36,8 +53,9 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the whole training."""
-        return self.time.total * self.job.steps
+        """Of the complete training. A known rate already contains the restarts."""
+        share = 1.0 if self.job.sustained is not None else running_share(self.cluster)
+        return self.time.total * self.job.steps / share
 
     @property
     def device_hours(self) -> float:

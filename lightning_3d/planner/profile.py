@@ -1,4 +1,4 @@
-"""`Profile`: what one sample costs in one block of a model, whatever the model came from."""
+"""`Profile`: cost of one sample in one block of a model, for any source of the model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lightning_3d.layout import Recompute
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What the planner needs to know of a model. Amounts are for one sample; bytes are at the planned precision."""
+    """A model as the planner sees it. Amounts are for one sample; bytes are at the planned precision."""
 
     name: str
     layers: int
@@ -15,11 +15,16 @@ class Profile:
     block_parameters: float
     """In one block (the mean where blocks differ)."""
     whole_parameters: float = 0
-    """Of those, the ones that every tensor rank holds whole: norms, biases after a row-split matrix."""
+    """Of those, the unsplit ones of each tensor rank: norms, biases after a row-split matrix."""
+    vector_parameters: float = 0
+    """Of `block_parameters`, those that are no matrices: autocast does not cast them."""
     first_parameters: float = 0
     """Before the blocks: embeddings."""
+    first_whole: float = 0
+    """Of those, the unsplit ones of each tensor rank: positions, small tables."""
     last_parameters: float = 0
     """After the blocks: last norm and head."""
+    last_whole: float = 0
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
     block_frozen: float = 0
@@ -27,7 +32,7 @@ class Profile:
     first_frozen: float = 0
     last_frozen: float = 0
     backward_share: float = 1
-    """Of the blocks, the share through which gradients go back: none that stands before all that is trained."""
+    """Share of the blocks through which gradients go back: none that stands before all that is trained."""
     block_flops: float = 0
     """Forward FLOPs of one block."""
     attention_flops: float = 0
@@ -39,15 +44,21 @@ class Profile:
     outside_kernels: float = 0
     """Kernels that a forward starts before and after the blocks."""
     whole_bytes: float = 0
-    """Kept for backward by one block, on every tensor rank unless the sequence is split too."""
+    """Saved for backward by one block, on every tensor rank unless the sequence is split too."""
     split_bytes: float = 0
-    """Kept by one block, split over tensor ranks."""
+    """Saved by one block, split over tensor ranks."""
     attention_bytes: float = 0
-    """Kept by one block, split over tensor ranks, and not kept under selective recompute."""
+    """Saved by one block, split over tensor ranks, and not under selective recompute."""
     boundary_elements: float = 0
-    """Elements that cross from one block to the next."""
+    """Elements that pass from one block to the next."""
+    positions: float = 0
+    """Positions of the stream between blocks: tokens of a text, patches of an image."""
+    block_regions: int = 2
+    """Regions of a block that tensor ranks split, with one sum each in forward and in backward."""
     last_bytes: float = 0
-    """Kept after the blocks: logits."""
+    """Saved outside the blocks: logits."""
+    loss_bytes: float = 0
+    """More bytes of the loss at its peak than it saves: logits and their gradient in the middle of its backward."""
     element_bytes: int = 2
     """Of a boundary element."""
     tokens: int = 1
@@ -69,6 +80,11 @@ class Profile:
         return self.parameters - self.layers * self.block_frozen - self.first_frozen - self.last_frozen
 
     @property
+    def matrix_parameters(self) -> float:
+        """Of one block, those that a product multiplies with."""
+        return self.block_parameters - self.vector_parameters
+
+    @property
     def forward_flops(self) -> float:
         return self.layers * self.block_flops + self.last_flops
 
@@ -83,21 +99,21 @@ class Profile:
         return 1 + self.backward_share + self.weight_share
 
     def model_flops(self, samples: float) -> float:
-        """Forward and backward, nothing recomputed: what MFU counts."""
+        """Forward and backward, nothing recomputed: the FLOPs of MFU."""
         return self.passes * self.forward_flops * samples
 
     def hardware_flops(self, samples: float, recompute: Recompute) -> float:
-        """What the devices do. Selective recompute counts as in Korthikanti et al. (2022), equation 9."""
+        """FLOPs of the devices. Selective recompute counts as in Korthikanti et al. (2022), equation 9."""
         again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": self.block_flops}[recompute]
         return (self.passes * self.forward_flops + self.layers * again) * samples
 
     def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: Recompute) -> float:
-        """Bytes that one block keeps for backward, per sample, on one tensor rank."""
+        """Bytes that one block saves for backward, per sample, on one tensor rank."""
         if recompute == "full":
             return self.boundary_elements * self.element_bytes
-        kept = self.split_bytes + (0 if recompute == "selective" else self.attention_bytes)
-        return (self.whole_bytes / tensor if sequence_parallel else self.whole_bytes) + kept / tensor
+        split = self.split_bytes + (0 if recompute == "selective" else self.attention_bytes)
+        return (self.whole_bytes / tensor if sequence_parallel else self.whole_bytes) + split / tensor
 
     def can_split(self, tensor: int) -> bool:
-        """Whether a tensor axis of this size divides the model."""
+        """Return True if a tensor axis of this size divides the model."""
         return tensor == 1 or (self.tensor_splits and all(size % tensor == 0 for size in self.tensor_divides))

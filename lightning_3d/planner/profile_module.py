@@ -4,8 +4,8 @@ Kernels are counted too, weighted by the time to launch them.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
 from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, said
+from lightning_3d.planner.number_bytes import number_bytes
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
 
@@ -30,23 +31,27 @@ _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num
 
 @dataclass
 class CostTrace:
-    """FLOPs, kernels and saved elements of one forward, in the chain of blocks and outside it."""
+    """FLOPs, kernels and saved bytes of one forward, in the chain of blocks and outside it."""
 
     samples: int = 1
+    precision: Precision = "32"
     tokens: int = 1
     block_flops: float = 0
     last_flops: float = 0
     attention_flops: float = 0
     block_kernels: float = 0
     outside_kernels: float = 0
-    whole_elements: float = 0
-    split_elements: float = 0
-    outside_elements: float = 0
+    whole_bytes: float = 0
+    split_bytes: float = 0
+    outside_bytes: float = 0
+    largest_bytes: float = 0
+    """Of the largest tensor saved outside the blocks: the logits, where there are some."""
     boundary_elements: float = 0
+    boundary_bytes: float = 0
     width: int = 1
     """Elements of one position of what passes between blocks."""
     seen: dict[int, Tensor] = field(default_factory=dict)
-    """Storages already counted, kept alive so that none is reused."""
+    """Storages already counted. References to them prevent their reuse."""
 
 
 def profile_module(
@@ -58,7 +63,7 @@ def profile_module(
         if not any(True for _ in module.parameters()):
             raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
         counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
-        trace = CostTrace()
+        trace = CostTrace(precision=precision)
         _run(module, trace, dotted, tokens=tokens, inputs=inputs)
     return measured_profile(counted, trace)
 
@@ -68,11 +73,19 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
     anatomy = Anatomy.of(module)
     chain = main_chain(anatomy)
     if chain is None:
+        vectors = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim < 2)
         return Profile(
-            name=name, layers=1, block_parameters=anatomy.parameters, tensor_splits=False, block_frozen=_frozen(module)
+            name=name,
+            layers=1,
+            block_parameters=anatomy.parameters,
+            vector_parameters=vectors,
+            tensor_splits=False,
+            block_frozen=_frozen(module),
         )
     first, last = _outside(module, chain)
-    first_frozen, last_frozen = _outside(module, chain, frozen=True)
+    first_frozen, last_frozen = _outside(module, chain, lambda _, p: not p.requires_grad)
+    words = _vocabulary(module, chain)
+    split = _outside(module, chain, lambda _, p: id(p) in words)
     inside = anatomy.parameters - first - last
     heads = _heads(module.get_submodule(chain.blocks[0]))
     return Profile(
@@ -80,14 +93,18 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         layers=len(chain.blocks),
         block_parameters=inside / len(chain.blocks),
         whole_parameters=_whole(module, chain) / len(chain.blocks),
+        vector_parameters=_vectors(module, chain) / len(chain.blocks),
         first_parameters=first,
+        first_whole=first - split[0],
         last_parameters=last,
+        last_whole=last - split[1],
         tied_parameters=_tied(module, anatomy),
         block_frozen=(_frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
         first_frozen=first_frozen,
         last_frozen=last_frozen,
         backward_share=_backward_share(module, chain, before=first > first_frozen),
-        element_bytes=4 if precision == "32" else 2,
+        block_regions=_regions(module.get_submodule(chain.blocks[0])),
+        element_bytes=number_bytes(precision).stream,
         tensor_divides=heads,
         tensor_splits=any(_matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
     )
@@ -95,7 +112,7 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
 
 def measured_profile(counted: Profile, trace: CostTrace) -> Profile:
     """`counted` with what `trace` measured, per sample."""
-    size, blocks = counted.element_bytes, counted.layers * trace.samples
+    blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
     return Profile(
         **{
             **vars(counted),
@@ -104,10 +121,14 @@ def measured_profile(counted: Profile, trace: CostTrace) -> Profile:
             "last_flops": trace.last_flops / trace.samples,
             "block_kernels": trace.block_kernels / counted.layers,
             "outside_kernels": trace.outside_kernels,
-            "whole_bytes": trace.whole_elements * size / blocks,
-            "split_bytes": trace.split_elements * size / blocks,
-            "last_bytes": trace.outside_elements * size / trace.samples,
+            "whole_bytes": half * trace.whole_bytes / blocks,
+            "split_bytes": half * trace.split_bytes / blocks,
+            "last_bytes": half * trace.outside_bytes / trace.samples,
+            "loss_bytes": 2 * half * trace.largest_bytes / trace.samples,
             "boundary_elements": trace.boundary_elements / trace.samples,
+            "positions": trace.boundary_elements / trace.width / trace.samples,
+            "element_bytes": int(half * trace.boundary_bytes / max(1, trace.boundary_elements))
+            or counted.element_bytes,
             "tokens": trace.tokens,
             "example_samples": trace.samples,
         }
@@ -122,19 +143,19 @@ def main_chain(anatomy: Anatomy) -> Chain | None:
 
 @contextmanager
 def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
-    """Record what forwards of `module` do into `trace`."""
+    """Record forwards of `module` in `trace`, under autocast where the precision is mixed."""
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     state: dict[str, Any] = {"inside": False, "before": 0, "started": 0}
-    kernels = KernelCount()
+    kernels = KernelCount(owned)
     counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops(trace)})
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
         state.update(inside=True, before=counter.get_total_flops(), started=kernels.kernels)
         hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
         if hidden is not None:
-            trace.boundary_elements = hidden.numel()
+            trace.boundary_elements, trace.boundary_bytes = hidden.numel(), hidden.nbytes
             trace.width = hidden.shape[-1]
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -144,15 +165,15 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
-        if storage not in owned and storage not in trace.seen:
+        if storage not in owned and storage not in kernels.casts and storage not in trace.seen:
             trace.seen[storage] = tensor
-            _count_kept(tensor, trace, state["inside"])
+            _count_saved(tensor, trace, state["inside"])
         return tensor
 
     hooks = [block.register_forward_pre_hook(enter) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
     try:
-        with counter, kernels, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with _autocast(trace.precision), counter, kernels, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
     finally:
         for hook in hooks:
@@ -176,16 +197,22 @@ def _attention_flops(trace: CostTrace) -> Any:
     return rule
 
 
-def _count_kept(tensor: Tensor, trace: CostTrace, inside: bool) -> None:
-    """A tensor as wide as what passes between blocks is whole on each tensor rank; others are split."""
-    elements = tensor.untyped_storage().nbytes() / tensor.element_size()
-    weight = 1.0 if tensor.is_floating_point() else tensor.element_size() / 4
+def _autocast(precision: Precision) -> AbstractContextManager[Any]:
+    half = torch.float16 if precision.startswith("16") else torch.bfloat16
+    return torch.autocast("cpu", half) if precision.endswith("-mixed") else nullcontext()
+
+
+def _count_saved(tensor: Tensor, trace: CostTrace, inside: bool) -> None:
+    """Count a saved tensor. One as wide as the stream between blocks is unsplit on each tensor rank."""
+    size = tensor.untyped_storage().nbytes()
     if not inside:
-        trace.outside_elements += elements * weight
+        trace.outside_bytes += size
+        if tensor.is_floating_point():
+            trace.largest_bytes = max(trace.largest_bytes, size)
     elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:
-        trace.whole_elements += elements * weight
+        trace.whole_bytes += size
     else:
-        trace.split_elements += elements * weight
+        trace.split_bytes += size
 
 
 def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
@@ -270,23 +297,57 @@ def _backward_share(module: nn.Module, chain: Chain, *, before: bool) -> float:
     return 1.0 if before else 1 - ahead / len(trained)
 
 
-def _outside(module: nn.Module, chain: Chain, frozen: bool = False) -> tuple[int, int]:
-    """Elements of the parameters (or of the `frozen` ones) before and after the chain, in the order of registration."""
+def _outside(
+    module: nn.Module, chain: Chain, counts: Callable[[str, nn.Parameter], bool] = lambda name, parameter: True
+) -> tuple[int, int]:
+    """Elements of the parameters that count, before and after the chain, in the order of registration."""
     before, after, passed = 0, 0, False
     for name, parameter in module.named_parameters():
         if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
             passed = True
-        elif frozen and parameter.requires_grad:
-            continue
         elif passed:
-            after += parameter.numel()
+            after += parameter.numel() * counts(name, parameter)
         else:
-            before += parameter.numel()
+            before += parameter.numel() * counts(name, parameter)
     return before, after
 
 
+def _vocabulary(module: nn.Module, chain: Chain) -> set[int]:
+    """Parameters outside the blocks that tensor ranks split: the largest embedding, and heads with as many rows."""
+    inside = {id(parameter) for name in chain.blocks for parameter in module.get_submodule(name).parameters()}
+    outside = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear) and id(m.weight) not in inside]
+    rows = max((m.num_embeddings for m in outside if isinstance(m, nn.Embedding)), default=0)
+    return {id(p) for m in outside if len(m.weight) == rows for p in m.parameters()}
+
+
 def _whole(module: nn.Module, chain: Chain) -> int:
-    """Elements in the blocks that are not matrices, which a tensor axis leaves whole."""
+    """Elements in the blocks that a tensor axis leaves unsplit: norms, and biases as long as the stream is wide.
+
+    Of three products in a row (queries, keys, values) with such biases, the biases are split.
+    """
+    return sum(p.numel() for name in chain.blocks for p in _unsplit(module.get_submodule(name)))
+
+
+def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
+    linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
+    width = linears[-1].out_features if linears else 0
+    square = [part.bias for part in linears if part.in_features == part.out_features == width]
+    for parameter in (one for one in block.parameters() if one.ndim == 1):
+        split = any(parameter is bias for bias in square[:-1]) or (width and len(parameter) != width)
+        if not split:
+            yield parameter
+
+
+def _regions(block: nn.Module) -> int:
+    """Products that lead back to the stream between blocks. Of several square ones, one does."""
+    linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
+    back = [part for part in linears if part.out_features == linears[-1].out_features]
+    square = sum(part.in_features == part.out_features for part in back)
+    return max(1, len(back) - square + (square > 0))
+
+
+def _vectors(module: nn.Module, chain: Chain) -> int:
+    """Elements in the blocks that are no matrices."""
     blocks = (module.get_submodule(name) for name in chain.blocks)
     return sum(parameter.numel() for block in blocks for parameter in block.parameters() if parameter.ndim < 2)
 
@@ -316,21 +377,27 @@ def _quiet() -> Iterator[None]:
 
 
 POINTWISE = 0.5
-"""What starting a kernel that goes element by element takes, where a product, a norm or an attention is 1: on a core,
-with its backward, 4 to 23 microseconds against 34 to 54."""
+"""Weight of a kernel that goes element by element, where a product, a norm or an attention is 1.
+
+On a core, with backward, it takes 4 to 23 microseconds to start, and they take 34 to 54.
+"""
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts the operations inside that compute or copy something; views start nothing."""
+    """Counts operations that compute or copy. Notes copies of `weights` in another dtype: autocast makes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Container[int] = ()) -> None:
         super().__init__()
-        self.kernels = 0.0
+        self.kernels, self.weights = 0.0, weights
+        self.casts: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _computes(func):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+            self.casts[result.untyped_storage()._cdata] = result
+        elif _computes(func):
             self.kernels += POINTWISE if torch.Tag.pointwise in func.tags else 1
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def _computes(func: Any) -> bool:

@@ -16,7 +16,7 @@ OFFLOAD: tuple[Offload, ...] = ("none", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
-    """What the user has fixed; None leaves it to the search."""
+    """Sizes that the user has fixed; None leaves one to the search."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -89,7 +89,7 @@ def families(job: Job, cluster: Cluster, pins: Pins) -> Iterator[Family]:
                     pipeline_parallel_size=pipeline,
                     schedule=schedule,
                     stages_per_rank=chunks,
-                    sequence_parallel=tensor > 1 if pins.sequence_parallel is None else pins.sequence_parallel,
+                    sequence_parallel=tensor > 1 and pins.sequence_parallel is not False,
                 )
                 yield Family(layout, micro, job.batch // data // micro)
 
@@ -106,7 +106,7 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
 
 
 def even_chunks(pipeline: int, layers: int) -> list[int]:
-    """Stages per rank with which the fullest rank holds no more blocks than with one."""
+    """Stages per rank with which the fullest rank has no more blocks than with one."""
     least = ceil(layers / pipeline)
     return [
         size for size in range(2, 9) if pipeline * size <= layers and ceil(layers / (pipeline * size)) * size == least
@@ -148,7 +148,7 @@ def _stages(layout: Layout, pins: Pins, offload: Offload) -> tuple[ZeroStage, ..
 
 
 def _model_sizes(job: Job, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, int]]:
-    for tensor in divisors(cluster.devices_per_node) if pins.tensor is None else [pins.tensor]:
+    for tensor in divisors(cluster.domain) if pins.tensor is None else [pins.tensor]:
         if not job.profile.can_split(tensor) or cluster.devices % tensor:
             continue
         for pipeline in divisors(cluster.devices // tensor):

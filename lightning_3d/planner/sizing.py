@@ -1,6 +1,6 @@
-"""How many devices: the fewest that keep a deadline, the fastest that stay within a budget."""
+"""The number of devices: the fewest that meet a deadline, the fastest within a budget."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
@@ -12,10 +12,14 @@ from lightning_3d.planner.search import Pins, search
 from lightning_3d.planner.show import positive, show_dollars, show_seconds
 
 MOST_DEVICES = 65536
-LIKELY = 0.95
-"""Of the device-seconds of what was tried, the least that another number of devices is thought to come to."""
-_LOOKS = 16
-"""Sizes between two that are known which are tried at once."""
+ROUND_PRIMES = (2, 3, 5, 7)
+"""Prime factors of sizes that divide a batch and a model in many ways."""
+NEIGHBOURS = 8
+"""Sizes next below an answer that are tried, round or not."""
+DENSE = 16
+"""Nodes up to which every size is tried."""
+PATIENCE = 4
+"""Sizes in a row that are no faster, after which the search ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +34,15 @@ class Wish:
         if self.budget is not None:
             positive(self.budget, "a budget in dollars of")
 
-    def kept_by(self, plan: Plan) -> bool:
-        """Whether `plan` keeps the deadline."""
-        return self.deadline is None or plan.seconds <= self.deadline
+    def granted(self, plan: Plan) -> bool:
+        """Return True if `plan` meets the deadline and the budget."""
+        in_time = self.deadline is None or plan.seconds <= self.deadline
+        return in_time and (self.budget is None or _dollars(plan) <= self.budget)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The clusters that can be had: parts of one node, or whole nodes like `node`."""
+    """The clusters to choose from: parts of one node, or complete nodes like `node`."""
 
     node: Cluster
     job_on: Callable[[int], Job]
@@ -52,100 +57,118 @@ class Sizes:
         """The fastest plan on so many devices that fits."""
         return next(iter(search(self.job_on(devices), self.cluster(devices), self.pins)), None)
 
-    def coarse(self, least: int, most: int) -> list[int]:
+    def round(self, least: int, most: int) -> list[int]:
+        """Every size of few nodes, round ones of more, and `most`."""
+        node = self.node.devices_per_node
+        parts = [size for size in range(1, node) if least <= size <= most]
+        nodes = [n for n in range(ceil(least / node), most // node + 1) if n <= DENSE or _is_round(n)]
+        return sorted({*parts, *(node * count for count in nodes), most})
+
+    def coarse(self, most: int) -> list[int]:
         """Parts of a node by powers of two, then nodes in steps of a quarter of a power of two, and `most`."""
         node = self.node.devices_per_node
         parts = [size for size in (1, 2, 4, 8, 16) if size < node]
         nodes = [2**power * quarters // 4 for power in range(18) for quarters in (4, 5, 6, 7)]
-        every = sorted({*parts, *(node * count for count in nodes), most})
-        return [size for size in every if least <= size <= most]
+        return sorted({size for size in (*parts, *(node * count for count in nodes)) if size <= most} | {most})
 
-    def below(self, least: float, end: int) -> list[int]:
-        """Every size from `least` to below `end`."""
+    def below(self, size: int) -> list[int]:
+        """The sizes next below `size`, largest first."""
         node = self.node.devices_per_node
-        parts = range(max(1, ceil(least)), min(end, node))
-        return [*parts, *range(node * max(1, ceil(least / node)), end, node)]
+        step = node if size > node else 1
+        return [less for index in range(1, NEIGHBOURS + 1) if (less := size - index * step) > 0]
 
 
 def smallest(wish: Wish, node: Cluster, job_on: Callable[[int], Job], pins: Pins) -> Plan | None:
-    """The smallest cluster of nodes like `node` that keeps the deadline within the budget, without a deadline the
-    fastest within the budget; None where no cluster tried has a layout that fits. `job_on(devices)` is the job with a
-    batch that suits them."""
+    """The plan on the fewest devices that meets the wish; without a deadline the fastest within the budget.
+
+    None where no cluster has a layout that fits.
+
+    Args:
+        wish: deadline, budget, most devices.
+        node: one machine.
+        job_on: the job with a batch that suits a number of devices.
+        pins: the fixed part of the layout.
+    """
     accelerator, sizes = node.accelerator, Sizes(node, job_on, pins)
     if wish.budget is not None and accelerator.price is None:
         raise PlannerError(f"{accelerator.name} has no price in the catalogue: give --price for --max-cost.")
     least = fewest(wish, sizes)
     if least > wish.most:
         raise PlannerError(
-            f"{show_seconds(wish.deadline or 0)} cannot be kept with {accelerator.name}: at the full peak rate it would"
-            f" take {least:,} of them, more than {wish.most:,}."
+            f"{show_seconds(wish.deadline or 0)} cannot be met with {accelerator.name}: its matrix products alone need"
+            f" {least:,} of them, more than {wish.most:,}."
         )
     tried = list(_growing(wish, sizes, least))
+    granted = [plan for plan in tried if wish.granted(plan)]
     if not tried:
         return None
-    in_time = [plan for plan in tried if wish.kept_by(plan)]
-    if not in_time:
-        raise PlannerError(_too_slow(wish, tried))
-    if wish.deadline is not None:
-        in_time += _shrinking(wish, sizes, tried)
-    affordable = [plan for plan in in_time if wish.budget is None or _dollars(plan) <= wish.budget]
-    if not affordable:
-        raise PlannerError(_too_dear(wish, in_time))
-    if wish.deadline is not None:
-        return min(affordable, key=lambda plan: plan.cluster.devices)
-    return min(affordable, key=lambda plan: plan.seconds)
+    if not granted:
+        raise PlannerError(_refusal(wish, tried))
+    if wish.deadline is None:
+        return _faster_neighbour(wish, sizes, min(granted, key=lambda plan: plan.seconds))
+    return _smaller_neighbour(wish, sizes, granted[0])
 
 
 def fewest(wish: Wish, sizes: Sizes) -> int:
-    """Devices below which the deadline cannot be kept even at the peak rate."""
+    """Devices below which the matrix products alone miss the deadline."""
     if wish.deadline is None:
         return 1
-    job = sizes.job_on(1)
-    rate = job.sustained or sizes.node.accelerator.peak(job.precision)
-    return max(1, int(job.profile.model_flops(job.samples) / (rate * wish.deadline)))
+    job, device = sizes.job_on(1), sizes.node.accelerator
+    rate = job.sustained or device.peak(job.precision) * device.matrix_share
+    return max(1, ceil(job.profile.model_flops(job.samples) / (rate * wish.deadline) * (1 - 1e-9)))
 
 
 def _growing(wish: Wish, sizes: Sizes, least: int) -> Iterator[Plan]:
-    """The best plan of ever larger clusters, until one keeps the deadline or four in a row are no faster."""
+    """The best plan of ever larger clusters: to the first that is granted, or until more devices do not help."""
     slower, fastest = 0, float("inf")
-    for devices in sizes.coarse(least, wish.most):
+    for devices in sizes.round(least, wish.most) if wish.deadline is not None else sizes.coarse(wish.most):
         plan = sizes.best(devices)
         if plan is None:
             continue
         yield plan
-        if wish.deadline is not None and plan.seconds <= wish.deadline:
+        if wish.deadline is not None and wish.granted(plan):
             return
-        slower = slower + 1 if plan.seconds >= fastest else 0
+        slower = slower + 1 if plan.seconds >= fastest and wish.deadline is None else 0
         fastest = min(fastest, plan.seconds)
-        if slower == 4 or (wish.deadline is None and wish.budget is not None and _dollars(plan) > 4 * wish.budget):
+        dear = wish.budget is not None and _dollars(plan) > 4 * wish.budget
+        if slower == PATIENCE or (wish.deadline is None and dear):
             return
 
 
-def _shrinking(wish: Wish, sizes: Sizes, tried: Sequence[Plan]) -> Iterator[Plan]:
-    """Plans that keep the deadline on fewer devices than the last of `tried`, down to the fewest.
+def _smaller_neighbour(wish: Wish, sizes: Sizes, plan: Plan) -> Plan:
+    """The smallest that is granted of `plan` and the sizes next below, again and again."""
+    for devices in sizes.below(plan.cluster.devices):
+        fewer = sizes.best(devices)
+        if fewer is not None and wish.granted(fewer):
+            return _smaller_neighbour(wish, sizes, fewer)
+    return plan
 
-    Sizes that would have to be clearly more efficient than any that was tried are passed over. Of many a sixteenth is
-    tried, and then all below the first that keeps it.
-    """
-    work = min(plan.cluster.devices * plan.seconds for plan in tried)
-    least, end = LIKELY * work / (wish.deadline or 1.0), tried[-1].cluster.devices
-    while between := sizes.below(least, end):
-        stride = ceil(len(between) / _LOOKS)
-        looks = between[stride - 1 :: stride]
-        found = next(((size, plan) for size in looks if (plan := sizes.best(size)) and wish.kept_by(plan)), None)
-        if found is not None:
-            end = found[0]
-            yield found[1]
-        if stride == 1:
-            return
-        index = looks.index(end) if found is not None else len(looks)
-        least = looks[index - 1] + 1 if index else least
+
+def _faster_neighbour(wish: Wish, sizes: Sizes, plan: Plan) -> Plan:
+    """The fastest that is granted of `plan` and the sizes around it."""
+    node, size = sizes.node.devices_per_node, plan.cluster.devices
+    step = node if size >= node else 1
+    around = [size + index * step for index in range(1, NEIGHBOURS + 1)] + sizes.below(size)
+    others = [sizes.best(devices) for devices in around if devices <= wish.most]
+    return min((plan, *(one for one in others if one and wish.granted(one))), key=lambda one: one.seconds)
+
+
+def _refusal(wish: Wish, tried: list[Plan]) -> str:
+    in_time = [plan for plan in tried if wish.deadline is None or plan.seconds <= wish.deadline]
+    return _too_dear(wish, in_time) if in_time else _too_slow(wish, tried)
+
+
+def _is_round(number: int) -> bool:
+    for prime in ROUND_PRIMES:
+        while number % prime == 0:
+            number //= prime
+    return number == 1
 
 
 def _too_slow(wish: Wish, tried: list[Plan]) -> str:
     fastest = min(tried, key=lambda plan: plan.seconds)
     return (
-        f"{show_seconds(wish.deadline or 0)} cannot be kept with {fastest.cluster.accelerator.name}: the fastest of the"
+        f"{show_seconds(wish.deadline or 0)} cannot be met with {fastest.cluster.accelerator.name}: the fastest of the"
         f" clusters tried, {_devices(fastest)}, takes {show_seconds(fastest.seconds)}. A larger --batch lets more of"
         " them work."
     )

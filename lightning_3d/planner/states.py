@@ -37,21 +37,24 @@ class StateBytes:
         )
 
 
-def state_bytes(precision: Precision = "16-mixed", optimizer: Optimizer = "adam") -> StateBytes:
-    """Bytes per parameter: 16 for mixed-precision Adam (2 + 2 + 12), 16 for fp32 Adam (4 + 4 + 8)."""
+def moments_of(optimizer: Optimizer) -> int:
+    """States of a parameter's size that `optimizer` keeps."""
     if optimizer not in _MOMENTS:
         raise PlannerError(f"optimizer {optimizer!r} is not one of {', '.join(_MOMENTS)}.")
-    moments = _MOMENTS[optimizer]
+    return _MOMENTS[optimizer]
+
+
+def state_bytes(precision: Precision = "16-mixed", optimizer: Optimizer = "adam") -> StateBytes:
+    """Bytes per parameter as papers count them: 16 for mixed-precision Adam (2 + 2 + 12) and fp32 Adam (4 + 4 + 8).
+
+    `number_bytes` has those of this strategy, which casts fp32 weights: 4 + 4 + 8.
+    """
+    moments = moments_of(optimizer)
     if precision == "32":
         return StateBytes(weights=4, gradients=4, optimizer=4 * moments)
     if precision.endswith("-mixed"):
         return StateBytes(weights=2, gradients=2, optimizer=4 + 4 * moments)
     return StateBytes(weights=2, gradients=2, optimizer=2 * moments)
-
-
-def master_bytes(precision: Precision) -> int:
-    """Of a parameter's optimizer bytes, those of its fp32 copy in mixed precision, which a frozen one has too."""
-    return 4 if precision.endswith("-mixed") else 0
 
 
 def sharded_states(per_parameter: StateBytes, parameters: float, *, stage: ZeroStage, ranks: int) -> StateBytes:

@@ -1,14 +1,15 @@
-"""`StepTime`: how long one optimizer step takes, and on what."""
+"""`StepTime`: the seconds of one optimizer step, by cause."""
 
 from dataclasses import dataclass, fields
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
-from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
 from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.scale import ring_latency, sum_latency
+from lightning_3d.planner.wire import data_bytes, data_calls, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -16,15 +17,13 @@ PIPELINE_OVERLAP = 0.5
 """Share of pipeline transfers that other microbatches' compute hides."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 SPLIT_COST = 0.03
-"""What it costs to compute the gradients of inputs and of weights apart, as a share of the compute."""
+"""Cost of computing gradients of inputs and of weights separately, as a share of the compute."""
 KEPT_PASSES = 6
-"""Times that a byte kept for backward crosses the memory bus: written and read by forward and backward."""
+"""Times that a byte saved for backward crosses the memory bus: written and read by forward and backward."""
 WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
-BLOCK_SUMS = 4
-"""Sums over tensor ranks in one block: after attention and feed-forward, forward and backward."""
 USUAL_KERNELS = 8.5
 """Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
 and three that go element by element. How long those take to start is what is known of a device."""
@@ -54,7 +53,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """What takes most of the time, in words."""
+        """The largest part of the time, in words."""
         name = max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
         return _WORDS[name]
 
@@ -108,13 +107,15 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
 
 
 def splits_backward(layout: Layout) -> bool:
-    """Whether gradients of weights are computed apart. Where blocks are recomputed backwards run in one piece
-    (`lightning_3d/pipeline/prove.py`), in the same order."""
+    """Return True if gradients of weights are computed separately.
+
+    Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
+    """
     return layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
 
 
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
-    """What a microbatch takes on a rank, by pass, of `useful` seconds and `again` seconds of recomputing."""
+    """Seconds of each pass of a microbatch on a rank: `useful` ones and `again` seconds of recomputing."""
     unit = useful / profile.passes
     backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
     if layout.schedule in SPLIT_BACKWARD and not splits_backward(layout):
@@ -123,8 +124,7 @@ def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float)
 
 
 def crowded(alone: StepTime, crowd: float) -> StepTime:
-    """The step where `crowd` processes share a core: each thing takes so many times as long, and while one waits in
-    the pipeline another works."""
+    """The step where `crowd` processes share a core. While one waits in the pipeline another works."""
     if crowd == 1:
         return alone
     busy = alone.total - alone.bubble
@@ -152,14 +152,16 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
-    """Seconds of one microbatch on the memory bus, which small matrices, norms and activations need beside the
-    products, and those in which the device waits for the host to launch it all. Whichever takes longer hides the other,
-    save that a core launches nothing while it computes."""
+    """Seconds of one microbatch on the memory bus, and seconds in which the device waits for the host.
+
+    The bus serves small matrices, norms and activations. The longer of the two hides the other, but a core launches
+    nothing while it computes.
+    """
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
     passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
-    weights = passes * job.per_parameter.weights * profile.block_parameters / tensor
+    weights = passes * job.numbers(layout).product * profile.block_parameters / tensor
     layers = layers_on_rank(profile.layers, layout)
     weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
     bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
@@ -184,16 +186,16 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     tensor = layout.tensor_parallel_size
     if tensor == 1:
         return 0.0
-    sent = ring_all_reduce(micro * job.profile.boundary_elements, tensor) * job.profile.element_bytes
+    ends = {0, layout.pipeline_parallel_size - 1}
+    sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in ends)
     given = cluster.accelerator.sum_gb_per_s
-    rate = given * 1e9 if given else link_rate(cluster, span=tensor, stride=1)
-    return tensor_sums(job, layout) * sent / rate
+    return sent / (given * 1e9 if given else link_rate(cluster, span=tensor, stride=1))
 
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
     again = 1.5 if layout.recompute == "full" else 1
-    return again * layers_on_rank(job.profile.layers, layout) * BLOCK_SUMS
+    return again * layers_on_rank(job.profile.layers, layout) * 2 * job.profile.block_regions
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -211,15 +213,14 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
     ranks = layout.data_parallel_size
     if ranks == 1:
         return 0.0
-    per = job.per_parameter
-    parameters, trained = rank_parameters(job.profile, layout, 0), rank_trained(job.profile, layout, 0)
-    streamed = layout.pipeline_parallel_size == 1
-    reduces = microbatches if layout.zero_stage >= 2 and streamed else 1
-    gathers = reduces * (2 if layout.zero_stage == 3 and streamed else 1)
-    gathered = parameters if layout.zero_stage else trained  # stage 0 sends summed gradients in place of weights
-    sent = ring_reduce_scatter(gathered * gathers * per.weights + trained * reduces * per.gradients, ranks)
-    seconds = sent / link_rate(cluster, span=ranks, stride=layout.tensor_parallel_size)
-    return max(0.0, seconds - hidden_by * max(1, reduces))
+    sent = data_bytes(job, layout, stage=0, microbatches=microbatches)
+    stride = layout.tensor_parallel_size
+    seconds = sent / link_rate(cluster, span=ranks, stride=stride)
+    if not cluster.accelerator.cores:
+        latency = ring_latency if layout.zero_stage else sum_latency
+        seconds += data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=ranks, stride=stride)
+    reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
+    return max(0.0, seconds - hidden_by * reduces)
 
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
@@ -254,11 +255,20 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
     sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
     times = microbatches if layout.zero_stage >= 2 and not piped else 1
     shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
-    halves = 2 if layout.sequence_parallel else 1
-    sums = halves * tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
+    sums = tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
     stages = layout.stages_per_rank * microbatches if piped else 0
-    waits = device.step_us + device.shard_us * shards + device.collective_us * sums + device.stage_us * stages
-    return waits * 1e-6
+    waits = device.step_us + device.shard_us * shards + device.stage_us * stages
+    return waits * 1e-6 + sums * _sum_wait(layout, cluster)
+
+
+def _sum_wait(layout: Layout, cluster: Cluster) -> float:
+    """Seconds that one sum over tensor ranks takes, however little it sends. Sequence parallelism gathers instead."""
+    device, tensor = cluster.accelerator, layout.tensor_parallel_size
+    if device.cores:
+        return device.collective_us * 1e-6 * (2 if layout.sequence_parallel else 1)
+    if layout.sequence_parallel:
+        return 2 * ring_latency(cluster, span=tensor, stride=1)
+    return sum_latency(cluster, span=tensor, stride=1)
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:
@@ -272,7 +282,7 @@ def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:
     A ring that stays in a node uses the node's links. One that crosses nodes leaves a node once per group of its
     members there, so its members share their network cards.
     """
-    device, per_node = cluster.accelerator, cluster.devices_per_node
+    device, per_node = cluster.accelerator, cluster.domain
     node = device.node_link_gb_per_s * 1e9 * device.link_share
     if span * stride <= per_node:
         return node

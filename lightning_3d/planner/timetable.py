@@ -99,7 +99,7 @@ class Timetable:
         return 1 - self.busy / self.span
 
     def held(self, rank: int) -> int:
-        """Most virtual stages' activations that `rank` keeps at once."""
+        """Most virtual stages' activations that `rank` has at once."""
         own = [done for done in self.passes if done.rank == rank]
         release = "W" if any(done.kind == "W" for done in own) else "B"
         changes = [(done.start, 1) for done in own if done.kind == "F"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.planner.number_bytes import NumberBytes, number_bytes
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
 
@@ -105,31 +106,49 @@ class Transformer:
         return self.mlp_width * (2 if self.gated else 1) * self.mlp_bias
 
     def profile(self, *, precision: Precision = "bf16-mixed", attention: Attention = "flash") -> Profile:
-        """What one sample of `sequence` tokens costs."""
-        size = 4 if precision == "32" else 2
+        """The cost of one sample of `sequence` tokens."""
+        numbers = number_bytes(precision)
         counted = self.block_parameters * self.layers
         blocks = counted if self.nominal is None else counted + self.nominal - self.parameters
         core = 4 * self.sequence**2 * self.query_width
+        words = self.vocabulary * self.hidden
+        statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
         return Profile(
             name=self.name,
             layers=self.layers,
             block_parameters=blocks / self.layers,
             whole_parameters=self.whole_parameters,
+            vector_parameters=self.block_parameters - self.matrix_parameters,
             first_parameters=self.embedding_parameters,
-            last_parameters=self._norm + (0 if self.tied else self.vocabulary * self.hidden),
-            tied_parameters=self.vocabulary * self.hidden if self.tied else 0,
+            first_whole=self.positions * self.hidden,
+            last_parameters=self._norm + (0 if self.tied else words),
+            last_whole=self._norm,
+            tied_parameters=words if self.tied else 0,
             block_flops=2 * self.sequence * self.matrix_parameters * blocks / counted + core,
             attention_flops=core,
-            last_flops=2 * self.sequence * self.hidden * self.vocabulary,
-            whole_bytes=self.sequence * self.hidden * (4 * size + (2 if self.dropout else 0)),
-            split_bytes=self._split_bytes(size) + (4 * self.heads * self.sequence if attention == "flash" else 0),
-            attention_bytes=self._score_bytes(size) if attention == "eager" else 0,
+            last_flops=2 * self.sequence * words,
+            whole_bytes=self.sequence * self.hidden * (self._norm_bytes(numbers) + (2 if self.dropout else 0)),
+            split_bytes=self._split_bytes(numbers.product) + statistics,
+            attention_bytes=self._score_bytes(numbers.product) if attention == "eager" else 0,
             boundary_elements=self.sequence * self.hidden,
-            last_bytes=self.sequence * (4 * self.vocabulary + 2 * size * self.hidden),
-            element_bytes=size,
+            last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),
+            loss_bytes=8 * self.sequence * self.vocabulary,
+            element_bytes=numbers.stream,
+            positions=self.sequence,
             tokens=self.sequence,
             tensor_divides=(self.heads, self.kv_heads or self.heads, self.mlp_width),
         )
+
+    def _norm_bytes(self, numbers: NumberBytes) -> int:
+        """Bytes that the two norms of a block save for each number of the stream.
+
+        A LayerNorm saves its input, and products save its output. An RMSNorm of Hugging Face also saves the normalized
+        input, and computes in fp32. Autocast casts the output once for each product.
+        """
+        products = 5 if self.gated and numbers.cast else 2
+        if self.norm_bias:
+            return 2 * numbers.stream + products * numbers.product
+        return 2 * (4 + numbers.stream) + products * numbers.product
 
     def with_sequence(self, sequence: int) -> "Transformer":
         """The same model trained on samples of `sequence` tokens."""

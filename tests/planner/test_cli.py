@@ -139,7 +139,7 @@ def test_what_a_plan_rests_on_is_said(capsys):
         ("7b --layers 3 --cluster h100", "leave out '7b' or the flag"),
         ("gpt3-175b --cluster 4xa100-40g", "does not fit on 1x4xa100-40g"),
         ("7b --tokens 1T --accelerator h100 --gpus-for 1day --max-cost 5", "too little to train within 24.0 h"),
-        ("7b --tokens 1T --accelerator h100 --gpus-for 1s", "cannot be kept"),
+        ("7b --tokens 1T --accelerator h100 --gpus-for 1s", "cannot be met"),
         ("7b --tokens 1T --accelerator h100 --gpus-for 5", "is not a duration"),
         ("7b --accelerator rtx-4090 --max-cost 5", "no price"),
         ("7b --accelerator h100 --max-cost -5", "must be above 0"),

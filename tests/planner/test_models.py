@@ -39,7 +39,7 @@ def test_near_misses_are_named():
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_profile_of_a_gpt_is_the_published_closed_form(recompute):
     shape = named_model("megatron-22b")
-    profile = shape.profile(precision="16-mixed", attention="eager")
+    profile = shape.profile(precision="16-true", attention="eager")
     numbers = {"sequence": 2048, "layers": 48, "hidden": 6144, "vocabulary": 51200}
     assert profile.hardware_flops(4, recompute) == pytest.approx(gpt_flops(batch=4, recompute=recompute, **numbers))
     assert profile.parameters == pytest.approx(gpt_parameters(**numbers), rel=1e-5)

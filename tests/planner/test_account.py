@@ -1,0 +1,84 @@
+"""One account of memory and messages: the plan, the dry run and real ranks have the same states and bytes."""
+
+import pytest
+
+from lightning_3d import Strategy3D
+from lightning_3d.auto_layout import run_ahead
+from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
+from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.priced_layout import price_layout
+from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
+from tests.dryrun.compare import dry, real
+from tests.planner.sized import SIZED
+
+LAYOUTS = {
+    "1": {},
+    "2 zero0": {"zero_stage": 0},
+    "2 zero1": {"zero_stage": 1},
+    "2 zero2": {"zero_stage": 2},
+    "2 zero3": {"zero_stage": 3},
+    "2 tensor": {"tensor_parallel_size": 2},
+    "2 pipeline": {"pipeline_parallel_size": 2},
+    "4 both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+PRECISIONS = {"32": "32-true", "bf16-mixed": "bf16-mixed"}
+CONTROL = 64
+"""Bytes of counts and logged numbers that a pipeline sends besides activations."""
+COUNTER = 4
+"""Bytes of AdamW's step count of one parameter."""
+
+
+def planned(name, layout, precision):
+    """The plan of a module of `SIZED` with one batch for each data rank."""
+    module, chosen = SIZED[name](), Strategy3D(**LAYOUTS[layout])._wanted.fit(int(layout.split()[0]))
+    batch = module.batch()
+    rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size
+    trace = CostTrace(samples=rows, precision=precision)
+    run_ahead(module, batch, trace)
+    profile = measured_profile(count_module(module, name=name, precision=precision), trace)
+    samples, pieces = rows * chosen.data_parallel_size, auto_microbatches(rows, pipeline) if pipeline > 1 else 1
+    job = Job(profile=profile, samples=samples, batch=samples, precision=precision)
+    where = Cluster(
+        accelerator=Catalogue.load().find("cpu", reserved_gb=0), nodes=1, devices_per_node=chosen.world_size
+    )
+    return price_layout(job, where, chosen, micro=rows // pieces)
+
+
+def assert_as_planned(plan, stage, found, counters):
+    states, sent = plan.states(stage), plan.sent(stage)
+    assert (states.weights, states.gradients) == (found["parameters"], found["gradients"])
+    assert 0 <= found["optimizer"] - states.optimizer <= COUNTER * counters
+    seen = {}
+    for row in found["sent"]:
+        seen[row.axis] = seen.get(row.axis, 0) + row.bytes
+    assert {axis: seen[axis] - size for axis, size in sent.items()} == pytest.approx(
+        dict.fromkeys(sent, 0), abs=CONTROL
+    )
+    assert seen.keys() == sent.keys()
+    assert plan.memory[min(stage, len(plan.memory) - 1)].total == pytest.approx(found["peak"], rel=0.1)
+
+
+def assert_account(name, layout, precision, *, run_real):
+    plan, world = planned(name, layout, precision), int(layout.split()[0])
+    flags, counters = {"precision": PRECISIONS[precision]}, len(list(SIZED[name]().parameters()))
+    place = f"tests.planner.sized:{SIZED[name].__name__}"
+    ranks = [vars(rank) for rank in dry(place, f"1x{world}xcpu", LAYOUTS[layout], flags, ranks=range(world)).ranks]
+    if run_real:
+        ranks += real(place, world, LAYOUTS[layout], flags, timeout=300)
+    for index, found in enumerate(ranks):
+        assert_as_planned(plan, plan.layout.coordinate(index % world).pipeline, found, counters)
+
+
+@pytest.mark.parametrize("layout", ["2 zero1", "2 zero3"])
+def test_plan_dry_run_and_real_ranks_agree(layout):
+    assert_account("GPT", layout, "bf16-mixed", run_real=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SIZED)
+def test_every_layout_agrees(name, layout, precision):
+    assert_account(name, layout, precision, run_real=True)

@@ -10,7 +10,7 @@ from lightning_3d.planner.memory import RankMemory, rank_memory, states_between_
 from lightning_3d.planner.scale import running_share
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.step_time import StepTime, step_time
-from lightning_3d.planner.wire import data_bytes, pipeline_bytes, tensor_bytes
+from lightning_3d.planner.wire_bytes import data_bytes, pipeline_bytes, tensor_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

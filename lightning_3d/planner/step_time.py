@@ -9,7 +9,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.scale import ring_latency, sum_latency
-from lightning_3d.planner.wire import data_bytes, data_calls, tensor_bytes
+from lightning_3d.planner.wire_bytes import data_bytes, data_calls, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""

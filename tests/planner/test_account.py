@@ -1,6 +1,7 @@
 """One account of memory and messages: the plan, the dry run and real ranks have the same states and bytes."""
 
 import pytest
+from tests.planner.sized import SIZED
 
 from lightning_3d import Strategy3D
 from lightning_3d.auto_layout import run_ahead
@@ -11,7 +12,6 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
 from tests.dryrun.compare import dry, real
-from tests.planner.sized import SIZED
 
 LAYOUTS = {
     "1": {},

@@ -9,6 +9,12 @@ ZeroStage = Literal[0, 1, 2, 3]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"
 ]
+ONE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+V_SHAPED: tuple[Schedule, ...] = ("zbv_zero_bubble", "dualpipev")
+"""Schedules with two stages on each rank: the order of ranks down, and up again."""
+HALVED_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", *V_SHAPED)
+"""Schedules that compute the gradients of weights later than those of inputs."""
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"

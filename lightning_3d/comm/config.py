@@ -80,5 +80,6 @@ def build_compression(config: CommConfig, collectives: Collectives) -> Compressi
             return Elementwise(collectives, Half(torch.float16), error_feedback=feedback)
         case "int8":
             return Elementwise(collectives, Int8(), error_feedback=feedback)
-        case "powersgd":
+        case codec:
+            assert codec == "powersgd", codec
             return PowerSGD(collectives, config.powersgd_rank, error_feedback=feedback)

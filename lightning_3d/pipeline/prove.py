@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
+from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
-from lightning_3d.pipeline.schedule import SPLIT
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.record import Record
@@ -65,7 +65,7 @@ def _run_in_stages(
             relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
     _raise_if_any(pipeline, relay.problem)
     unreached = relay.unreached()
-    if (uncut is not None and uncut.grads) or pipeline.schedule in SPLIT:
+    if (uncut is not None and uncut.grads) or pipeline.schedule in HALVED_BACKWARD:
         with alone():
             mine = relay.backward()
         stages = [grads for rank in pipeline.wire.agree(mine) for grads in rank]
@@ -299,7 +299,7 @@ class StageRelay:
         if not pairs:
             return [torch.zeros_like(tensor) for tensor in entering], {}
         outputs, seeds = [output for output, _ in pairs], [grad for _, grad in pairs]
-        wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in SPLIT
+        wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in HALVED_BACKWARD
         grads = gradients(outputs, seeds, wanted, again=halved)
         if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
             self._keep_whole(stage)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from lightning_3d.errors import LayoutError
+from lightning_3d.layout import ONE_STAGE, V_SHAPED
 
 _CLASSES = {
     "gpipe": "ScheduleGPipe",
@@ -19,10 +20,6 @@ _CLASSES = {
     "dualpipev": "ScheduleDualPipeV",
     "loopedbfs": "ScheduleLoopedBFS",
 }
-_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
-_SINGLE = ("gpipe", "1f1b")
-SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-"""Schedules that compute gradients of weights separately from those of inputs."""
 
 
 class Action(NamedTuple):
@@ -36,11 +33,11 @@ class Action(NamedTuple):
 
 def stages_per_rank(schedule: str, asked: int = 1) -> int:
     """Stages of a rank under `schedule`: two for the V-shaped ones, one for `gpipe` and `1f1b`."""
-    if schedule in _V_SHAPED:
+    if schedule in V_SHAPED:
         if asked not in (1, 2):
             raise LayoutError(f"schedule={schedule!r} places exactly 2 stages on a rank, not stages_per_rank={asked}.")
         return 2
-    if schedule in _SINGLE and asked > 1:
+    if schedule in ONE_STAGE and asked > 1:
         raise LayoutError(
             f"schedule={schedule!r} places one stage on a rank, not stages_per_rank={asked}. Use interleaved_1f1b,"
             " interleaved_zero_bubble or loopedbfs."
@@ -50,7 +47,7 @@ def stages_per_rank(schedule: str, asked: int = 1) -> int:
 
 def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
     """The rank of each stage: round after round, or down and up again for the V-shaped schedules."""
-    if schedule in _V_SHAPED:
+    if schedule in V_SHAPED:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(stage % ranks for stage in range(ranks * per_rank))
 
@@ -96,7 +93,7 @@ def _compute_order(schedule: str, ranks: int, per_rank: int, microbatches: int) 
     if schedule == "1f1b":
         return {rank: _one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
     cls: Any = getattr(torch_schedules, _CLASSES[schedule])
-    if schedule in _SINGLE:
+    if schedule in ONE_STAGE:
         made = cls(_stage(0, ranks, ranks), microbatches, scale_grads=False)
     else:
         stages = [_stage(index, ranks, ranks * per_rank) for index in range(per_rank)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
+from lightning_3d.layout import V_SHAPED
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.formulas import A100_PEAK, RULE_SHARE, rule_of_thumb_hours, training_seconds
 from lightning_3d.planner.hardware import Accelerator, Cluster
@@ -17,7 +18,6 @@ from lightning_3d.planner.question import TOKENS_PER_PARAMETER
 from lightning_3d.planner.scale import LOST_SECONDS, running_share
 from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
-from lightning_3d.planner.timetable import V_SCHEDULES
 
 
 def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
@@ -56,7 +56,7 @@ def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
         return f"--pipeline {pins.pipeline} is more than its {job.profile.layers} blocks"
     if pins.schedule in ("1f1b", "gpipe") and pins.chunks not in (None, 1):
         return f"--schedule {pins.schedule} has one stage on a rank, not --stages-per-rank {pins.chunks}"
-    if pins.schedule in V_SCHEDULES and pins.chunks not in (None, 2):
+    if pins.schedule in V_SHAPED and pins.chunks not in (None, 2):
         return f"--schedule {pins.schedule} has two stages on a rank, not --stages-per-rank {pins.chunks}"
     stages = (pins.pipeline or 1) * (pins.chunks or 1)
     if stages > job.profile.layers:

@@ -33,16 +33,16 @@ def bubble_time(
 ) -> float:
     """Time that a rank idles per step, with at least two microbatches for each stage. More do not change it.
 
-    Those of the split schedules are what the orders of torch's classes, which are run, come to; exact where a backward
-    for the inputs takes no less than a forward, as that of products does, and near elsewhere.
+    For schedules that halve the backward the formulas give the idle time of torch's orders. They are exact if backward
+    for the inputs takes at least as long as forward, else approximate.
 
     Args:
         schedule: order of passes.
         stages: pipeline ranks.
         chunks: virtual stages of a rank.
         times: what a rank spends on one microbatch.
-        joined: whether ranks wait for the last one before the next step (for the norm of all gradients, say). In
-            `zbv_zero_bubble` ranks that begin late end late, so that else they would lose nothing by it.
+        joined: True where ranks wait for the last one before the next step, for example to clip gradients. Without
+            that wait, ranks of `zbv_zero_bubble` that begin late end late and lose nothing.
     """
     if schedule not in get_args(Schedule):
         raise PlannerError(f"schedule {schedule!r} is not one of {', '.join(get_args(Schedule))}.")
@@ -58,7 +58,10 @@ def bubble_time(
     if schedule == "interleaved_zero_bubble":
         late = times.backward_input + max(0.0, times.forward - times.backward_weight)
         return ramp * (max(times.forward, late) if joined else late) / chunks
-    return _dualpipev(ramp, times) if schedule == "dualpipev" else _zbv(ramp, times, joined)
+    if schedule == "dualpipev":
+        return _dualpipev(ramp, times)
+    assert schedule == "zbv_zero_bubble", f"{schedule} has no formula for its idle time"
+    return _zbv(ramp, times, joined)
 
 
 def _zbv(ramp: int, times: PassTimes, joined: bool) -> float:

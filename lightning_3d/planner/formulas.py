@@ -137,6 +137,7 @@ def microbatches_held(schedule: Schedule, *, stages: int, chunks: int = 1, micro
         return min(m, p * (1 + (p - 1) / (p * v)))
     if schedule == "dualpipev":
         return min(m, p + 0.5 if p > 1 else 1)
+    assert schedule in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"), schedule
     return min(m, p)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout import HALVED_BACKWARD, Layout
 from lightning_3d.planner.bubble import PassTimes, bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
@@ -15,7 +15,6 @@ DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
 PIPELINE_OVERLAP = 0.5
 """Share of pipeline transfers that other microbatches' compute hides."""
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 SPLIT_COST = 0.03
 """Cost of computing gradients of inputs and of weights separately, as a share of the compute."""
 KEPT_PASSES = 6
@@ -111,14 +110,14 @@ def splits_backward(layout: Layout) -> bool:
 
     Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
     """
-    return layout.schedule in SPLIT_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
+    return layout.schedule in HALVED_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
 
 
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
     """Seconds of each pass of a microbatch on a rank: `useful` ones and `again` seconds of recomputing."""
     unit = useful / profile.passes
     backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
-    if layout.schedule in SPLIT_BACKWARD and not splits_backward(layout):
+    if layout.schedule in HALVED_BACKWARD and not splits_backward(layout):
         return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
     return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
 

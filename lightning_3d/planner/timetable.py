@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.layout import Schedule
+from lightning_3d.layout import HALVED_BACKWARD, V_SHAPED, Schedule
 from lightning_3d.planner.bubble import EQUAL, PassTimes
 
 Kind = Literal["F", "B", "W"]
 Cell = tuple[Kind, int, int]
 """Kind of pass, virtual stage, microbatch."""
-V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
 _ALL_FORWARD_FIRST = ("gpipe", "loopedbfs")
 
 
@@ -57,8 +56,6 @@ def _rounds(stages: list[int], microbatches: int, group: int) -> list[tuple[int,
     ]
 
 
-SPLIT = ("interleaved_zero_bubble", *V_SCHEDULES)
-"""Schedules that put off the weights' part of the backward."""
 NEVER = float("inf")
 
 
@@ -121,18 +118,21 @@ def timetable(
     """Play one step of `microbatches` over `stages` ranks of `chunks` virtual stages each."""
     if microbatches < 1 or stages < 1:
         raise PlannerError(f"a pipeline of {stages} ranks and {microbatches} microbatches has no timetable.")
-    if schedule in V_SCHEDULES and chunks != 2:
+    if schedule in V_SHAPED and chunks != 2:
         raise PlannerError(f"{schedule} has 2 stages per rank, not {chunks}.")
     play = _Play(stages * chunks - 1, _costs(schedule, chunks, times), stages)
-    if schedule in V_SCHEDULES:
+    if schedule in V_SHAPED:
         play.greedily(microbatches)
     else:
-        play.in_order([list(order) for order in orders(schedule, stages, microbatches, chunks, schedule in SPLIT)])
+        halved = schedule in HALVED_BACKWARD
+        play.in_order([list(order) for order in orders(schedule, stages, microbatches, chunks, halved)])
+            [list(order) for order in orders(schedule, stages, microbatches, chunks, schedule in HALVED_BACKWARD)]
+        )
     return Timetable(tuple(sorted(play.passes)), stages)
 
 
 def _costs(schedule: Schedule, chunks: int, times: PassTimes) -> dict[Kind, float]:
-    backward = times.backward_input + (0 if schedule in SPLIT else times.backward_weight)
+    backward = times.backward_input + (0 if schedule in HALVED_BACKWARD else times.backward_weight)
     return {"F": times.forward / chunks, "B": backward / chunks, "W": times.backward_weight / chunks}
 
 

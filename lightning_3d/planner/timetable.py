@@ -126,8 +126,6 @@ def timetable(
     else:
         halved = schedule in HALVED_BACKWARD
         play.in_order([list(order) for order in orders(schedule, stages, microbatches, chunks, halved)])
-            [list(order) for order in orders(schedule, stages, microbatches, chunks, schedule in HALVED_BACKWARD)]
-        )
     return Timetable(tuple(sorted(play.passes)), stages)
 
 

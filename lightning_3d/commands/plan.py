@@ -11,7 +11,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Offload, Recompute, Schedule
 from lightning_3d.planner.answers import Answer, answer
 from lightning_3d.planner.plan_report import job_data, plan_data
-from lightning_3d.planner.question import refuse_ignored
+from lightning_3d.planner.question import catalogue_of, refuse_ignored, serving_of
 from lightning_3d.planner.show import parse_dollars, real
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
@@ -25,6 +25,7 @@ examples:
   lightning-3d plan path/to/config.json --tokens 50B --cluster 8xa100-80g --sequence 4096 --batch 256
   lightning-3d plan my_package.model.LitGPT --arg n_layer=24 --inputs 8x1024:int64 --tokens 10B --cluster 8xh100
   lightning-3d plan gpt3-175b --tokens 300B --cluster 1024xa100-80g --sustained 140 --recompute full
+  lightning-3d plan llama3-70b --serve --accelerator h100 --users 1000 --context 4096 --rate 20
 """
 
 
@@ -34,6 +35,7 @@ def configure(parser: ArgumentParser) -> None:
     _data_flags(parser)
     _hardware_flags(parser)
     _layout_flags(parser)
+    _serving_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default 5)")
     group.add_argument("--json", action="store_true", help="print data for programs")
@@ -45,6 +47,10 @@ def run(args: Namespace) -> int:
     if args.top < 1:
         raise PlannerError(f"--top {args.top} shows nothing: give at least 1.")
     refuse_ignored(args)
+    if args.serve:
+        found = serving_of(args, catalogue_of(args))
+        print(printable("\n".join(found.lines())))
+        return 0
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
     print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else printable(result.text))
@@ -86,6 +92,14 @@ def _model_flags(parser: ArgumentParser) -> None:
         choices=get_args(Attention),
         help="eager saves the scores for backward (default: flash, which does not)",
     )
+
+
+def _serving_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("serving")
+    group.add_argument("--serve", action="store_true", help="devices that answer users, in place of a training")
+    group.add_argument("--users", type=int, default=1, metavar="N", help="users at one time (default 1)")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of each user (default: those of a sample)")
+    group.add_argument("--rate", type=real, default=10.0, metavar="N", help="tokens per second of a user (default 10)")
 
 
 _SIZES = {

@@ -63,13 +63,17 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 
 
 def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward."""
+    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward.
+
+    Full recompute makes those of a block again, so that one block has some at a time.
+    """
     profile, cast = job.profile, job.numbers(layout).cast
-    blocks = layers_on_rank(profile.layers, layout, stage) if layout.recompute != "full" else 1
+    flying = held_microbatches(layout, stage, microbatches)
+    blocks = 1 if layout.recompute == "full" else layers_on_rank(profile.layers, layout, stage) * flying
     matrices = blocks * profile.matrix_parameters
     if stage == layout.pipeline_parallel_size - 1:
-        matrices += profile.last_parameters - profile.last_whole + profile.tied_parameters
-    return cast * matrices / layout.tensor_parallel_size * held_microbatches(layout, stage, microbatches)
+        matrices += (profile.last_parameters - profile.last_whole + profile.tied_parameters) * flying
+    return cast * matrices / layout.tensor_parallel_size
 
 
 def frozen_share(profile: Profile) -> float:

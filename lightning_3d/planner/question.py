@@ -13,6 +13,7 @@ from lightning_3d.planner.model_config import read_config
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import Pins
+from lightning_3d.planner.serve import Serving, serving
 from lightning_3d.planner.show import parse_count, positive, show_count
 from lightning_3d.planner.transformer import MOST_SIZE, Transformer
 
@@ -36,6 +37,16 @@ def profile_of(args: Namespace) -> Profile:
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
     return shape.profile(precision=args.precision, attention=args.attention or "flash")
+
+
+def serving_of(args: Namespace, catalogue: Catalogue) -> Serving:
+    """The serving that `args` describe."""
+    shape = _shape_of(args)
+    if shape is None or args.accelerator is None:
+        raise PlannerError("--serve needs a named model, a size or a config.json, and --accelerator.")
+    device = accelerator_of(args, catalogue, args.accelerator)
+    context = shape.sequence if args.context is None else args.context
+    return serving(shape, device, precision=args.precision, users=args.users, context=context, rate=args.rate)
 
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:

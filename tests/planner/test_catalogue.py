@@ -25,7 +25,7 @@ def test_every_entry_is_complete_and_prices_say_when_and_where():
         if device.price is not None:
             assert "list price" in device.price.source
             assert len(device.price.date) == 7
-        assert device.runs_here == (not name.startswith("tpu"))
+        assert device.runs_here == (not name.startswith(("tpu", "trainium")))
 
 
 def test_a_later_file_extends_and_replaces(tmp_path):

@@ -75,7 +75,7 @@ def test_round_sizes_and_neighbours():
 
 def test_288_years_are_an_answer(capsys):
     """GPT-3 on one V100: it does not fit, and the time is asked for."""
-    found = data(capsys, "gpt3-175b --tokens 300B --cluster 1xv100-32g --sustained 34.7 --batch 1 --precision 16-true")
+    found = data(capsys, "175b --tokens 300B --cluster 1xv100-32g --sustained 34.7 --batch 1 --precision 16-true")
     assert any("288 years" in note for note in found["notes"])
     assert any("does not fit" in note for note in found["notes"])
     assert any(note.startswith("--sustained: all layouts take the same time") for note in found["notes"])

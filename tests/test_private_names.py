@@ -116,24 +116,29 @@ PRIVATE = {
     "torch.Tensor": {
         "_backward_hooks": "strategy/checks verify/twin",
         "_base": "tensor/late_gather",
-        "_cdata": "dryrun/fake_cache planner/profile_module sandbox/interceptor",
+        "_cdata": "dryrun/fake_cache module/autograd_private planner/profile_module sandbox/interceptor",
         "_make_wrapper_subclass": "comm/unallocated",
         "_post_accumulate_grad_hooks": "strategy/checks zero/fsdp_private",
-        "_version": "sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
+        "_version": "activations/kept_results activations/recomputed_block sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
         " sandbox/writes usercode/hooks verify/twin zero/written",
     },
     "torch._C": {
         "_DisableTorchDispatch": "dryrun/fake_cache",
+        "_SetExcludeDispatchKeyGuard": "module/autograd_private",
         "_TorchDispatchModeKey": "dryrun/fake_device",
+        "_autograd": "module/autograd_private",
         "_current_graph_task_id": "module/autograd_private",
         "_disabled_torch_function_impl": "pipeline/absent",
         "_get_dispatch_mode": "dryrun/fake_device",
+    },
+    "torch._C._autograd": {
+        "_top_saved_tensors_default_hooks": "module/autograd_private",
     },
     "torch._ops": {
         "OpOverload": "dryrun/fake_cache",
         "_overloadname": "dryrun/fake_cache",
         "_overloadpacket": "dryrun/fake_device",
-        "_schema": "dryrun/fake_cache dryrun/fake_device planner/profile_module usercode/between_steps usercode/shard_rules"
+        "_schema": "activations/kept_results dryrun/fake_cache dryrun/fake_device planner/profile_module usercode/between_steps usercode/shard_rules"
         " planner/profile_module usercode/between_steps usercode/shard_rules",
     },
     "torch._subclasses.fake_tensor": {
@@ -242,9 +247,16 @@ PRIVATE = {
         "_group_tensors_by_device_and_dtype": "optim/grad_norm",
     },
     "torch.ops.aten": {
-        "_grouped_mm": "tensor/regions",
+        "_efficient_attention_forward": "activations/kept_results",
+        "_flash_attention_forward": "activations/kept_results",
+        "_grouped_mm": "activations/kept_results tensor/regions",
+        "_scaled_dot_product_cudnn_attention": "activations/kept_results",
+        "_scaled_dot_product_efficient_attention": "activations/kept_results",
+        "_scaled_dot_product_flash_attention": "activations/kept_results",
+        "_scaled_dot_product_fused_attention_overrideable": "activations/kept_results",
+        "_scaled_mm": "activations/kept_results",
         "_local_scalar_dense": "dryrun/fake_device",
-        "_scaled_dot_product_flash_attention_for_cpu": "planner/profile_module",
+        "_scaled_dot_product_flash_attention_for_cpu": "activations/kept_results planner/profile_module",
         "_unsafe_view": "planner/profile_module",
     },
     "torch.optim.Optimizer": {
@@ -254,7 +266,7 @@ PRIVATE = {
         "FakeStore": "dryrun/simulated_rank",
     },
     "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "dryrun/fake_device planner/profile_module usercode/shard_rules",
+        "TorchDispatchMode": "activations/kept_results dryrun/fake_device planner/profile_module usercode/shard_rules",
         "_disable_current_modes": "dryrun/lone_rank",
     },
     "torch.utils._pytree": {

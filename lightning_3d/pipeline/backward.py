@@ -28,14 +28,15 @@ def gradients(
     Args:
         again: True where another backward of the same graph follows.
     """
-    if not _recomputes_reentrantly(outputs):
+    if not recomputes_reentrantly(outputs):
         return list(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=again))
     with saved_gradients(leaves):
         torch.autograd.backward(outputs, grads, retain_graph=again)  # such a checkpoint allows no other
         return [leaf.grad for leaf in leaves]
 
 
-def _recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
+def recomputes_reentrantly(outputs: Sequence[Tensor]) -> bool:
+    """Return True if a reentrant checkpoint took part, whose backward runs a backward of its own."""
     nodes = _children_first([output.grad_fn for output in outputs])
     return any(node.name() == f"{CheckpointFunction.__name__}Backward" for node in nodes)
 

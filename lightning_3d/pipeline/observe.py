@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
     ROUNDING,
@@ -203,8 +205,24 @@ class _OtherRuns:
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
-    torch.autograd.backward(loss)
-    return {name: grad_print(item.grad) for name, item in module.named_parameters() if item.grad is not None}
+    """Fingerprints of the gradients. Each gradient is freed as soon as it is complete: all would double the peak."""
+    found: dict[str, Print] = {}
+
+    def note(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            found[name], parameter.grad = grad_print(parameter.grad), None
+
+    trained = [(name, item) for name, item in module.named_parameters() if item.requires_grad]
+    complete = [] if recomputes_reentrantly([loss]) else trained  # such a checkpoint adds a gradient in several pieces
+    handles = [item.register_post_accumulate_grad_hook(partial(note, name)) for name, item in complete]
+    try:
+        torch.autograd.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, item in module.named_parameters():
+        note(name, item)
+    return found
 
 
 def _rounding(module: nn.Module) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import distributed as dist
 
-from lightning_3d.activations.recompute_blocks import BudgetFit
+from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D

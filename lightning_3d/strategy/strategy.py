@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d import parallelize, precision
-from lightning_3d.activations.recompute_blocks import BudgetFit
+from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.activations.recompute_choice import Recompute, RecomputeMode
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat

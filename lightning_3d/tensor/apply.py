@@ -80,10 +80,9 @@ def apply_tensor(
             continue
         if id(full) not in shards:
             shards[id(full)] = _shard(full, plan.splits[name], mesh)
+            full.data = full.data.new_empty(0)  # at once: full weights and shards together would be the peak of set-up
         originals[name] = full
         owner._parameters[own_name] = shards[id(full)]
-    for full in {id(p): p for p in originals.values()}.values():
-        full.data = full.data.new_empty(0)
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             undo.steps.append(patch_unit(module.get_submodule(name), unit, axis, name).run)

@@ -57,10 +57,11 @@ class ShardedData:
         self.module, self.stage, self.pipelined = module, stage, pipelined
         units = self.blocks = shard_units(module, anatomy)
         self.refused = unshardable([*units, module])
-        originals = dict(module.named_parameters())
+        self.originals: dict[nn.Parameter, _Spec] = {}
         host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
         with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:
+                full = dict(unit.named_parameters())
                 fully_shard(
                     unit,
                     mesh=mesh,
@@ -68,12 +69,13 @@ class ShardedData:
                     offload_policy=host,
                     ignored_params=set(self.refused),
                 )
+                # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
+                self.originals |= {
+                    now: _Spec.of(full.pop(name)) for name, now in unit.named_parameters() if now is not full[name]
+                }
         fsdp_private.make_root(module)
         self.groups = fsdp_private.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
-        self.originals = {
-            now: _Spec.of(originals[name]) for name, now in module.named_parameters() if now in self.placed
-        }
         self.names = dict(module.named_parameters(remove_duplicate=False))
         self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 import lightning_3d
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
+from tests.zoo import MODULES
 from tests.parity import QUIET
 from tests.workers import run
 

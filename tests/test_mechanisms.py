@@ -12,9 +12,9 @@ from lightning.pytorch import Callback, Trainer
 
 import lightning_3d
 from lightning_3d import Strategy3D
-from tests.modules import MODULES
 from tests.parity import QUIET
 from tests.workers import run
+from tests.zoo import MODULES
 
 PACKAGE = Path(lightning_3d.__file__).parent
 INTERFACE = ("layout.py", "precision.py", "strategy")

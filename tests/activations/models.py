@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.modules import Base
+from tests.zoo.base import Base
 
 
 class Attention(nn.Module):

@@ -7,10 +7,10 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.modules import Base
 from tests.parity import QUIET, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
+from tests.zoo.base import Base
 
 WIDTH = 64
 

@@ -18,7 +18,7 @@ ROOT = {"__init__", "__main__", "auto_layout", "cli", "errors", "layout", "paral
 
 TESTS = Path(__file__).parent
 TESTS_ROOT = {
-    "modules", "parity", "test_auto", "test_house", "test_layout", "test_mechanisms", "test_nothing_left",
+    "parity", "test_auto", "test_house", "test_layout", "test_mechanisms", "test_nothing_left",
     "test_private_names", "test_workers", "workers",
 }  # fmt: skip
 """At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
@@ -159,7 +159,7 @@ def test_folders_of_tests_are_those_of_the_package():
 
 
 def test_each_module_of_the_zoo_says_why_it_is_there_and_is_used():
-    outside = [file.read_text() for file in TESTS.rglob("*.py") if file.parent.name != "zoo" and file.stem != "modules"]
+    outside = [file.read_text() for file in TESTS.rglob("*.py") if file.parent.name != "zoo"]
     words, text = {word for text in outside for word in re.findall(r"\w+", text)}, "\n".join(outside)
     wrong = []
     for file in files():

@@ -110,6 +110,8 @@ PRIVATE = {
         "_hparams_name": "sandbox/snapshot",
     },
     "torch": {
+        "_foreach_mul_": "optim/grad_norm",
+        "_foreach_norm": "optim/grad_norm",
         "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
     },
@@ -192,6 +194,7 @@ PRIVATE = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",
+        "_all_gather_result": "zero/fsdp_private",
         "_all_reduce_hook": "zero/fsdp_private",
         "_module_to_pre_load_state_dict_hook_handle": "zero/fsdp_private",
         "_module_to_pre_save_state_dict_hook_handle": "zero/fsdp_private",
@@ -200,6 +203,8 @@ PRIVATE = {
         "_reduce_scatter_comm": "zero/fsdp_private",
         "_reduce_scatter_process_group": "zero/fsdp_private",
         "_reshard_after_forward": "zero/fsdp_private",
+        "_reshard_after_forward_event": "zero/fsdp_private",
+        "_to_sharded": "zero/fsdp_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state": {
         "_comm_ctx": "zero/fsdp_private",
@@ -257,6 +262,7 @@ PRIVATE = {
         "_scaled_mm": "activations/kept_results",
         "_local_scalar_dense": "dryrun/fake_device",
         "_scaled_dot_product_flash_attention_for_cpu": "activations/kept_results planner/profile_module",
+        "_to_copy": "planner/profile_module",
         "_unsafe_view": "planner/profile_module",
     },
     "torch.optim.Optimizer": {

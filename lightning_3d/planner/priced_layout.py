@@ -8,7 +8,6 @@ from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import RankMemory, rank_memory, states_between_steps
 from lightning_3d.planner.scale import running_share
-from lightning_3d.planner.wire_bytes import data_bytes, pipeline_bytes, tensor_bytes
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.step_time import StepTime, step_time
 from lightning_3d.planner.wire_bytes import data_bytes, pipeline_bytes, tensor_bytes

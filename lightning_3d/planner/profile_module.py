@@ -84,6 +84,8 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         )
     first, last = _outside(module, chain)
     first_frozen, last_frozen = _outside(module, chain, lambda _, p: not p.requires_grad)
+    halves = {id(parameter) for parameter in _products(module)}
+    first_half, last_half = _outside(module, chain, lambda _, p: id(p) in halves)
     words = _vocabulary(module, chain)
     split = _outside(module, chain, lambda _, p: id(p) in words)
     inside = anatomy.parameters - first - last
@@ -94,6 +96,9 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         block_parameters=inside / len(chain.blocks),
         whole_parameters=_whole(module, chain) / len(chain.blocks),
         vector_parameters=_vectors(module, chain) / len(chain.blocks),
+        half_parameters=sum(_half(module.get_submodule(name)) for name in chain.blocks) / len(chain.blocks),
+        first_half=first_half,
+        last_half=last_half,
         first_parameters=first,
         first_whole=first - split[0],
         last_parameters=last,
@@ -336,6 +341,21 @@ def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
         split = any(parameter is bias for bias in square[:-1]) or (width and len(parameter) != width)
         if not split:
             yield parameter
+
+
+_PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+"""Modules whose weights and biases autocast casts."""
+
+
+def _products(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that only products use. A head that is tied to an embedding is none."""
+    parts = [part for part in module.modules() if isinstance(part, _PRODUCTS)]
+    others = {id(p) for part in module.modules() if part not in parts for p in part.parameters(recurse=False)}
+    yield from (p for part in parts for p in part.parameters(recurse=False) if id(p) not in others)
+
+
+def _half(block: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in _products(block))
 
 
 def _regions(block: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """One account of memory and messages: the plan, the dry run and real ranks have the same states and bytes."""
 
 import pytest
-from tests.planner.sized import SIZED
+from tests.zoo.registry import members
 
 from lightning_3d import Strategy3D
 from lightning_3d.auto_layout import run_ahead
@@ -31,8 +31,8 @@ COUNTER = 4
 
 
 def planned(name, layout, precision):
-    """The plan of a module of `SIZED` with one batch for each data rank."""
-    module, chosen = SIZED[name](), Strategy3D(**LAYOUTS[layout])._wanted.fit(int(layout.split()[0]))
+    """The plan of a module of `tests.zoo.sized` with one batch for each data rank."""
+    module, chosen = members("sized")[name].build(), Strategy3D(**LAYOUTS[layout])._wanted.fit(int(layout.split()[0]))
     batch = module.batch()
     rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size
     trace = CostTrace(samples=rows, precision=precision)
@@ -62,8 +62,8 @@ def assert_as_planned(plan, stage, found, counters):
 
 def assert_account(name, layout, precision, *, run_real):
     plan, world = planned(name, layout, precision), int(layout.split()[0])
-    flags, counters = {"precision": PRECISIONS[precision]}, len(list(SIZED[name]().parameters()))
-    place = f"tests.planner.sized:{SIZED[name].__name__}"
+    flags, counters = {"precision": PRECISIONS[precision]}, len(list(members("sized")[name].build().parameters()))
+    place = f"tests.zoo.sized:{name}"
     ranks = [vars(rank) for rank in dry(place, f"1x{world}xcpu", LAYOUTS[layout], flags, ranks=range(world)).ranks]
     if run_real:
         ranks += real(place, world, LAYOUTS[layout], flags, timeout=300)
@@ -79,6 +79,6 @@ def test_plan_dry_run_and_real_ranks_agree(layout):
 @pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("name", members("sized"))
 def test_every_layout_agrees(name, layout, precision):
     assert_account(name, layout, precision, run_real=True)

@@ -1,7 +1,6 @@
 """One account of memory and messages: the plan, the dry run and real ranks have the same states and bytes."""
 
 import pytest
-from tests.zoo.registry import members
 
 from lightning_3d import Strategy3D
 from lightning_3d.auto_layout import run_ahead
@@ -12,6 +11,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
 from tests.dryrun.compare import dry, real
+from tests.zoo.registry import members
 
 LAYOUTS = {
     "1": {},

@@ -97,7 +97,6 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
         whole_parameters=parameter_places.whole(module, chain) / len(chain.blocks),
         vector_parameters=parameter_places.vectors(module, chain) / len(chain.blocks),
         half_parameters=sum(map(parameter_places.half, blocks)) / len(blocks),
-        / len(chain.blocks),
         first_half=first_half,
         last_half=last_half,
         first_parameters=first,

@@ -197,14 +197,12 @@ def restarts(plan: Plan) -> list[str]:
 
 
 def how_to_recompute(plan: Plan) -> list[str]:
-    """A note on recompute, for a plan that needs it: the module does it, not the strategy."""
-    if plan.layout.recompute == "none":
+    """A note for a plan that recomputes attention alone: the module does it, not the strategy."""
+    if plan.layout.recompute != "selective":
         return []
-    where = "each block" if plan.layout.recompute == "full" else "the attention of each block"
     return [
-        f"recompute {plan.layout.recompute}: the strategy has no switch for it. Checkpoint {where} in your module"
-        " (torch.utils.checkpoint with use_reentrant=False), or whole blocks of a Hugging Face model with"
-        " model.gradient_checkpointing_enable()"
+        "recompute selective: checkpoint the attention of each block in your module (torch.utils.checkpoint with"
+        " use_reentrant=False). The strategy's own recompute='selective' is another: it keeps attention"
     ]
 
 

@@ -176,17 +176,21 @@ def _best(plans: list[Plan], measured: bool) -> Plan:
 
 
 def _leanest(plans: list[Plan]) -> Plan:
-    """The layout that needs least. Activations are an estimate, states are not: what they alone overfill is refused."""
-    plan = min(plans, key=_fills)
-    memory = plan.cluster.accelerator.memory_gb * 1e9
-    states = plan.peak.weights + plan.peak.gradients + plan.peak.optimizer
-    if states > memory:
+    """The layout that needs least, of those whose states alone fit: activations are an estimate, states are not."""
+    memory = plans[0].cluster.accelerator.memory_gb * 1e9
+    able = [plan for plan in plans if _states(plan) <= memory]
+    plan = min(able or plans, key=_fills)
+    if not able:
         raise PlannerError(
             f"{_what(plan)} does not fit on {plan.cluster}: weights, gradients and optimizer states alone need"
-            f" {show_bytes(states)} of the {show_bytes(memory)} of a device in the leanest layout ({plan.layout}). Use"
-            ' more or larger devices, or zero_stage=3 with offload="all".'
+            f" {show_bytes(_states(plan))} of the {show_bytes(memory)} of a device in the leanest layout"
+            f' ({plan.layout}). Use more or larger devices, or zero_stage=3 with offload="all".'
         )
     return plan
+
+
+def _states(plan: Plan) -> float:
+    return plan.peak.weights + plan.peak.gradients + plan.peak.optimizer
 
 
 def _fills(plan: Plan) -> float:

@@ -62,18 +62,44 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     return rank_parameters(profile, layout, stage) - frozen
 
 
+def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
+    """Bytes of the weights of a rank in full, as they are gathered for a step."""
+    profile, numbers = job.profile, job.numbers(layout)
+    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile.layers, layout, stage) * _half(job, layout)
+    if stage == 0:
+        half += profile.first_half
+    if stage == layout.pipeline_parallel_size - 1:
+        half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
+    return numbers.gathered * rank_parameters(profile, layout, stage) - (numbers.gathered - numbers.half) * half
+
+
+def block_bytes(job: Job, layout: Layout) -> float:
+    """Bytes of the gathered weights of one block."""
+    numbers, half = job.numbers(layout), _half(job, layout)
+    return numbers.half * half + numbers.gathered * (job.profile.block_parameters - job.profile.half_parameters)
+
+
+def _half(job: Job, layout: Layout) -> float:
+    """Parameters of products in one block on a tensor rank. Norms are unsplit."""
+    profile = job.profile
+    here = (profile.block_parameters - profile.whole_parameters) / layout.tensor_parallel_size
+    return here + profile.whole_parameters - (profile.block_parameters - profile.half_parameters)
+
+
 def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
     """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward.
 
     Full recompute makes those of a block again, so that one block has some at a time.
     """
-    profile, cast = job.profile, job.numbers(layout).cast
+    profile, numbers = job.profile, job.numbers(layout)
+    in_half = numbers.half < numbers.gathered
     flying = held_microbatches(layout, stage, microbatches)
     blocks = 1 if layout.recompute == "full" else layers_on_rank(profile.layers, layout, stage) * flying
-    matrices = blocks * profile.matrix_parameters
+    matrices = 0.0 if in_half else blocks * profile.matrix_parameters
     if stage == layout.pipeline_parallel_size - 1:
-        matrices += (profile.last_parameters - profile.last_whole + profile.tied_parameters) * flying
-    return cast * matrices / layout.tensor_parallel_size
+        head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
+        matrices += (max(0.0, head) + profile.tied_parameters) * flying
+    return numbers.cast * matrices / layout.tensor_parallel_size
 
 
 def frozen_share(profile: Profile) -> float:
@@ -180,14 +206,14 @@ def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int
     """
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
     gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
-    return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+    return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
 
 
 def states_after_backward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
     """Each block's gradients are reduced and freed when they are computed, or once in a step if they accumulate."""
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
     gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
-    return StateBytes(weights=_weights(whole.weights, layout), gradients=gradients, optimizer=whole.optimizer / ranks)
+    return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
 
 
 def accumulates(layout: Layout, microbatches: int) -> bool:
@@ -203,11 +229,12 @@ def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
     )
 
 
-def _weights(whole: float, layout: Layout) -> float:
-    ranks = shards(layout)
-    if ranks == 1 or streams_weights(layout):
-        return whole / ranks
-    return whole + whole / ranks
+def _weights(job: Job, layout: Layout, stage: int) -> float:
+    """Bytes of shards, and of gathered weights."""
+    sharded = _whole_states(job, layout, stage).weights / shards(layout)
+    if shards(layout) == 1 or streams_weights(layout):
+        return sharded
+    return sharded + gathered_bytes(job, layout, stage)
 
 
 def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
@@ -259,7 +286,8 @@ def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:
     """Bytes of the full weights of `blocks` blocks and of all outside them, on a device that has only shards."""
     if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
-    profile = job.profile
+    profile, numbers = job.profile, job.numbers(layout)
     outside = profile.first_parameters + profile.last_parameters
-    elements = (blocks * profile.block_parameters + outside) / layout.tensor_parallel_size
-    return elements * job.numbers(layout).gathered
+    half = profile.first_half + profile.last_half
+    rest = (numbers.gathered * outside - (numbers.gathered - numbers.half) * half) / layout.tensor_parallel_size
+    return blocks * block_bytes(job, layout) + rest

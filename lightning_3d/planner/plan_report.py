@@ -78,13 +78,13 @@ def result_cells(plan: Plan) -> tuple[str, ...]:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Layout)}
-_NO_ARGUMENTS = ("data_parallel_size", "recompute")
-"""The data axis takes the rest of the devices. The module recomputes, not the strategy."""
 
 
 def strategy_line(plan: Plan) -> str:
-    """The call that trains as priced."""
-    given = {name: value for name, value in vars(plan.layout).items() if name not in _NO_ARGUMENTS}
+    """The call that trains as priced. The data axis takes the rest of the devices."""
+    given = {name: value for name, value in vars(plan.layout).items() if name != "data_parallel_size"}
+    if plan.layout.recompute == "selective":  # of attention, which the module must do
+        del given["recompute"]
     changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS[name]]
     trainer = [f'precision="{plan.job.precision}"']
     if plan.layout.pipeline_parallel_size == 1 and plan.microbatches > 1:

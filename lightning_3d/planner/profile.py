@@ -18,6 +18,11 @@ class Profile:
     """Of those, the unsplit ones of each tensor rank: norms, biases after a row-split matrix."""
     vector_parameters: float = 0
     """Of `block_parameters`, those that are no matrices: autocast does not cast them."""
+    half_parameters: float = 0
+    """Of `block_parameters`, those of products and their biases: mixed precision with ZeRO gathers them in 16 bits."""
+    first_half: float = 0
+    """The same, before the blocks."""
+    last_half: float = 0
     first_parameters: float = 0
     """Before the blocks: embeddings."""
     first_whole: float = 0

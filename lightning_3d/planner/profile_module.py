@@ -21,12 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.planner import parameter_places
 from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, said
 from lightning_3d.planner.number_bytes import number_bytes
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision
-
-_HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
 
 
 @dataclass
@@ -80,33 +79,39 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
             block_parameters=anatomy.parameters,
             vector_parameters=vectors,
             tensor_splits=False,
-            block_frozen=_frozen(module),
+            block_frozen=parameter_places.frozen(module),
         )
-    first, last = _outside(module, chain)
-    first_frozen, last_frozen = _outside(module, chain, lambda _, p: not p.requires_grad)
-    words = _vocabulary(module, chain)
-    split = _outside(module, chain, lambda _, p: id(p) in words)
+    blocks = [module.get_submodule(name) for name in chain.blocks]
+    first, last = parameter_places.outside(module, chain)
+    first_frozen, last_frozen = parameter_places.outside(module, chain, lambda _, p: not p.requires_grad)
+    halves = {id(parameter) for parameter in parameter_places.products(module)}
+    first_half, last_half = parameter_places.outside(module, chain, lambda _, p: id(p) in halves)
+    words = parameter_places.vocabulary(module, chain)
+    split = parameter_places.outside(module, chain, lambda _, p: id(p) in words)
     inside = anatomy.parameters - first - last
-    heads = _heads(module.get_submodule(chain.blocks[0]))
+    heads = parameter_places.heads(module.get_submodule(chain.blocks[0]))
     return Profile(
         name=name,
         layers=len(chain.blocks),
         block_parameters=inside / len(chain.blocks),
-        whole_parameters=_whole(module, chain) / len(chain.blocks),
-        vector_parameters=_vectors(module, chain) / len(chain.blocks),
+        whole_parameters=parameter_places.whole(module, chain) / len(chain.blocks),
+        vector_parameters=parameter_places.vectors(module, chain) / len(chain.blocks),
+        half_parameters=sum(map(parameter_places.half, blocks)) / len(blocks),
+        first_half=first_half,
+        last_half=last_half,
         first_parameters=first,
         first_whole=first - split[0],
         last_parameters=last,
         last_whole=last - split[1],
-        tied_parameters=_tied(module, anatomy),
-        block_frozen=(_frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
+        tied_parameters=parameter_places.tied(module, anatomy),
+        block_frozen=(parameter_places.frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
         first_frozen=first_frozen,
         last_frozen=last_frozen,
-        backward_share=_backward_share(module, chain, before=first > first_frozen),
-        block_regions=_regions(module.get_submodule(chain.blocks[0])),
+        backward_share=parameter_places.backward_share(module, chain, before=first > first_frozen),
+        block_regions=parameter_places.regions(module.get_submodule(chain.blocks[0])),
         element_bytes=number_bytes(precision).stream,
         tensor_divides=heads,
-        tensor_splits=any(_matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
+        tensor_splits=any(parameter_places.matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
     )
 
 
@@ -284,88 +289,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, dict | list | tuple):
         for part in batch.values() if isinstance(batch, dict) else batch:
             yield from _tensors(part)
-
-
-def _frozen(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
-
-
-def _backward_share(module: nn.Module, chain: Chain, *, before: bool) -> float:
-    """Share of the blocks that gradients go back through: all where something `before` them is trained."""
-    trained = [any(p.requires_grad for p in module.get_submodule(name).parameters()) for name in chain.blocks]
-    ahead = trained.index(True) if True in trained else len(trained)
-    return 1.0 if before else 1 - ahead / len(trained)
-
-
-def _outside(
-    module: nn.Module, chain: Chain, counts: Callable[[str, nn.Parameter], bool] = lambda name, parameter: True
-) -> tuple[int, int]:
-    """Elements of the parameters that count, before and after the chain, in the order of registration."""
-    before, after, passed = 0, 0, False
-    for name, parameter in module.named_parameters():
-        if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
-            passed = True
-        elif passed:
-            after += parameter.numel() * counts(name, parameter)
-        else:
-            before += parameter.numel() * counts(name, parameter)
-    return before, after
-
-
-def _vocabulary(module: nn.Module, chain: Chain) -> set[int]:
-    """Parameters outside the blocks that tensor ranks split: the largest embedding, and heads with as many rows."""
-    inside = {id(parameter) for name in chain.blocks for parameter in module.get_submodule(name).parameters()}
-    outside = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear) and id(m.weight) not in inside]
-    rows = max((m.num_embeddings for m in outside if isinstance(m, nn.Embedding)), default=0)
-    return {id(p) for m in outside if len(m.weight) == rows for p in m.parameters()}
-
-
-def _whole(module: nn.Module, chain: Chain) -> int:
-    """Elements in the blocks that a tensor axis leaves unsplit: norms, and biases as long as the stream is wide.
-
-    Of three products in a row (queries, keys, values) with such biases, the biases are split.
-    """
-    return sum(p.numel() for name in chain.blocks for p in _unsplit(module.get_submodule(name)))
-
-
-def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
-    linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
-    width = linears[-1].out_features if linears else 0
-    square = [part.bias for part in linears if part.in_features == part.out_features == width]
-    for parameter in (one for one in block.parameters() if one.ndim == 1):
-        split = any(parameter is bias for bias in square[:-1]) or (width and len(parameter) != width)
-        if not split:
-            yield parameter
-
-
-def _regions(block: nn.Module) -> int:
-    """Products that lead back to the stream between blocks. Of several square ones, one does."""
-    linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
-    back = [part for part in linears if part.out_features == linears[-1].out_features]
-    square = sum(part.in_features == part.out_features for part in back)
-    return max(1, len(back) - square + (square > 0))
-
-
-def _vectors(module: nn.Module, chain: Chain) -> int:
-    """Elements in the blocks that are no matrices."""
-    blocks = (module.get_submodule(name) for name in chain.blocks)
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters() if parameter.ndim < 2)
-
-
-def _tied(module: nn.Module, anatomy: Anatomy) -> int:
-    return sum(module.get_parameter(group[0]).numel() for group in anatomy.tied)
-
-
-def _matrices(block: nn.Module) -> int:
-    """Parameters of a block that a tensor axis could divide: of two in a row the first by columns, the next by rows."""
-    return sum(parameter.ndim > 1 for parameter in block.parameters())
-
-
-def _heads(block: nn.Module) -> tuple[int, ...]:
-    """Head counts that modules of the block, or the configs that they keep, say they have."""
-    owners = [owner for part in block.modules() for owner in (part, getattr(part, "config", None))]
-    found = {getattr(owner, name, None) for owner in owners for name in _HEADS}
-    return tuple(sorted(size for size in found if type(size) is int and size > 0))
 
 
 @contextmanager

@@ -79,8 +79,7 @@ class Transformer:
     @property
     def whole_parameters(self) -> int:
         """Norms and output biases of one block, which no tensor axis splits."""
-        norms = 2 * self._norm + (2 * (self.query_width // self.heads) if self.qk_norm else 0)
-        return norms + self.hidden * (self.out_bias + self.mlp_bias)
+        return self._norms + self.hidden * (self.out_bias + self.mlp_bias)
 
     @property
     def block_parameters(self) -> int:
@@ -96,6 +95,11 @@ class Transformer:
         """Exact count, tied weights once."""
         head = 0 if self.tied else self.vocabulary * self.hidden
         return self.layers * self.block_parameters + self.embedding_parameters + self._norm + head
+
+    @property
+    def _norms(self) -> int:
+        """Parameters of the norms of a block."""
+        return 2 * self._norm + (2 * (self.query_width // self.heads) if self.qk_norm else 0)
 
     @property
     def _norm(self) -> int:
@@ -119,6 +123,8 @@ class Transformer:
             block_parameters=blocks / self.layers,
             whole_parameters=self.whole_parameters,
             vector_parameters=self.block_parameters - self.matrix_parameters,
+            half_parameters=blocks / self.layers - self._norms,
+            last_half=0 if self.tied else words,
             first_parameters=self.embedding_parameters,
             first_whole=self.positions * self.hidden,
             last_parameters=self._norm + (0 if self.tied else words),

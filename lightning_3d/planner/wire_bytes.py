@@ -3,7 +3,14 @@
 from lightning_3d.layout import Layout
 from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import layers_on_rank, rank_parameters, rank_trained, shards, streams_weights
+from lightning_3d.planner.memory import (
+    block_bytes,
+    gathered_bytes,
+    layers_on_rank,
+    rank_trained,
+    shards,
+    streams_weights,
+)
 
 LOSS_SUMS = 3
 """Numbers that a vocabulary split over ranks sums for each token: maximum, exponentials, the target's logit."""
@@ -19,17 +26,16 @@ def data_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> fl
         return ring_all_reduce(trained, ranks)
     reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
     between = ring_all_reduce(trained / group, ranks // group)
-    gathered = gathered_parameters(job, layout, stage=stage, microbatches=microbatches) * numbers.gathered
+    gathered = sent_weights(job, layout, stage=stage, microbatches=microbatches)
     return ring_reduce_scatter(gathered + reduces * trained, group) + reduces * between
 
 
-def gathered_parameters(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Parameters that a rank gathers. Stage 3 gathers blocks for forward and for backward, the rest once."""
-    parameters = rank_parameters(job.profile, layout, stage)
+def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
+    """Bytes that are gathered in a step. Stage 3 gathers blocks for forward and for backward, the rest once."""
+    weights = gathered_bytes(job, layout, stage)
     if not streams_weights(layout):
-        return parameters
-    blocks = job.profile.layers * _block(job, layout)
-    return microbatches * (parameters + blocks)
+        return weights
+    return microbatches * (weights + job.profile.layers * block_bytes(job, layout))
 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
@@ -71,11 +77,3 @@ def pipeline_bytes(job: Job, layout: Layout, *, stage: int, micro: int, microbat
     ties = profile.tied_parameters / layout.tensor_parallel_size if stage in (0, pipeline - 1) else 0
     boundary = micro * profile.boundary_elements * profile.element_bytes
     return sends * microbatches * boundary + ties * job.numbers(layout).gradient
-
-
-def _block(job: Job, layout: Layout) -> float:
-    """Parameters of one block on a tensor rank."""
-    profile = job.profile
-    return (
-        profile.block_parameters - profile.whole_parameters
-    ) / layout.tensor_parallel_size + profile.whole_parameters

@@ -134,7 +134,7 @@ def test_estimated_speed_is_within_15_percent_of_measured(model, tensor, pipelin
 )
 def test_states_at_the_two_peaks_of_a_step(sizes, microbatches, forward, backward):
     """As FSDP2 has them: gathered weights and their shards, gradients reduced block by block or accumulated."""
-    asked, layout = job("llama-7b", 8), Layout(**sizes)
+    asked, layout = job("llama-7b", 8, precision="32"), Layout(**sizes)
     parameters = rank_parameters(asked.profile, layout, 0)
     whole = asked.per_parameter.of(parameters)
 
@@ -262,5 +262,5 @@ def test_frozen_parameters_cost_weights_only():
     layout = Layout(data_parallel_size=2)
     assert frozen.trained == rank_trained(frozen, layout, 0) == 0
     assert frozen.model_flops(1) == pytest.approx(whole.model_flops(1) / 3)
-    held = states_after_backward(replace(job("llama-7b", 2), profile=frozen), layout, 0, 1)
+    held = states_after_backward(replace(job("llama-7b", 2, precision="32"), profile=frozen), layout, 0, 1)
     assert (held.gradients, held.optimizer, held.weights) == (0, 0, 4 * whole.parameters * 1.5)

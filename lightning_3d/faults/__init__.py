@@ -1,4 +1,4 @@
-"""When a rank dies, stops or goes astray: what each did last, who it was, and that nobody waits for it in vain."""
+"""Failures of ranks: the last actions of each rank, the rank to blame, and an end for all that wait for it."""
 
 from lightning_3d.faults.flight_recorder import Doing as Doing
 from lightning_3d.faults.flight_recorder import flight as flight

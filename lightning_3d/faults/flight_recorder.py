@@ -35,7 +35,7 @@ _LIBRARIES = (
 
 @dataclass
 class FlightEntry:
-    """One thing that this process waited for others in."""
+    """One operation in which this process waited for others."""
 
     at: float
     step: int
@@ -48,13 +48,13 @@ class FlightEntry:
 
 
 class Flight:
-    """The recorder. One per process, as the process is what others wait for; every thread writes to it."""
+    """The recorder. One per process, since others wait for the process; every thread writes to it."""
 
     def __init__(self) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=LENGTH)
         self.step, self.phase = 0, "starting"
         self.open: dict[int, list[FlightEntry]] = {}
-        """Per thread what is going on, the innermost last."""
+        """The operations under way of each thread, the innermost last."""
         self.broken: FlightEntry | None = None
         """The first operation that failed."""
 
@@ -64,13 +64,13 @@ class Flight:
         self.step, self.phase, self.broken = 0, "starting", None
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """From now on this process is in `phase`, of optimizer step `step`."""
+        """Note that this process is now in `phase`, of optimizer step `step`."""
         self.phase = phase
         if step is not None:
             self.step = step
 
     def doing(self, operation: str) -> "Doing":
-        """While inside, this process waits for other ranks in `operation`."""
+        """Return a context in which this process waits for other ranks in `operation`."""
         return Doing(self, operation)
 
     def standing(self) -> str:
@@ -87,18 +87,18 @@ class Flight:
         return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
 
     def write(self, path: Path, **rest: Any) -> None:
-        """Write everything, and `rest`, to `path`. Written beside and renamed: a reader never sees half of it."""
+        """Write everything, and `rest`, to `path`: to another name, then renamed, so a reader never sees half of it."""
         entries = [asdict(entry) for entry in list(self.entries)]
         content = {**rest, "standing": self.standing(), "entries": entries, "stacks": _stacks()}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-        with open(beside, "x") as file:  # nobody foresees the name, and no link that lies there is followed
+        with open(beside, "x") as file:  # the name cannot be guessed, and no existing link is followed
             file.write(json.dumps(content, indent=1, default=str))
         os.replace(beside, path)
 
 
 class Doing:
-    """From `Flight.doing`."""
+    """The context of `Flight.doing`."""
 
     def __init__(self, flight: Flight, operation: str) -> None:
         self.flight, self.operation = flight, operation

@@ -1,7 +1,8 @@
 """SIGTERM, a cluster's own warning and `trainer.should_stop`: if one rank is to stop, all stop at the same batch.
 
-Lightning answers signals inside the handler, with collectives, whatever collective the signal interrupted; and a rank
-that a callback tells to stop leaves its loops alone, to meet the others' next batch with the collectives of the end.
+Lightning answers a signal with collectives inside the handler, even where the signal interrupted a collective. A rank
+that a callback stops would leave its loops alone. Its collectives of the end would meet the next batch of the others.
+
 Touches four private names of Lightning (read in 2.6): `_signal_connector` with `_sigterm_notifier_fn` and
 `_slurm_sigusr_handler_fn`, and `_broadcast_sigterm_tensor` of the epoch loop; `tests/faults/test_preempt.py` fails when
 they change.
@@ -36,12 +37,12 @@ Ask = Callable[[list[int]], Answer]
 class Preemption:
     """Answers signals for one run of a Trainer. Made before Lightning registers its handlers.
 
-    After a batch the ranks say what they want, and go on. They do what any rank wanted one batch later, when the answer
-    is there. A rank that wants to stop waits for the answer at once: if all ranks want to, they stop at this batch, as
-    one device does.
+    After a batch the ranks say what they want, and continue. They do what any rank wanted one batch later, when the
+    answer is there. A rank that wants to stop waits for the answer at once. If all ranks want to stop, they stop at
+    this batch, as one device does.
 
     Args:
-        path: where to save, asked when it is time.
+        path: gives the file to save to; called when the run ends.
     """
 
     def __init__(self, trainer: Trainer, ask: Ask, path: Callable[[], str]) -> None:
@@ -67,12 +68,12 @@ class Preemption:
             self.undo.pop()()
 
     def after_validation(self) -> None:
-        """Callbacks may stop the run there, or a signal come in the long time that it takes."""
+        """Agree after validation: callbacks may stop the run there, and a signal may come during it."""
         if self.fitting:
             self._agree(now=True)
 
     def _replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Until `close`; what the user put there before is there again afterwards, and what they put there since."""
+        """Replace an attribute until `close`. A value of the user, from before or since, then stays."""
         attributes = vars(owner)
         before = {name: attributes[name]} if name in attributes else {}
         attributes[name] = ours
@@ -124,7 +125,7 @@ class Preemption:
         elif not self._saved_by_others():
             path = self.path()
             self.trainer.save_checkpoint(path)
-            rank_zero_info(f"Told to end: saved step {self.trainer.global_step} to {path}.")
+            rank_zero_info(f"Asked to end: saved step {self.trainer.global_step} to {path}.")
         self.connector.received_sigterm = True
         raise SIGTERMException
 
@@ -134,7 +135,7 @@ class Preemption:
         return any(isinstance(c, OnExceptionCheckpoint) or getattr(c, "save_on_exception", False) for c in callbacks)
 
     def _end_now(self, signum: int, _: Any) -> None:
-        """Outside of a fit there is nothing to save."""
+        """End at once: outside of a fit there is nothing to save."""
         launcher = self.trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(signum)
@@ -143,7 +144,7 @@ class Preemption:
 
 
 def _any(private: object) -> Any:
-    """`private`, of which nothing is known to the type checker."""
+    """Return `private`, without a type for the type checker."""
     return private
 
 

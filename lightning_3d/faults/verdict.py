@@ -26,7 +26,7 @@ class Verdict:
 
     how: How
     ranks: dict[int, str]
-    """The ranks to blame, each with where it stood last."""
+    """The ranks to blame, each with its last known place."""
     detail: str = ""
 
     def dumps(self) -> str:
@@ -34,7 +34,7 @@ class Verdict:
 
     @classmethod
     def loads(cls, text: str | bytes) -> "Verdict | None":
-        """The verdict that `dumps` wrote; None where something else stands in its place."""
+        """The verdict that `dumps` wrote; None where the text is something else."""
         try:
             content = json.loads(text)
             how, detail = content["how"], content["detail"]
@@ -86,9 +86,9 @@ def judge(silent: dict[int, str], announced: dict[int, str], standing: dict[int,
     """Return the rank to blame where no rank reported an error of its own.
 
     Args:
-        silent: ranks that have not been heard of lately, with where they stood.
-        announced: ranks that gave up waiting for others, with what they waited in.
-        standing: the others, with where they are.
+        silent: ranks without a recent message, with their last known place.
+        announced: ranks that stopped waiting for others, with the operation they waited in.
+        standing: the other ranks, with their places.
     """
     if silent:
         return Verdict("lost", silent)

@@ -1,7 +1,7 @@
-"""A thread beside training that tells the other ranks of this one and learns of them, through the job's store.
+"""A background thread that reports the place of this rank in the job's store, and reads those of other ranks.
 
-A process group tells at best that a connection broke, and only to the two ranks that it joined. So each rank says every
-second or so where it stands; what happened is decided once, by whoever notices first, and read by all.
+A process group reports at best that a connection broke, and only to its two ranks. So each rank writes its place about
+once a second. The first rank that notices a failure decides the cause once, and all ranks read it.
 """
 
 import json
@@ -22,25 +22,25 @@ from lightning_3d.faults.verdict import Verdict, confession, is_communication, j
 from lightning_3d.ranks.talk import StoreGone, bounded
 
 GRACE = 30.0
-"""Seconds that a rank which is stuck may stay alive once the job has failed."""
+"""Seconds that a stuck rank may stay alive once the job has failed."""
 LINGER = 10.0
 """Seconds that rank 0 stays for the others once the job has failed."""
 EXIT_CODE = 1
 
 
 class Watchdog:
-    """Watches over the ranks of one run. Every rank makes one, in the same order.
+    """Watches the ranks of one run. Every rank makes one, in the same order.
 
     Args:
         rank: of this process.
         places: the coordinates of every rank, in words.
-        timeout: seconds after which a rank that waits for another gives up.
+        timeout: seconds after which a rank stops waiting for another.
         folder: where the flight record goes.
     """
 
     def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
         job = _get_default_store()
-        # one for each thread, so that one may ask while another blocks; made now, while whoever serves is surely there
+        # one for each thread, so that one may ask while another blocks; made now, while the server surely runs
         self._main, self._beside = _connection(job), _connection(job)
         run = job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
         self.key = f"lightning_3d/watch/{run}"
@@ -64,7 +64,7 @@ class Watchdog:
             thread.start()
 
     def close(self, ended: bool) -> None:
-        """Stop watching. Once one rank has `ended` well, others may be silent: nobody waits for anybody any more."""
+        """Stop watching. Once one rank has `ended` well, others may be silent: no rank waits for another any more."""
         if ended:
             with suppress(StoreGone, RuntimeError):  # rank 0 has ended before, and its store with it
                 self._ask(lambda store: store.set(f"{self.key}/ended", "yes"))
@@ -75,13 +75,13 @@ class Watchdog:
     # ---- the two threads -------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Say where this rank stands, and learn what happened."""
+        """Write the place of this rank, and read what happened."""
         count = 0
         while not self._stop.wait(self.beat if count else 0):
             count += 1
             try:
                 self._exchange(count)
-            except RuntimeError:  # whoever served the store is gone: nothing more to be learnt
+            except RuntimeError:  # the store is gone: there is no more news
                 self._learn(self._store_lost())
                 return
             self._answered = time.monotonic()
@@ -104,7 +104,7 @@ class Watchdog:
             self._post(store, Verdict("lost", {lost: _standing(heard)}))
 
     def _guard(self) -> None:
-        """End this process if it cannot end itself: it touches nothing that could block."""
+        """End this process if it cannot end itself. This thread calls nothing that could block."""
         while not self._stop.wait(0.2):
             now = time.monotonic()
             if self.verdict is None and now - self._answered > self.silence + self.beat and self._threads[0].is_alive():
@@ -126,7 +126,7 @@ class Watchdog:
     # ---- what the main thread asks ---------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> BaseException:
-        """The error to raise instead of `error`: if another rank caused it, it names that rank and its place."""
+        """The error to raise instead of `error`. If another rank caused it, it names that rank and its place."""
         self.failing = True
         where = flight.failing(error)
         try:
@@ -147,7 +147,7 @@ class Watchdog:
         """On the rank that serves the store: stay until the others know what happened."""
         if self.rank == 0 and not _agent_serves():
             others = [self._knows(r) for r in self.places if self.verdict is None or r not in self.verdict.ranks]
-            with suppress(StoreGone, RuntimeError):  # then there is nobody to stay for
+            with suppress(StoreGone, RuntimeError):  # then no rank is left to wait for
                 self._wait(LINGER, lambda s: s.check(others))
 
     def record(self, error: str, where: str | None = None) -> None:
@@ -193,7 +193,7 @@ class Watchdog:
         return Verdict.loads(_read(store, f"{self.key}/verdict"))
 
     def _ask(self, question: Callable[[Store], Any]) -> Any:
-        """Ask the store, but not for longer than it takes a store to answer."""
+        """Ask the store, and wait a few seconds at most."""
         return bounded(lambda: question(self._main), 5.0)
 
     def _wait(self, seconds: float, holds: Callable[[Store], bool]) -> bool:
@@ -205,9 +205,9 @@ class Watchdog:
         return True
 
     def _post(self, store: Store, verdict: Verdict) -> Verdict:
-        """Make `verdict` the one of all ranks, unless there is one; that which holds."""
+        """Make `verdict` the one of all ranks unless there is one. Return the one that counts."""
         holds = Verdict.loads(store.compare_set(f"{self.key}/verdict", "", verdict.dumps()))
-        if holds is None:  # what stands there is none, and must not hide this one
+        if holds is None:  # the text there is no verdict, and must not hide this one
             store.set(f"{self.key}/verdict", verdict.dumps())
         self._learn(holds or verdict)
         return holds or verdict
@@ -235,7 +235,7 @@ class Watchdog:
         return f"{self.key}/failure/{rank}"
 
     def _knows(self, rank: int) -> str:
-        """Set once a rank that fails has learnt why, and needs the store no more."""
+        """Set once a failing rank has read the cause and needs the store no more."""
         return f"{self.key}/knows/{rank}"
 
 

@@ -1,1 +1,1 @@
-"""The user's hooks, callbacks and optimizers beside sharded weights."""
+"""The user's hooks, callbacks and optimizers where weights are sharded."""

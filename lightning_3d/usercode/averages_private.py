@@ -1,8 +1,8 @@
-"""Lightning's callbacks that average weights: their copy of the module is sharded as the module is.
+"""Shards for Lightning's callbacks that average weights: their copy of the module is sharded as the module is.
 
 `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` copy the module in `setup`, before it is placed.
 An average is computed element by element, so shards of the copy and of the module give the shards of the average.
-`state_dict()` of the copy is gathered, as that of the module is. After the run the copy is unsplit again.
+`state_dict()` of the copy is gathered like that of the module. After the run the copy is unsplit again.
 
 A checkpoint is loaded before the module is placed, so the callbacks restore their unsplit copy by themselves.
 
@@ -134,7 +134,7 @@ class _AveragedModule:
 
     @torch.no_grad()
     def transfer(self, *_: object) -> None:
-        """Copy the average into the module. Absent parameters (`pipeline/absent.py`) name a device they are not on."""
+        """Copy the average into the module. An absent parameter (`pipeline/absent.py`) reports another device."""
         for shard, here in self.origin.items():
             here.copy_(shard)
 
@@ -164,7 +164,7 @@ def _owner(module: nn.Module, name: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class _CopyStages:
-    """The pipeline stages, asked about the parameters of a copy."""
+    """Answers of the pipeline stages for the parameters of a copy."""
 
     stages: Stages
     origin: Mapping[nn.Parameter, nn.Parameter]

@@ -1,8 +1,8 @@
 """The user's code between steps that computes with parameters: hooks (`hooks.py`), optimizers that are not torch's.
 
-Elementwise code works on shards too. Operations that torch would compute wrongly there are done as they are meant, or
-refused. Numbers read from a shard are read from the full tensor. Parameters of other stages are on meta, and adding
-one to a real one would change nothing. See `shard_rules.py` for single operations.
+Elementwise code works on shards too. Operations that torch would compute wrongly there are done correctly, or refused.
+Numbers read from a shard are read from the full tensor. Parameters of other stages are on meta, and adding one to a
+real one would change nothing. See `shard_rules.py` for single operations.
 """
 
 import os
@@ -36,9 +36,9 @@ _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__form
 def on_another_stage(name: str, why: object) -> UnsupportedError:
     """The error where `name` reads a value of another stage."""
     return UnsupportedError(
-        f"{name} reads numbers of a weight that another stage of the pipeline holds ({why}). The norm"
-        " of all gradients is trainer.strategy.grad_norm(). Compute other things in training_step, where what it logs"
-        " is the same on every rank, or use pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+        f"{name} reads numbers of a weight that another stage of the pipeline owns ({why}). The norm"
+        " of all gradients is trainer.strategy.grad_norm(). Compute other numbers in training_step, where a logged"
+        " value is the same on every rank. Or use pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
     )
 
 
@@ -61,7 +61,7 @@ class HookRules(Rule):
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
         numbers: RemoteNumbers | None = None,
-        remedy: str = "Do so in setup, where tensors are whole, or use data parallelism with zero_stage=0.",
+        remedy: str = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0.",
     ) -> None:
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read, self.remedy = name, read, remedy
@@ -88,8 +88,8 @@ class HookRules(Rule):
         for operands in () if self.one_stage else _together(func, (*args, *kwargs.values())):
             if _of_two_stages(operands):
                 raise UnsupportedError(
-                    f"{self.name} computes with a tensor that this rank has and one that another stage of the pipeline"
-                    " holds, such as a target network's weight and the weight that it follows. Use"
+                    f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
+                    " An example is the weight of a target network and the weight that it follows. Use"
                     " pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
@@ -99,8 +99,8 @@ class HookRules(Rule):
             args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
             raise UnsupportedError(
-                f"{self.name} initialises a tensor that another stage of the pipeline holds by"
-                f" {caller.f_code.co_name.removeprefix('_no_grad_')}, which draws nothing here: all later"
+                f"{self.name} initialises a tensor that another stage of the pipeline owns by"
+                f" {caller.f_code.co_name.removeprefix('_no_grad_')}. On this rank it draws nothing, so all later"
                 " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
             )
         harmless = _is_plain(func) and not any(map(is_copy, args))
@@ -148,9 +148,9 @@ class HookRules(Rule):
             ):
                 raise
             raise UnsupportedError(
-                f"{self.name} computes something with parameters that cannot be done with the part that a rank holds"
-                f" ({type(error).__name__}: {error}). Element by element it can, with other parameters; whole tensors"
-                f" are put in by load_state_dict. {self.remedy}"
+                f"{self.name} computes something with parameters that is not possible on the shard of a rank"
+                f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
+                f" use load_state_dict. {self.remedy}"
             ) from error
 
 

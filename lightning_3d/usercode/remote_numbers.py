@@ -111,8 +111,8 @@ class RemoteNumbers:
         if any(row[0] != mine[0] for row in table):
             raise UnsupportedError(
                 f"{self.name} computes numbers from weights or gradients in another order on another stage of the"
-                f" pipeline (here {what} of {name}). For the norm of all gradients use trainer.strategy.grad_norm(), or"
-                " go through named_parameters() on every rank."
+                f" pipeline (here {what} of {name}). Each rank would get the number of another weight. Visit"
+                " named_parameters() in the same order on every rank; trainer.strategy.grad_norm() is the norm of all."
             )
         return table[source][1].to(value.dtype)
 

@@ -27,7 +27,7 @@ def is_copy(tensor: Any) -> bool:
 
 
 class ShardRules(TorchDispatchMode):
-    """Entered around one operation of the code called `name`, beside a module that is `composed`.
+    """Entered around one operation of the code called `name`, which uses parameters of the `composed` module.
 
     Args:
         name: for errors.
@@ -47,9 +47,9 @@ class ShardRules(TorchDispatchMode):
         for argument, value in zip(arguments, args, strict=False):
             if argument.is_write and any(map(is_copy, tree_leaves(value))):
                 raise UnsupportedError(
-                    f"{self.name} writes into a slice of a tensor of which a rank holds a part: it goes through parts"
-                    " of several ranks, so that it is a copy, and the tensor would not change. Change the whole tensor"
-                    " instead, element by element (torch.where, masked_fill_), or put one in by load_state_dict."
+                    f"{self.name} writes into a slice of a sharded tensor. The slice crosses the shards of several"
+                    " ranks, so it is a copy, and the tensor would not change. Change the full tensor by an operation"
+                    " on each element instead (torch.where, masked_fill_), or set it with load_state_dict."
                     f" {self.remedy}"
                 )
         result = func(*args, **kwargs)
@@ -65,13 +65,13 @@ class ShardRules(TorchDispatchMode):
         drawn_for, name = tensors[0], func.overloadpacket.__name__
         if len(tensors) > 1 or not name.endswith(("_", "_like")):
             raise UnsupportedError(
-                f"{self.name} draws random numbers ({name}) by the values of a tensor of which a rank holds a part:"
-                f" they would not be those of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
+                f"{self.name} draws random numbers ({name}) by the values of a sharded tensor. They would not be those"
+                f" of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
             )
         if self.composed.stages is not None and self._is_gradient(drawn_for):
             raise UnsupportedError(
-                f"{self.name} draws random numbers for a gradient. Other stages of the pipeline have none of this"
-                " parameter, would draw nothing, and all later numbers would differ. Draw them for the parameter"
+                f"{self.name} draws random numbers for a gradient. Other stages of the pipeline do not have it and"
+                " would draw nothing, so all later random numbers would differ. Draw them for the parameter"
                 " instead (torch.randn_like(weight)), or use pipeline_parallel_size=1."
             )
         here = drawn_for.device
@@ -117,8 +117,8 @@ class ShardRules(TorchDispatchMode):
 
     def _unknown(self, tensor: Tensor, does: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.name} {does} a tensor of shape {tuple(tensor.shape)} of which a rank holds a part, and which is no"
-            f" parameter or gradient, so that nothing tells which part. Do so with the parameter itself. {self.remedy}"
+            f"{self.name} {does} a sharded tensor of shape {tuple(tensor.shape)} that is no parameter or gradient. The"
+            f" place of its shards is therefore not known. Use the parameter itself. {self.remedy}"
         )
 
     def _note_copies(self, source: Any, result: Any) -> None:
@@ -128,8 +128,8 @@ class ShardRules(TorchDispatchMode):
                 split = None if owner is None else self.composed.splits.get(owner)
                 if split is not None and max(map(len, split.pieces)) > 1:
                     raise UnsupportedError(
-                        f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}), of whose sections"
-                        " each tensor rank holds a part, one after the other: here its rows are in another order. Take"
-                        f" it from state_dict(), called on every rank. {self.remedy}"
+                        f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}). Each tensor rank"
+                        " has a shard of each section, so its rows are in another order here. Take the slice from"
+                        f" state_dict(), called on every rank. {self.remedy}"
                     )
                 setattr(view, _COPY, True)

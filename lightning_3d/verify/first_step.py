@@ -24,11 +24,11 @@ Verify = Literal["first_step", "replicas"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest difference of a gradient, relative to its norm; in smaller types rounding allows 0.1."""
 NOTHING = 1e-3
-"""Gradients whose elements are smaller than this beside those of others may be rounding errors altogether."""
+"""Gradients whose elements are smaller than this, relative to those of others, may be rounding errors only."""
 
 
 class Compared(NamedTuple):
-    """The gradient of one parameter beside the unsplit module's."""
+    """The gradient of one parameter, compared with the unsplit module's."""
 
     name: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Compared(NamedTuple):
     size: int = 0
 
     def relative(self, typical: float) -> "Compared":
-        """With the difference relative to the norm, or beside `typical` elements where that is almost zero.
+        """With the difference relative to the norm, or to `typical` elements where the norm is almost zero.
 
         A gradient that is exactly zero (the bias of a key, or before a batch norm) is nothing but rounding errors.
         """
@@ -54,7 +54,7 @@ class Compared(NamedTuple):
 class FirstStep:
     """The gradients of the first optimizer step again, by the unsplit module on the same samples.
 
-    Made before the module is placed: it keeps a whole copy on this rank's device until that step is over.
+    Made before the module is placed: it keeps an unsplit copy on this rank's device until that step is over.
     """
 
     def __init__(self, module: LightningModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -110,7 +110,7 @@ class FirstStep:
         return False
 
     def close(self) -> None:
-        """Tell where training ended before anything could be compared."""
+        """Warn where training ended before anything was compared."""
         if self.overflows:
             rank_zero_warn(
                 f"verify='first_step' has compared nothing: gradients overflowed in all {self.overflows} steps. Train"
@@ -153,9 +153,9 @@ def _judge(worst: Compared) -> None:
     if math.isinf(worst.difference):
         text = f"of the first gradient of {worst.name} and that of the unsplit module only one is finite"
     raise DivergenceError(
-        f"verify='first_step': {text}. The step computes something else once it is split, or it draws random numbers"
-        " (dropout) that differ: set its rate to 0 to tell the two apart. Weights that a hook changes between setup and"
-        " the first batch (on_train_start) differ too: change them in setup."
+        f"verify='first_step': {text}. Either the divided step computes something else, or it draws other random"
+        " numbers (dropout): set its rate to 0 to see which. Weights that a hook changes between setup and the first"
+        " batch (on_train_start) differ too: change them in setup."
     )
 
 

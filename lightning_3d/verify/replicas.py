@@ -44,7 +44,7 @@ class ReplicaCheck:
                 holder, expected = first.setdefault(part, (rank, mark))
                 if mark != expected:
                     raise DivergenceError(
-                        f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which hold"
+                        f"before training batch {step}, {name} is not the same on ranks {holder} and {rank}, which have"
                         " copies of it. Something changed it on one rank only: look for code that depends on the rank,"
                         " or a gradient that is not reduced."
                     )
@@ -79,7 +79,7 @@ def _absent(tensor: Tensor | None) -> bool:
 
 @torch.no_grad()
 def digest(parameter: Tensor | None) -> int:
-    """A number that depends on every bit of this rank's part of `parameter`, and on its place."""
+    """A number that depends on every bit of this rank's shard of `parameter`, and on its place."""
     if parameter is None or _absent(parameter):
         return 0
     held = local(parameter.detach()).contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""A whole copy of the module that takes the same steps, beside the one that is placed."""
+"""An unsplit copy of the module that takes the same steps as the placed one."""
 
 import copy
 from typing import Any
@@ -15,9 +15,9 @@ _ELSE = "Use verify='replicas', or no verify."
 
 
 class UnsplitCopy:
-    """Made before `module` is placed. The user's hooks are not run for it: what they change in between follows.
+    """Made before `module` is placed. The user's hooks are not run for it: it copies what they change.
 
-    Weights do not: that shards hold what they should is for others to find out.
+    It does not copy weights: other checks compare those of shards.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -28,9 +28,9 @@ class UnsplitCopy:
             self.module: Any = copy.deepcopy(module, memo)
         except Exception as error:
             raise UnsupportedError(
-                f"verify='first_step' trains a copy of the module beside it, and {type(module).__name__} cannot be"
-                f" copied ({type(error).__name__}: {error}). Keep what cannot (a lock, an open file) elsewhere than in"
-                f" its attributes. {_ELSE}"
+                f"verify='first_step' needs a copy of the module, and {type(module).__name__} cannot be copied"
+                f" ({type(error).__name__}: {error}). Remove what cannot be copied (a lock, an open file) from its"
+                f" attributes. {_ELSE}"
             ) from error
         self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever memo deepcopy gets
         self.originals = list(module.modules())
@@ -38,12 +38,12 @@ class UnsplitCopy:
         self.look(module)
 
     def look(self, module: nn.Module) -> None:
-        """Remember the state of `module`: what differs at the next `follow`, its hooks have changed."""
+        """Remember the state of `module`. What differs at the next `follow` was changed by its hooks."""
         self.attributes = Watched(module)
         self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
 
     def follow(self, module: nn.Module) -> None:
-        """Be as `module` is, which trains, where that was changed since the last look."""
+        """Copy the changes of `module`, which trains, since the last look."""
         put_changes(self.module, _copied(self.attributes.changes()))
         modes = {name: part.training for name, part in module.named_modules()}
         buffers = dict(module.named_buffers())
@@ -68,15 +68,15 @@ class UnsplitCopy:
                 mine.copy_(now)
 
     def loss(self, args: tuple[Any, ...]) -> Tensor | None:
-        """Of a step on a copy of the batch, which a step may change."""
+        """The loss of a step on a copy of the batch, which a step may change."""
         handles = [part.register_forward_pre_hook(_refuse) for part in self.originals]
         try:
             return loss_of(self.module.training_step(*_copied(args)))
         except Exception as error:
             raise UnsupportedError(
                 f"verify='first_step' also runs training_step on a copy of the module, where it failed"
-                f" ({type(error).__name__}: {error}). If it does not fail without: a lambda or a function inside of"
-                f" another reaches the module that was copied, not the copy; make it a method. {_ELSE}"
+                f" ({type(error).__name__}: {error}). If it does not fail without verify, a lambda or an inner function"
+                f" uses the original module instead of the copy: make it a method. {_ELSE}"
             ) from error
         finally:
             for handle in handles:
@@ -94,7 +94,7 @@ def _computed(module: nn.Module) -> dict[int, Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """Containers too: what a step takes out of a batch (`batch.pop`) is still in the other."""
+    """Copies containers too: what a step removes from one batch (`batch.pop`) is still in the other."""
     return map_leaves(_cloned, unshared(value))
 
 

@@ -485,7 +485,7 @@ def test_derivatives_across_stages_are_refused_before_training():
     ],
 )
 def test_stages_are_not_mixed_in_silence(name, where, trainer):
-    with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor that this rank has"):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor of this rank"):
         assert_parity(f"tests.same.test_between:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
 
 

@@ -142,9 +142,9 @@ class AveragedWeights:
         if item.name is not None and (item.kind == "away" or self.layouts[item.name].fits(item.tensor)):  # type: ignore[arg-type]
             return None
         return (
-            f"a tensor {tuple(item.tensor.shape)} of which each rank has a shard, under a key that is no name of a"
-            " parameter with the same shards: it could not be gathered. Keep copies of parameters in a dict with the"
-            " keys of named_parameters(), and gather results computed from them with .full_tensor() in the hook"
+            f"a tensor {tuple(item.tensor.shape)} of which each rank has a shard. Its key is no name of a parameter"
+            " with the same shards, so it could not be gathered. Keep copies of parameters in a dict with the keys of"
+            " named_parameters(), and gather results computed from them with .full_tensor() in the hook"
         )
 
     def _copies(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[Path, Copy]]:
@@ -217,7 +217,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _replaced(value: Any, tensors: Mapping[Path, Tensor]) -> Any:
-    """Return `value` with other tensors in some places. Copies the containers, which callbacks may go on using."""
+    """Return `value` with other tensors in some places. Copies the containers, since callbacks may still use them."""
     if () in tensors:
         return tensors[()]
     inside: dict[Any, dict[Path, Tensor]] = {}

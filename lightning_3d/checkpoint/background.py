@@ -1,4 +1,4 @@
-"""A save beside training: one at a time, awaited before the next."""
+"""A save in the background: one at a time, awaited before the next."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +14,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Background:
-    """Runs a save in a thread, over a process group of its own: the main thread goes on to use the others."""
+    """Runs a save in a thread, over a process group of its own: the main thread uses the others."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
@@ -28,7 +28,7 @@ class Background:
         return Background, ()  # a strategy that is copied or sent to another process saves nothing yet
 
     def start(self, work: Callable[[Gather], None], timeout: timedelta) -> None:
-        """Run `work`, which is given a way to talk to the other ranks that gives up after `timeout`. Collective."""
+        """Run `work` with a function that gathers from all ranks and raises after `timeout`. Collective."""
         assert self._thread is None, "await the save before"
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -66,7 +66,7 @@ class Background:
         """Return once nothing is under way; raise what went wrong since the last time.
 
         Args:
-            patience: give up after so many seconds.
+            patience: seconds after which to raise.
         """
         if self._thread is None:
             return

@@ -80,7 +80,7 @@ class Collector:
         if value.dtype not in NAMES or value.layout.__repr__() != "torch.strided" or value.is_quantized:
             raise CheckpointError(
                 f"{name} is a tensor of {value.dtype} and layout {value.layout}, which a sharded checkpoint cannot"
-                ' hold. Use checkpoint_format="full".'
+                ' store. Use checkpoint_format="full".'
             )
         placement = describe(value, self.of_parameter.get(id(value)))
         self.found.tensors[name] = value

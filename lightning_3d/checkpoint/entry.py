@@ -23,7 +23,7 @@ Listing = Mapping[str, TensorEntry]
 
 
 def share_out(listings: Sequence[Listing]) -> list[dict[str, tuple[Piece, ...]]]:
-    """For each rank the boxes that it writes. Boxes that several ranks hold go to the one with least to write."""
+    """For each rank the boxes that it writes. A box of several ranks goes to the one with least to write."""
     holders: dict[tuple[str, Piece], list[tuple[int, Piece]]] = defaultdict(list)
     for rank, listing in enumerate(listings):
         for name, entry in listing.items():

@@ -35,9 +35,9 @@ IN_MEMORY_BYTES = 2**20
 
 
 def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | None = None) -> None:
-    """Write the checkpoint in `directory` to the file `out`, exactly as Lightning itself would have saved it.
+    """Write the checkpoint in `directory` to the file `out`, exactly as Lightning itself would save it.
 
-    Memory holds one tensor at a time; the directory of `out` needs room for the state twice.
+    Only one tensor at a time is in memory; the directory of `out` needs room for the state twice.
 
     Args:
         weights_only: False also unpickles what has no plain form (some hyperparameters), which may run any code in it.
@@ -59,13 +59,13 @@ def consolidate(directory: str | Path, out: str | Path, *, weights_only: bool | 
 
 
 class _Scratch:
-    """Whole tensors in files, so that the system and not this process keeps them in memory."""
+    """Full tensors in files, so that they need no memory of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.count = folder, 0
 
     def tensors_of(self, value: Any) -> Any:
-        """`value` with every stored tensor in it whole."""
+        """`value` with every stored tensor in it gathered."""
         if isinstance(value, StoredTensor):
             return self._whole(value)
         if isinstance(value, StoredDict):
@@ -121,7 +121,7 @@ def configs_of(module: nn.Module) -> dict[str, str]:
 def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
     """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
 
-    Where the module held a Hugging Face model, `out` is one that `from_pretrained` loads.
+    If the module had a Hugging Face model, `from_pretrained` loads `out`.
 
     Args:
         to: only "safetensors".

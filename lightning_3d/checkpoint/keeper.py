@@ -39,10 +39,10 @@ class Keeper:
     """Saves, loads and removes checkpoints.
 
     Args:
-        format: "full" is Lightning's own single file, "sharded" a directory to which every rank writes its part; "auto"
-            is "full" while weights and two states per trained weight fit in a gigabyte.
+        format: "full" is Lightning's own single file. "sharded" is a directory to which every rank writes its shards.
+            "auto" is "full" while weights and two states per trained weight fit in a gigabyte.
         asynchronous: save a copy of the state in the background.
-        timeout: after which a rank gives up waiting for the others in the background.
+        timeout: after which a rank stops waiting for the others in the background.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Keeper:
         self._old: dict[str, CheckpointIO] = {}
         """Checkpoints to remove once a save has succeeded."""
         self._saved: dict[Path, tuple[int, int] | None] = {}
-        """Identities of the saved files, to recognise those that another job puts in their place."""
+        """Identities of the saved files, to recognise those that another job writes to the same names."""
         self._refused: set[str] = set()
         """Names that the user has been warned of."""
         self.instead: list[str] = []
@@ -83,10 +83,10 @@ class Keeper:
         own: Mapping[str, Any],
         copies: Mapping[int, Split | None],
     ) -> None:
-        """Save sharded. `checkpoint` holds each rank's own part of tensors. Collective.
+        """Save sharded. `checkpoint` has this rank's shards of tensors. Collective.
 
         Args:
-            copies: how those are divided over the tensor ranks that are copies of parameters, by id.
+            copies: for copies of parameters, by id, how they are divided over the tensor ranks.
         """
         if not is_local_file_protocol(path):
             raise UnsupportedError(
@@ -143,7 +143,7 @@ class Keeper:
             _await(target)
 
     def _save_elsewhere(self, save: Callable[[], None], path: Any) -> None:
-        """Save on rank 0 by means that are not ours. What it raises stays what it is there, and the others hear of it.
+        """Save on rank 0 by code that is not ours. Rank 0 raises its own error, the others a CheckpointError.
         Collective."""
         problem: Exception | None = None
         try:
@@ -163,9 +163,9 @@ class Keeper:
         self._refused.update(new)
         if new:
             rank_zero_warn(
-                f"{target} holds {', '.join(new)[:300]}, which only pickle can store. Loading it may run any code, so"
-                ' that a restart, with resume="auto" too, refuses it. Save plain values and tensors, leave'
-                " hyperparameters out with save_hyperparameters(ignore=[...]), allow classes with"
+                f"{target} contains {', '.join(new)[:300]}, which only pickle can store. Loading it may run any code,"
+                ' so a restart, with resume="auto" too, refuses it. Save plain values and tensors, omit'
+                " hyperparameters with save_hyperparameters(ignore=[...]), allow classes with"
                 " torch.serialization.add_safe_globals, or pass ckpt_path= and weights_only=False to fit."
             )
 
@@ -184,11 +184,11 @@ class Keeper:
         self._old.pop(os.fspath(path), None)
 
     def wait(self, patience: float | None = None) -> None:
-        """Return once no save is under way, and tell what went wrong: a disk with a warning, all else as an error."""
+        """Return once no save is under way. A failed disk becomes a warning; all other problems raise."""
         self._do(lambda: self._background.wait(patience))
 
     def close(self) -> None:
-        """Await the last save; the process group may go then."""
+        """Await the last save; the process group may end then."""
         try:
             self.wait()
         finally:
@@ -204,12 +204,12 @@ class Keeper:
             save()
         except SaveFailed as error:
             self._failed = True
-            rank_zero_warn(f"{error} Training goes on.")
+            rank_zero_warn(f"{error} Training continues.")
 
     def load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Open a checkpoint of either format. Raises on every rank if any finds it damaged. Collective.
 
-        Where the last one was asked for, pass over those that are damaged, with a warning for each.
+        With `ckpt_path="last"`, skip damaged ones, with a warning for each.
         """
         self.wait()
         path, instead = gather((path, self.instead))[0]
@@ -219,7 +219,7 @@ class Keeper:
             try:
                 return self._load_together(path, weights_only, io)
             except (CheckpointError, OSError) as error:
-                rank_zero_warn(f"Passing over the checkpoint {path}: {error} Trying {candidate}.")
+                rank_zero_warn(f"Skipping the checkpoint {path}: {error} Trying {candidate}.")
                 path = candidate
         return self._load_together(path, weights_only, io)
 

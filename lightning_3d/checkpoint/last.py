@@ -1,4 +1,4 @@
-"""`ckpt_path="last"`: the newest checkpoint that is whole, not merely the newest.
+"""`ckpt_path="last"`: the newest complete checkpoint, not merely the newest.
 
 Touches one private method of Lightning, `ModelCheckpoint._find_last_checkpoints` (read in 2.6), which says what "last"
 may mean; `tests/checkpoint/test_last.py` fails when it changes.

@@ -57,7 +57,7 @@ def load_optimizer(
 ) -> None:
     """Give `optimizer` a state by name, of which this rank reads its own part only."""
     if not isinstance(state, NamedOptimizer):
-        optimizer.load_state_dict(dict(state))  # whole, from a single file
+        optimizer.load_state_dict(dict(state))  # full, from a single file
         return
     names, parameters = parameter_names(module), parameters_of(optimizer)
     aliases = [names.get(p, (f"(parameter {index})",)) for index, p in enumerate(parameters)]

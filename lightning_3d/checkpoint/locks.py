@@ -105,7 +105,7 @@ def release(file: BinaryIO) -> None:
 
 @contextmanager
 def unused(path: Path) -> Iterator[bool]:
-    """False where someone writes `path` or reads it; else nobody begins to while inside."""
+    """False where a process writes or reads `path`. Otherwise none begins to while inside."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -131,7 +131,7 @@ def is_held(path: Path) -> bool:
 
 
 def beside(path: Path) -> Path:
-    """A name in the folder of `path` that nobody can foresee."""
+    """A name in the folder of `path` that cannot be guessed."""
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
 
 
@@ -141,7 +141,7 @@ def put_away(path: Path) -> None:
 
 
 def sweep_beside(path: Path) -> bool:
-    """Remove what was put away, and what killed saves to `path` left. True where another job saves to it now."""
+    """Remove files put away, and those of killed saves to `path`. True where another job saves to it now."""
     held = False
     for file in [file for file in path.parent.iterdir() if _is_beside(file.name, path.name)]:
         with unused(file) as free:
@@ -158,8 +158,8 @@ def _is_beside(name: str, of: str) -> bool:
 
 
 def shared(path: object) -> str:
-    """The warning to a job that is not alone."""
+    """The warning for two jobs that save to one name."""
     return (
-        f"Another job saves to {path} too. What is there is of the one that saved last, so that a restart may go on"
-        " from the other's. Give each job a directory of its own: ModelCheckpoint(dirpath=...)."
+        f"Another job saves to {path} too. The checkpoint there is of the job that saved last, so a restart may resume"
+        " from the other job. Give each job a directory of its own: ModelCheckpoint(dirpath=...)."
     )

@@ -1,11 +1,11 @@
-"""The files of a sharded checkpoint. It is complete once its manifest is there, and it is the manifest's before.
+"""The files of a sharded checkpoint. It is complete once its manifest is written.
 
-A checkpoint is a directory. Each save writes files of names of its own beside those that are there, then replaces
-`manifest.json`, which names the files, in one step, then removes what the manifest does not name. A kill at any moment
-leaves the old manifest with all its files, or the new one with all of its.
+A checkpoint is a directory. Each save writes files with new names. Then it replaces `manifest.json`, which names the
+files, in one step. Then it removes files that the manifest does not name. A kill at any moment leaves the old manifest
+with all its files, or the new one with all of its.
 
-Files of a save under way, of this job or another, and of a manifest that is being read stay: whoever writes or reads
-holds a lock, a writer on `manifest.json.GENERATION`, a reader on the manifest itself.
+Files of a save under way, of this job or another, are kept, and so are those of a manifest that is being read. A writer
+has a lock on `manifest.json.GENERATION`, a reader on the manifest itself.
 """
 
 import json
@@ -105,7 +105,7 @@ def claim(directory: Path, generation: str) -> BinaryIO:
 
 
 def commit(directory: Path, manifest: Manifest, file: BinaryIO) -> None:
-    """Make `manifest`, written to the claimed `file`, the one that counts, then remove what nobody needs."""
+    """Write `manifest` to the claimed `file`, make it the current one, and remove files without use."""
     file.write(manifest.dumps())
     file.flush()
     os.fsync(file.fileno())
@@ -126,7 +126,7 @@ def _retire(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have renames in `directory` outlive a power cut."""
+    """Let renames in `directory` survive a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +135,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sweep(directory: Path, keep: Iterable[str]) -> None:
-    """Remove the files of other saves, finished or not, from `directory`, but for those in use; others' files stay."""
+    """Remove the files of other saves, finished or not, except those in use. Files of other origin stay."""
     keep = set(keep)
     ours = [file for file in directory.iterdir() if file.name not in keep and _OURS.fullmatch(file.name)]
     for generation in {_generation(file.name) for file in ours}:
@@ -172,10 +172,10 @@ def is_sharded(path: Path) -> bool:
 
 
 def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
-    """The manifest, once the files it names are there in the sizes it says. Raises a CheckpointError otherwise.
+    """The manifest, if the files it names exist with the right sizes. Raises a CheckpointError otherwise.
 
     Args:
-        held: from `reading`, by which those files stay.
+        held: the lock from `reading`, which keeps those files.
     """
     path = directory / NAME
     if not path.is_file():
@@ -239,7 +239,7 @@ def _any_overlap(pieces: list[Piece]) -> bool:
                 break
             compared += 1
             if compared > 10**6:
-                raise ValueError("no layout cuts a tensor into so many columns")
+                raise ValueError("no layout divides a tensor into more than a million columns")
             if piece.overlap(other) is not None:
                 return True
     return False
@@ -281,7 +281,7 @@ def verify(directory: Path, files: Iterable[Written]) -> None:
 
 
 def slots(directory: Path, manifest: Manifest) -> dict[str, tuple[tuple[Piece, Slot], ...]]:
-    """For every tensor its boxes and where each lies. Raises where a file does not hold what the manifest says."""
+    """For every tensor its boxes and their places. Raises where a file differs from the manifest."""
     names = {file for stored in manifest.tensors.values() for file, _ in stored.pieces}
     headers = {name: read_header(directory / name) for name in names}
     found: dict[str, tuple[tuple[Piece, Slot], ...]] = {}
@@ -290,7 +290,7 @@ def slots(directory: Path, manifest: Manifest) -> dict[str, tuple[tuple[Piece, S
         for file, piece in stored.pieces:
             slot = headers[file].pop(name_in_file(name, stored.shape, piece), None)
             if slot is None or slot.dtype != DTYPES[stored.dtype] or slot.shape != piece.size:
-                raise CheckpointError(f"{file} in {directory} does not hold the part of {name[:80]!r} it should.")
+                raise CheckpointError(f"{file} in {directory} lacks its shard of {name[:80]!r}.")
             entries.append((piece, slot))
         found[name] = tuple(entries)
     return found

@@ -79,7 +79,7 @@ class OwnState:
 
     @property
     def shares_order(self) -> bool:
-        """True where several data ranks dealt out samples of one order."""
+        """True where several data ranks shared one order of samples."""
         return self.data is not None and bool(self.data["shares_order"])
 
     @property
@@ -115,9 +115,9 @@ def _common_loaders(leaders: Mapping[int, RankState]) -> list[Any]:
     if len({fingerprint(state) for state in states}) == 1:
         return list(states[0])
     rank_zero_warn(
-        f"The dataloaders have a different state on each of {len(states)} data ranks, which cannot be divided over"
-        " another number of ranks: they start the epoch again. To avoid this, resume with as many data ranks, or use a"
-        " dataloader whose state is equal on all ranks."
+        f"The dataloaders have a different state on each of {len(states)} data ranks. These states cannot be divided"
+        " over another number of ranks, so the epoch starts again. To avoid this, resume with as many data ranks, or"
+        " use a dataloader whose state is equal on all ranks."
     )
     return []
 

@@ -19,14 +19,14 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a whole tensor and where a rank keeps it."""
+    """A box of a full tensor, and its place on a rank."""
 
     offset: tuple[int, ...]
-    """Corner of the box in the whole tensor."""
+    """Corner of the box in the full tensor."""
     size: tuple[int, ...]
     """Its extent along each dimension."""
     local: tuple[int, ...]
-    """Corner of the box in the part that the rank has."""
+    """Corner of the box in the shard of the rank."""
 
     @property
     def elements(self) -> int:
@@ -69,7 +69,7 @@ class Placement:
 
     @classmethod
     def nothing(cls, shape: Sequence[int]) -> "Placement":
-        """Held elsewhere."""
+        """No part of a tensor that other ranks have."""
         return cls(shape=tuple(shape), pieces=(), local_shape=tuple(shape))
 
     def split(self, dim: int, intervals: Iterable[tuple[Interval, Interval]]) -> "Placement":
@@ -82,7 +82,7 @@ class Placement:
         return Placement(shape=self.shape, pieces=tuple(kept), local_shape=_with(self.local_shape, dim, length))
 
     def chunk(self, dim: int, rank: int, ranks: int) -> "Placement":
-        """Keep the `rank`-th of `ranks` chunks along `dim`, as `torch.chunk` deals them out."""
+        """Keep the `rank`-th of `ranks` chunks along `dim`, as `torch.chunk` divides."""
         total = self.local_shape[dim]
         step = -(-total // ranks)
         start, stop = min(total, rank * step), min(total, (rank + 1) * step)

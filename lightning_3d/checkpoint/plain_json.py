@@ -1,6 +1,6 @@
 """Everything of a checkpoint that is not a tensor, as JSON: reading it builds plain values and runs no code.
 
-Tensors are taken out and referred to by name. What JSON lacks is written as {"!": kind, "v": value}.
+Tensors are stored elsewhere, under a name. Other kinds of values are written as {"!": kind, "v": value}.
 """
 
 import base64
@@ -76,8 +76,8 @@ def _decode(value: Any, find: Find, what: str) -> Any:
         return KINDS[kind][2](_decode(content, find, what))
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(
-            f"{what} holds {str(kind)[:40]!r}, which is not a plain value ({error!r:.80}): the checkpoint is damaged or"
-            " was written by a newer version."
+            f"{what} contains {str(kind)[:40]!r}, which is not a plain value ({error!r:.80}): the checkpoint is damaged"
+            " or was written by a newer version."
         ) from None
 
 

@@ -1,7 +1,7 @@
 """One rank's tensors as one safetensors file, written and read as a stream.
 
-The `safetensors` library copies every tensor into one buffer before it writes; a rank that has gigabytes cannot
-afford that. What is written here is the same format, which that library and others read.
+The `safetensors` library copies every tensor into one buffer before it writes, which needs too much memory for
+gigabytes. This file writes the same format. That library and others read it.
 """
 
 import json

@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 class SaveFailed(CheckpointError):
-    """The disk did not take it. What was there before is still there; nothing half-written is left."""
+    """The disk refused a write. The checkpoint of before is still there; incomplete files are removed."""
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Everything that one rank needs to write its part, without asking anyone."""
+    """Everything that one rank needs to write its shards, without messages."""
 
     rank: int
     path: Path
     directory: Path
-    """The directory for the files: beside `path` while a single file has that name."""
+    """The directory for the files: another name next to `path` while a single file has that name."""
     generation: str
-    """Sets the files of this save apart from those of others to the same path."""
+    """Distinguishes the files of this save from those of other saves to the same path."""
     plan: tuple[dict[str, tuple[Piece, ...]], ...]
-    """For each rank what it writes."""
+    """The boxes that each rank writes."""
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """Type and shape of every tensor."""
     tensors: tuple[Tensor, ...]

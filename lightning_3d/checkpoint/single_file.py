@@ -32,19 +32,19 @@ def load_file(io: CheckpointIO, path: Any, weights_only: bool | None, *, local: 
         loaded = io.load_checkpoint(path, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, which are all that is loaded by default: {error}"
+            f"{path} contains more than tensors and plain values. By default only these are loaded: {error}"
         ) from error
     except OSError:
         raise
     except Exception as error:  # a broken pickle raises whatever its noise happens to mean
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:300]}).") from error
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not the dict that a Trainer saves.")
+        raise CheckpointError(f"{path} contains a {type(loaded).__name__}, not the dict that a Trainer saves.")
     return loaded
 
 
 def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
-    """Write what Lightning would write, beside `path`, and put it there once it is whole.
+    """Write what Lightning would write, to another name, and rename it to `path` once it is complete.
 
     Returns the classes and functions in it that are refused by default when it is loaded.
     """

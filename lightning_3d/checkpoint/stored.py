@@ -1,4 +1,4 @@
-"""An opened sharded checkpoint: plain values, and tensors that are read when they are wanted, whole or in part."""
+"""An opened sharded checkpoint: plain values, and tensors that are read on demand, in full or in part."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,7 @@ class StoredTensor:
         return self.part(Placement.whole(self.shape))
 
     def read_into(self, out: Tensor) -> None:
-        """The whole of it, into `out`."""
+        """Read the full tensor into `out`."""
         for piece, slot in self.slots:
             read_box(slot, (0,) * len(piece.size), piece.size, out[box(piece.offset, piece.size)])
 
@@ -60,7 +60,7 @@ def _in_file(piece: Piece) -> Piece:
 
 
 class StoredDict(dict[str, Any]):
-    """A dict whose tensors are read from disk when they are looked at. `stored` tells of one without reading it."""
+    """A dict whose tensors are read from disk on access. `stored` gives one without reading it."""
 
     def stored(self, key: str) -> Any:
         return super().__getitem__(key)
@@ -100,7 +100,7 @@ def materialize(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Opened:
-    """A sharded checkpoint that is whole, as its manifest tells."""
+    """A sharded checkpoint with all files of its manifest."""
 
     directory: Path
     manifest: Manifest
@@ -136,7 +136,7 @@ class Opened:
         text = (self.directory / self.manifest.state).read_bytes()
         content = loads(text, self._find(weights_only), f"{self.manifest.state} in {self.directory}")
         if not isinstance(content, dict) or not isinstance(content.get("rest"), dict):
-            raise CheckpointError(f"{self.manifest.state} in {self.directory} holds no state: it is damaged.")
+            raise CheckpointError(f"{self.manifest.state} in {self.directory} contains no state: it is damaged.")
         checkpoint: dict[str, Any] = materialize({k: v for k, v in content["rest"].items() if k != WEIGHTS})
         if WEIGHTS in content["rest"]:
             checkpoint[WEIGHTS] = StoredDict(content["rest"][WEIGHTS])
@@ -162,7 +162,7 @@ class Opened:
     def _left_out(self, name: str) -> None:
         remedy = "If you trust where it comes from, load it with weights_only=False, which may run any code in it."
         if HYPER not in name:
-            raise CheckpointError(f"{self.directory} holds {name:.80}, which is not plain data. {remedy}")
+            raise CheckpointError(f"{self.directory} contains {name:.80}, which is not plain data. {remedy}")
         warnings.warn(f"Left {name:.80} out of {self.directory}: it is not plain data. {remedy}", stacklevel=2)
 
 

@@ -1,8 +1,8 @@
-"""Resuming in the middle of an epoch: Lightning restores how many batches there were, this which samples they had.
+"""Resuming inside an epoch: Lightning restores the number of batches, and this file the samples that were used.
 
-Touches the loops of Lightning (read in 2.6: `FitLoop.setup_data` builds loaders and their first iterator, `reset`
-decides where in an epoch to go on, then the strategy's `on_train_start` is called, then epochs run) and what checkpoint
-callbacks remember; `tests/checkpoint/test_position.py` and `tests/strategy/test_resuming.py` fail when they change.
+Touches the loops of Lightning and the memory of checkpoint callbacks (read in 2.6). `FitLoop.setup_data` builds loaders
+and their first iterator. `reset` chooses the position in the epoch. The strategy's `on_train_start` follows, then
+epochs run. `tests/checkpoint/test_position.py` and `tests/strategy/test_resuming.py` fail when these change.
 """
 
 import warnings
@@ -19,7 +19,7 @@ NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch e
 
 
 def places(fit_loop: Any) -> list[Place | None] | None:
-    """The position of each loader in this epoch, as far as it is known; None between epochs."""
+    """The position of each loader in this epoch, where it is known; None between epochs."""
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     batches, _ = _batches(progress)
     if combined is None or batches == 0 or progress.is_last_batch:
@@ -31,7 +31,7 @@ def places(fit_loop: Any) -> list[Place | None] | None:
 def continues_shared_order(fit_loop: Any) -> bool:
     """Return True if the rest of the run depends on samplers that the data ranks share.
 
-    Between epochs it does not where those do not shuffle: Lightning's own in their place would.
+    Between epochs it does not if those do not shuffle: Lightning's own samplers give the same order.
     """
     if fit_loop._combined_loader is None or places(fit_loop) is not None:
         return True
@@ -62,17 +62,17 @@ class LoopPlace(Protocol):
 
 
 def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) -> None:
-    """Have the fit loop, which is about to run, go on where the one that was saved stood.
+    """Set the fit loop, which is about to run, to the position of the saved one.
 
     Args:
         fit_loop: Lightning's, its progress restored.
         was: the position in the checkpoint.
-        restore_streams: puts the random streams where they were.
+        restore_streams: restores the random streams.
     """
     combined, progress = fit_loop._combined_loader, fit_loop.epoch_loop.batch_progress
     if combined is None or not fit_loop.restarting:
         restore_streams()
-        if combined is not None and fit_loop.is_resuming:  # what was saved after `fit`: an epoch is about to begin
+        if combined is not None and fit_loop.is_resuming:  # saved after `fit`: an epoch is about to begin
             _iterate(fit_loop, was.loaders)
         return
     (batches, at_batch_end), over = _batches(progress), progress.is_last_batch
@@ -80,11 +80,11 @@ def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) ->
     if batches and not over:
         skip = _take_up(fit_loop, was, batches)
         over = skip >= fit_loop.max_batches
-        if over:  # of what is left, this many data ranks can make no whole batch
+        if over:  # the rest gives this many data ranks no full batch
             _end_epoch(fit_loop, at_batch_end)
     if skip < float("inf"):
         _move(progress, skip - batches)
-    if over and not at_batch_end:  # what is left of the epoch is what comes after its last batch
+    if over and not at_batch_end:  # only the end of the epoch, after its last batch, is left
         fit_loop._data_fetcher.done = True
         restore_streams()
     elif skip == 0 or over:
@@ -103,13 +103,13 @@ def _batches(progress: Any) -> tuple[int, bool]:
 
 
 def _in_cycle(combined: Any, counter: Counted, batches: int) -> int:
-    """The number of `batches` in the current pass over this loader: a short one may go around several times."""
+    """The number of `batches` in the current pass over this loader: a short one may repeat within an epoch."""
     length = len(counter)
     return batches % length if combined._mode == "max_size_cycle" and length else min(batches, length)
 
 
 def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
-    """Have loaders go on where they were; how many batches of the epoch that leaves out."""
+    """Set loaders to their positions; returns the number of batches of the epoch that are skipped."""
     combined, saved = fit_loop._combined_loader, was.places
     counters = [counter_of(loader) for loader in combined.flattened]
     known = saved if saved is not None and len(saved) == len(counters) else [None] * len(counters)
@@ -123,8 +123,8 @@ def _take_up(fit_loop: Any, was: LoopPlace, batches: int) -> int:
     if saved is not None:
         if any(counter is not None and not counter.follows for counter in counters):
             rank_zero_warn(
-                "The number of data ranks changed in the middle of an epoch, and samples are not dealt out by a"
-                " DistributedSampler: every rank goes on after the same share of its own dataloader."
+                "The number of data ranks changed inside an epoch, and no DistributedSampler distributes the samples:"
+                " every rank skips the same share of its own dataloader. Some samples may be used twice or not at all."
             )
         if all(counter_of(loader) is not None or isinstance(loader, Stateful) for loader in combined.flattened):
             warnings.filterwarnings("ignore", NOT_RESUMABLE)
@@ -140,13 +140,13 @@ def _end_epoch(fit_loop: Any, at_batch_end: bool) -> None:
 
 
 def _move(progress: Any, batches: int) -> None:
-    """Count in batches of now: another number of data ranks cuts the epoch into others."""
+    """Count in new batches: another number of data ranks divides the epoch into others."""
     for count in ("ready", "started", "processed", "completed"):
         setattr(progress.current, count, getattr(progress.current, count) + batches)
 
 
 def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
-    """Begin an iteration with what is known now; that of `setup_data` may be older than the restored progress."""
+    """Begin an iteration at the restored progress; that of `setup_data` may be older."""
     combined = fit_loop._combined_loader
     waiting = fit_loop._combined_loader_states_to_load
     if not waiting and all(counter_of(loader) is None for loader in combined.flattened):
@@ -162,10 +162,10 @@ def _iterate(fit_loop: Any, states: list[dict[str, Any]]) -> None:
 
 
 def no_new_epoch_yet(trainer: Any) -> None:
-    """Tell checkpoint callbacks of a resumed run that its step is saved already (read in lightning 2.6).
+    """Let checkpoint callbacks of a resumed run know that its step is saved already (read in lightning 2.6).
 
-    They ask only whether the number of steps is right, which it also is within the first window of accumulation: what
-    they would save there lacks the gradients gathered so far, and a run that goes on from it loses them.
+    They check the number of steps only, which is also right within the first accumulation window. A checkpoint from
+    there lacks the gradients of that window, and a run that resumes from it loses them.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):

@@ -1,8 +1,8 @@
 """The order of the samples of an epoch, described by plain values, and drawn again from them.
 
-With several data ranks Lightning puts a sampler of its own in the place of the user's; with one, the user's stays, and
-samples come as on one device. A run that goes on with another number of data ranks in the middle of an epoch ends that
-epoch in the order it began in; once it has had several, it stays with their order.
+With several data ranks Lightning replaces the user's sampler by its own. With one data rank the user's stays, and
+samples come as on one device. A run that resumes inside an epoch with another number of data ranks ends that epoch in
+its first order. Once a run has had several data ranks, it keeps their order.
 """
 
 import copy
@@ -22,7 +22,7 @@ def is_shared(sampler: object) -> bool:
 
 
 def order_of(sampler: Any) -> Order:
-    """The order of the epoch that `sampler` deals out now."""
+    """The order of the epoch that `sampler` gives now."""
     if is_shared(sampler):
         return {"kind": "shared", "seed": sampler.seed, "shuffle": sampler.shuffle}
     if type(sampler) is SequentialSampler:

@@ -1,8 +1,8 @@
 """The position of a map-style dataloader in an epoch, and how to resume from it.
 
-A position is what the sampler had dealt out, not what the dataset was asked for: workers fetch ahead. It is the number
-of samples that all data ranks have had together, so that another number of data ranks deals out the rest of the same
-order. A sampler of the user's own is run again from the random state it started from.
+A position counts samples that the sampler gave to training, not those read from the dataset: workers read ahead. It is
+the number of samples that all data ranks have used together. Another number of data ranks therefore gets the rest of
+the same order. A sampler of the user runs again from its initial random state.
 """
 
 import copy
@@ -31,7 +31,7 @@ def counted(loader: object) -> object:
     loader = copy.copy(loader)  # the user's own stays as it is
     loader._iterator = None
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-    # a DataLoader refuses to have its sampler set; what is set here deals out the very same
+    # a DataLoader refuses a new sampler; this one gives the same samples
     counter = Counted(getattr(loader, name), name == "batch_sampler")
     object.__setattr__(loader, name, counter)
     return loader
@@ -46,10 +46,10 @@ def counter_of(loader: object) -> "Counted | None":
 
 
 class Counted(Sampler[Any]):
-    """A batch sampler (or, for a loader that does not batch, a sampler) that knows how much it has dealt out.
+    """A batch sampler (or, for a loader that does not batch, a sampler) that counts what it has given.
 
     Args:
-        inner: whose batches it deals out.
+        inner: the sampler whose batches it gives.
         batched: True where `inner` yields lists.
     """
 
@@ -62,7 +62,7 @@ class Counted(Sampler[Any]):
         """Number of samples of this data rank after each batch of the epoch that was not skipped."""
         self._streams: list[Streams] = []
         self._order: Order = {"kind": "own"}
-        """Of the epoch that is under way; another sampler than this one's may have begun it."""
+        """The order of the epoch under way; another sampler than this one's may have begun it."""
         self.follows = True
         """True where the epoch resumes with exactly the samples that were not used yet."""
 
@@ -115,14 +115,14 @@ class Counted(Sampler[Any]):
     # ---- going on ------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """The loader starts anew; what was dealt out so far came to nothing."""
+        """Start the loader again; samples given so far do not count."""
         self._ends = array("q")
 
     def go_on_from(self, place: Place | None, batches: int, same_data_ranks: bool) -> int:
-        """Have the next iteration go on from `place`, or leave out `batches` where there is none.
+        """Let the next iteration resume from `place`, or skip `batches` where there is none.
 
-        Returns how many batches that leaves out, in those of now: another number of data ranks cuts the epoch into
-        others. The sampler must know its epoch.
+        Returns the number of skipped batches, in new ones: another number of data ranks divides the epoch into others.
+        The sampler must know its epoch.
         """
         length = len(self)
         place = place or {"batches": batches, "length": length}
@@ -155,7 +155,7 @@ class Counted(Sampler[Any]):
         return rest
 
     def _part(self, place: Place) -> list[Any]:
-        """This data rank's part of what all of them have not had yet."""
+        """This data rank's share of the samples that no data rank has used yet."""
         now = main_streams(self._generator)
         self._set_streams(place, -1)
         order = full_order(self.sampler, place["order"], _generator_of(place))
@@ -179,7 +179,7 @@ class Counted(Sampler[Any]):
 
     def _going_on(self) -> Iterator[Any]:
         (place, skip), self._next = self._next, (None, 0)
-        assert place is not None, "only one iteration goes on from a position"
+        assert place is not None, "only one iteration resumes from a position"
         if self._deals_rest_of(place):
             order, had, batches = place["order"], place["samples"], iter(self._rest(place))
         else:
@@ -187,7 +187,7 @@ class Counted(Sampler[Any]):
         yield from self._count(batches, order, place.get("streams", []), skip, had)
 
     def _from_start(self, streams: list[Streams]) -> Iterator[Any]:
-        """Everything, noting what the order is drawn from: some samplers draw at once, some when they begin."""
+        """All batches, with a note of the random state: some samplers draw at once, some when they begin."""
         return self._began(iter(self.inner), streams)
 
     def _began(self, batches: Iterator[Any], streams: list[Streams]) -> Iterator[Any]:
@@ -196,7 +196,7 @@ class Counted(Sampler[Any]):
         yield from self._count(batches, order_of(self.sampler), streams)
 
     def _again(self, place: Place, skip: int) -> tuple[int, Iterator[Any]]:
-        """The order from its start, but for the first `skip` batches, and how many samples those have."""
+        """The number of samples in the first `skip` batches, and the batches after them."""
         now = main_streams(self._generator)
         self._set_streams(place, 0)
         batches = iter(self.inner)

@@ -22,7 +22,7 @@ Marks = dict[str, tuple[str, int]]
 def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     """Raise on every rank if peers would train on different first batches. Collective over all ranks.
 
-    Evaluation goes on with the first peer's data (`SampleCheck.settle`). A proof that runs on different data would
+    Evaluation uses the first peer's data instead (`SampleCheck.settle`). A proof that runs on different data would
     blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
     alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1

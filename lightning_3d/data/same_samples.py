@@ -57,8 +57,8 @@ class SampleCheck:
     def check(self, step: str, batch: Any, epoch: int) -> None:
         """Raise on every peer if they were given different batches. Collective over them.
 
-        In each epoch anew: something that only one rank draws from the main stream (a callback that plots, say) makes
-        the next order another one there.
+        Repeated in each epoch: a callback may draw from the main random stream on one rank only, for example for a
+        plot. The next order of that rank then differs.
         """
         if epoch != self.epoch:
             self.epoch, self.seen[step] = epoch, 0
@@ -68,8 +68,8 @@ class SampleCheck:
     def settle(self, step: str, batch: Any, evaluation: object) -> Any:
         """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
 
-        For evaluation, which a data set that each process has drawn for itself does no harm to. In each `evaluation`
-        (what tells one run over a loader from the next) anew.
+        For evaluation, where different data on each process does no harm. Repeated in each `evaluation`, a value that
+        identifies one run over a loader.
         """
         if evaluation != self.evaluation:
             self.evaluation, self.seen[step] = evaluation, 0
@@ -78,7 +78,7 @@ class SampleCheck:
             if difference is None:
                 return batch
             self.differing.add(step)
-            warnings.warn(f"{difference} From now on all of them take the first one's.", stacklevel=2)
+            warnings.warn(f"{difference} From now on all of them use the batches of the first rank.", stacklevel=2)
         return self._first_of_peers(batch)
 
     def _first_of_peers(self, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The user's data code that reads the number of all ranks, where it means the data ranks."""
+"""A search for the user's data code that reads the number of all ranks instead of the data ranks."""
 
 from types import FrameType
 

@@ -37,9 +37,9 @@ def check_launcher(processes: int) -> None:
     if name == "basic":
         return
     raise ConfigurationError(
-        f"This job wants {processes} processes, and hydra/launcher={name} runs it inside a worker of its own, from"
-        f" which the other {processes - 1} cannot be started: its command line is not your script's, and jobs that run"
-        " at the same time would share devices. Use hydra/launcher=basic (jobs one after the other), keep"
+        f"This job wants {processes} processes, and hydra/launcher={name} runs it inside a worker of its own. The other"
+        f" {processes - 1} cannot be started there: the command line of a worker is not that of your script. Jobs that"
+        " run at the same time would share devices. Use hydra/launcher=basic (jobs one after the other), keep"
         f" trainer.devices=1 with {name}, or let a cluster start the processes (hydra/launcher=slurm_3d)."
     )
 

@@ -59,7 +59,7 @@ class SweepJob:
         atexit.register(self.end)
 
     def clear_before(self, job: object | None) -> None:
-        """End what an earlier job left, unless `job` is still the one that left it."""
+        """End the processes and the process group of an earlier job, unless `job` is still that one."""
         if self.job is job:
             return
         self.end()
@@ -101,18 +101,17 @@ def _ended(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
 launched = SweepJob()
 """One per process, as the environment and the process group that it cleans are."""
 Guard = Callable[..., Any]
-"""Calls the function it is given; what that raises it may replace by an error that says more."""
+"""Calls a function, and may replace its error by one that explains more."""
 LAST_WORDS = 15.0
-"""Seconds that the other processes get to say what happened, once one has failed."""
+"""Seconds for the other processes to report what happened, once one has failed."""
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
     """Lightning's launcher, except in a Hydra job.
 
-    There a child is a single run with the overrides of this very job in this job's directory (a child that repeated the
-    command line would walk the whole sweep again, elsewhere, and a random sweeper would give it other parameters), and
-    what the job before left in this process (ranks and port in the environment, the process group, processes) is gone
-    before the next one starts.
+    There a child is a single run with the overrides and the directory of this job. A child that repeated the command
+    line would run the full sweep again, and a random sweeper would give it other parameters. Ranks and port in the
+    environment, the process group and the processes of the last job are removed before the next job starts.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The first meeting of the ranks of a job: a store of its own for each attempt, and who did not come to it.
+"""The first meeting of the ranks of a job: a store for each attempt, and the ranks that did not come to it.
 
-torchrun's agent may serve one store for all attempts, and torch (read in 2.13) takes it for a new one: ranks of the
-second attempt read the addresses of dead processes of the first, and gloo fails to connect. Here rank 0 names the
-attempt, and everything goes under that name. What earlier attempts left in the store is recognised by numbers drawn at
-random: the agents of several nodes need not agree on how often they have restarted.
+torchrun's agent may serve one store for all attempts, and torch (read in 2.13) assumes a new one. Ranks of the second
+attempt then read the addresses of dead processes of the first, and gloo fails to connect. Here rank 0 names the
+attempt, and all keys begin with that name. Random numbers identify the keys of earlier attempts, since the agents of
+several nodes need not agree on the number of restarts.
 """
 
 import os

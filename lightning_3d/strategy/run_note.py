@@ -114,7 +114,7 @@ def _was_saved(path: Path) -> bool:
     """True where a save to `path` ended. Else warns: such a checkpoint cannot be resumed from."""
     saved = path.is_file() or (path / NAME).exists()
     if not saved:
-        rank_zero_warn(f"Passing over the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
+        rank_zero_warn(f"Skipping the checkpoint {path}: it has no {NAME}, or is no file. Its save never ended.")
     return saved
 
 

@@ -67,4 +67,4 @@ def test_full_disk_in_training(tmp_path, format, beside):
         assert there[5] == ["step=4.ckpt/whole"]
         assert there[6] == ["step=5.ckpt/whole"]
     told = ranks[0][2]
-    assert sum("was not saved" in text and "Training goes on" in text for text in told) == 2
+    assert sum("was not saved" in text and "Training continues" in text for text in told) == 2

@@ -23,7 +23,7 @@ def fit(folder, world, format, epochs, path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer.fit(module, ckpt_path=path)
-    return len(module.seen), [str(w.message) for w in seen if "Passing over" in str(w.message)]
+    return len(module.seen), [str(w.message) for w in seen if "Skipping the checkpoint" in str(w.message)]
 
 
 def damage_sharded(path):

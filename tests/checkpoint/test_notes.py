@@ -91,7 +91,7 @@ def start(folder, steps, format):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer.fit(module)
-    return len(module.seen), [str(w.message) for w in seen if "Passing over" in str(w.message)]
+    return len(module.seen), [str(w.message) for w in seen if "Skipping the checkpoint" in str(w.message)]
 
 
 def no_manifest(path):

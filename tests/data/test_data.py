@@ -156,7 +156,7 @@ def _predictions():
         warnings.simplefilter("always")
         given = torch.cat(trainer.predict(module, loader))
     first = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    told = sum("take the first one's" in str(warning.message) for warning in caught)
+    told = sum("use the batches of the first rank" in str(warning.message) for warning in caught)
     return given, module.net(first).detach(), told
 
 

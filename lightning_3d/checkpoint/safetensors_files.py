@@ -132,7 +132,7 @@ def _slot(path: Path, name: str, entry: Any, base: int, size: int) -> Slot:
 
 
 def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor) -> None:
-    """Copy a box of a stored tensor into `out`, which has its size. Reads only the rows that hold it, in chunks."""
+    """Copy a box of a stored tensor into `out`, which has its size. Reads only the rows that contain it, in chunks."""
     if math.prod(size) == 0:
         return
     if not slot.shape:

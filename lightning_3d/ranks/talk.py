@@ -289,7 +289,8 @@ def _occasion(store: Any, what: str, rank: int) -> int:
     return int(store.add(f"lightning_3d/{what}/count/{rank}", 1))
 
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 8 * 2**20
+"""Bytes that are copied into one message. Larger tensors travel as they are: copies of them would add to the peak."""
 
 
 @torch.no_grad()
@@ -313,11 +314,15 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for same in by_dtype.values():
         bucket: list[Tensor] = []
         for tensor in same:
+            if tensor.nbytes > BUCKET_BYTES:
+                yield [tensor]
+                continue
             if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket = []
             bucket.append(tensor)
-        yield bucket
+        if bucket:
+            yield bucket
 
 
 _TAG = 1

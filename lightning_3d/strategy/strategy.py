@@ -25,6 +25,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.batchnorm import DataBatchNorm
+from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
@@ -251,6 +252,7 @@ class Strategy3D(Training):
             self._undo.callback(clip_like_one_device(module, self._norm_of))
             move_states(self.optimizers, self.root_device)
         self._prepare_steps(trainer, plan, first)
+        return_freed_memory()
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None:

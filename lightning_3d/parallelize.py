@@ -208,6 +208,7 @@ class ParallelModule:
         """Remove hooks and patches once other ranks do not answer any more. The parameters stay sharded."""
         for hook in self.hooks:
             hook.remove()
+        self.data.abandon()
         if self.recomputed is not None:
             self.recomputed.undo()
         if self.tensor is not None:

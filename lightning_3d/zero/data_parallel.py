@@ -46,6 +46,9 @@ class DataParallel(Protocol):
     def undo(self) -> None:
         """Take the axis off the module again. Collective."""
 
+    def abandon(self) -> None:
+        """Remove what autograd refers to, once other ranks do not answer any more. The parameters stay sharded."""
+
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
 
@@ -82,6 +85,8 @@ class NoData:
         return ()
 
     def undo(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor

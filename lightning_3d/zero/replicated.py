@@ -46,6 +46,9 @@ class ReplicatedData:
     def undo(self) -> None:
         self.replicas.detach()
 
+    def abandon(self) -> None:
+        self.replicas.detach()
+
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor
 

@@ -204,18 +204,21 @@ class ShardedData:
     def undo(self) -> None:
         self.reshard()
         self.seam.detach()
-        for hook in (*self.guards, *self.ended.values()):
-            hook.remove()  # the collector cannot see references of autograd: one left would keep the module alive
-        self.ended = {}
-        self.untoggle()
-        if self.replicas is not None:
-            self.replicas.detach()
+        self.abandon()
         for now, param in self.placed.items():
             full = self.gather_full(now, now.detach())
             original = self.originals[now].parameter(full)
             original.requires_grad_(now.requires_grad)
             fsdp_private.replace(param, original)
         fsdp_private.remove(self.module)
+
+    def abandon(self) -> None:
+        for hook in (*self.guards, *self.ended.values()):
+            hook.remove()  # the collector cannot see references of autograd: one left would keep the module alive
+        self.ended = {}
+        self.untoggle()
+        if self.replicas is not None:
+            self.replicas.detach()
 
 
 @dataclass(frozen=True)

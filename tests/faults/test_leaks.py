@@ -3,12 +3,14 @@
 import gc
 import os
 import warnings
+from itertools import product
 
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_3d import Strategy3D
+from lightning_3d.errors import PeerError
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo import MODULES
@@ -17,9 +19,17 @@ FITS = 4
 
 
 class Boom(Callback):
+    """Fails on every rank, or on the second one only."""
+
+    def __init__(self, every):
+        self.every = every
+
     def on_train_batch_start(self, trainer, *_):
-        if trainer.global_step == 2:
+        if trainer.global_step == 2 and (self.every or trainer.global_rank == 1):
             raise ValueError("boom")
+
+
+ALL, ONE = "all ranks fail", "one rank fails"
 
 
 def fits(failing, settings, folder):
@@ -29,11 +39,13 @@ def fits(failing, settings, folder):
         keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2)
         trainer = Trainer(
             **{**QUIET, "enable_checkpointing": True}, devices=2, max_steps=4, max_epochs=-1, limit_val_batches=0,
-            callbacks=[keep, *([Boom()] if failing else [])], default_root_dir=folder,
-            strategy=Strategy3D(**settings, timeout=20.0, quiet=True),
+            callbacks=[keep, *([Boom(failing == ALL)] if failing else [])], default_root_dir=folder,
+            strategy=Strategy3D(**settings, timeout=6.0 if failing == ONE else 20.0, quiet=True),
         )  # fmt: skip
         try:
             trainer.fit(MODULES["MLP"]())
+        except PeerError:
+            assert failing == ONE
         except ValueError:
             assert failing
         else:
@@ -43,16 +55,23 @@ def fits(failing, settings, folder):
     return counts
 
 
+SEVERAL = (
+    {"zero_stage": 0},
+    {"zero_stage": 1},
+    {"zero_stage": 3},
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+)
 ASYNC = {"async_checkpoint": True, "checkpoint_format": "sharded"}
 
 
 @pytest.mark.parametrize(
     ("failing", "settings"),
     [
-        (True, {"zero_stage": 3}), (False, ASYNC),
+        (ALL, {"zero_stage": 3}), (ONE, {"zero_stage": 1}), (None, ASYNC),
         *[
-            pytest.param(True, settings, marks=pytest.mark.long)
-            for settings in ({"zero_stage": 1}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, ASYNC)
+            pytest.param(failing, settings, marks=pytest.mark.long)
+            for failing, settings in product((ALL, ONE), (*SEVERAL, ASYNC))
         ],
     ],
 )  # fmt: skip

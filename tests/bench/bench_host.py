@@ -49,7 +49,6 @@ class Sharded(Net):
     def configure_model(self):
         for block in self.blocks:
             fully_shard(block, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
 class Clock(Callback):

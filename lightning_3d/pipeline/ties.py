@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lightning_3d.pipeline.split import PipelineSplit, Tie
 from lightning_3d.pipeline.wire import Wire
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import like, local
 
 _TAG = 1 << 29
@@ -26,32 +28,48 @@ class Ties:
         """
         self.wire, self.locate = wire, locate
         self.groups: dict[tuple[int, ...], list[Tie]] = {}
+        self.ties: list[Tie] = []
+        """Those of several ranks, also of others. Equal on every rank."""
         for tie in split.ties:
             ranks = tuple(sorted({stage_rank[stage] for stage in tie.stages}))
-            if len(ranks) > 1 and wire.rank in ranks:
-                self.groups.setdefault(ranks, []).append(tie)
+            if len(ranks) > 1:
+                self.ties.append(tie)
+                if wire.rank in ranks:
+                    self.groups.setdefault(ranks, []).append(tie)
 
     def sum_gradients(self) -> None:
         """Give every rank of a tie the sum of all its gradients, added in the order of ranks."""
+        if not self.ties:
+            return
+        mine = {tie.name for ties in self.groups.values() for tie in ties}
+        present = [int(tie.name in mine and self.locate(tie.name).grad is not None) for tie in self.ties]
+        hosts = talk.open_hosts(self.wire.group) if has_peers() else None
+        self._present = talk.Largest(present, hosts)
         for ranks, ties in self.groups.items():
             tensors = [self.locate(tie.name) for tie in ties]
             trained = [tensor for tensor in tensors if tensor.requires_grad]
             for dtype in dict.fromkeys(tensor.dtype for tensor in trained):
                 self._sum(ranks, [tensor for tensor in trained if tensor.dtype == dtype])
 
+    def _without_gradient(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `tensors` that have a gradient on no rank. A rank that has all of them need not ask."""
+        if all(tensor.grad is not None for tensor in tensors):
+            return []
+        named = zip(self.ties, self._present.wait(), strict=True)
+        return [self.locate(tie.name) for tie, present in named if not present]
+
     def _sum(self, ranks: tuple[int, ...], tensors: list[Tensor]) -> None:
-        present = torch.tensor([float(tensor.grad is not None) for tensor in tensors])
-        flags = present.to(tensors[0].device, tensors[0].dtype)
+        absent = {id(tensor) for tensor in self._without_gradient(tensors)}
         parts = [
             local(tensor.grad) if tensor.grad is not None else torch.zeros_like(local(tensor)) for tensor in tensors
         ]
-        mine = torch.cat([flags, *(part.detach().reshape(-1) for part in parts)])
+        mine = torch.cat([part.detach().reshape(-1) for part in parts])
         total = self._exchange(ranks, mine)
-        offset = len(tensors)
-        for index, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
+        offset = 0
+        for tensor, part in zip(tensors, parts, strict=True):
             piece = total[offset : offset + part.numel()].view(part.shape)
             offset += part.numel()
-            if total[index] == 0:
+            if id(tensor) in absent:
                 continue
             if tensor.grad is None:
                 tensor.grad = like(tensor, piece.clone())

@@ -88,8 +88,8 @@ class Wire:
         """`value` of rank `source` on every rank: any nesting of tensors and plain values.
 
         Leaves that are neither (caches, modules) arrive as None. Nesting, shapes and strings are sent only when they
-        differ from the last value of the same `site`. Else a value costs one message for all its numbers and one per
-        larger tensor.
+        differ from the last value of the same `site`. Else a value costs one message between hosts for all its Python
+        numbers, one for all scalar tensors and one per larger tensor. No host waits for a device.
         """
         if self.size == 1:
             return value
@@ -101,40 +101,48 @@ class Wire:
     def _share_mine(self, value: Any, site: Hashable) -> Any:
         header = talk.pickled(map_leaves(_header, value), _Pickler)
         known, count = self.shared.get(site, (b"", 0))
-        numbers = _numbers(value, self.device)
+        numbers = [float(leaf) for leaf in leaves(value) if _is_python_number(leaf)]
         changed = header != known
-        first = torch.tensor([len(header) if changed else 0.0], dtype=torch.float64, device=self.device)
-        body = torch.zeros(count, dtype=torch.float64, device=self.device) if changed else numbers
-        self._broadcast(torch.cat([first, body]), self.rank)
+        self._send_numbers([float(len(header)), *[0.0] * count] if changed else [0.0, *numbers])
         if changed:
-            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device), self.rank)
-            self._broadcast(numbers, self.rank)
+            self._send_numbers([*header])
+            self._send_numbers(numbers)
             self.shared[site] = (header, len(numbers))
-        for leaf in leaves(value):
-            if isinstance(leaf, Tensor) and leaf.ndim:
-                self._broadcast(leaf.detach().contiguous(), self.rank)
+        tensors = [leaf.detach() for leaf in leaves(value) if isinstance(leaf, Tensor)]
+        if scalars := [tensor.to(self.device, torch.float64) for tensor in tensors if not tensor.ndim]:
+            self._broadcast(torch.stack(scalars), self.rank)
+        for tensor in tensors:
+            if tensor.ndim:
+                self._broadcast(tensor.contiguous(), self.rank)
         return value
 
     def _share_received(self, source: int, site: Hashable) -> Any:
         header, count = self.shared.get(site, (b"", 0))
-        message = self._broadcast(torch.empty(1 + count, dtype=torch.float64, device=self.device), source)
-        numbers, length = message[1:], int(message[0].item())
+        length, *numbers = self._receive_numbers(1 + count, source)
         if length:
-            raw = self._broadcast(torch.empty(length, dtype=torch.uint8, device=self.device), source)
-            header = bytes(raw.cpu().tolist())
-            count = sum(isinstance(leaf, Number | Spec) and not leaf.shape for leaf in leaves(pickle.loads(header)))
+            header = bytes(map(int, self._receive_numbers(int(length), source)))
+            count = sum(isinstance(leaf, Number) for leaf in leaves(pickle.loads(header)))
             self.shared[site] = (header, count)
-            numbers = self._broadcast(torch.empty(count, dtype=torch.float64, device=self.device), source)
-        waiting = iter(numbers)
-        return map_leaves(lambda leaf: self._arrived(leaf, waiting, source), pickle.loads(header))
+            numbers = self._receive_numbers(count, source)
+        outline, waiting = pickle.loads(header), iter(numbers)
+        scalars = sum(isinstance(leaf, Spec) and not leaf.shape for leaf in leaves(outline))
+        arrived = iter(self._broadcast(torch.empty(scalars, dtype=torch.float64, device=self.device), source))
+        return map_leaves(lambda leaf: self._arrived(leaf, waiting, arrived, source), outline)
 
-    def _arrived(self, leaf: Any, numbers: Iterator[Tensor], source: int) -> Any:
+    def _arrived(self, leaf: Any, numbers: Iterator[float], scalars: Iterator[Tensor], source: int) -> Any:
         if isinstance(leaf, Number):
-            return leaf.kind(next(numbers).item())
+            return leaf.kind(next(numbers))
         if not isinstance(leaf, Spec):
             return leaf
-        data = self._broadcast(leaf.empty(self.device), source) if leaf.shape else next(numbers).to(leaf.dtype)
+        data = self._broadcast(leaf.empty(self.device), source) if leaf.shape else next(scalars).to(leaf.dtype)
         return not_a_view(data.requires_grad_()) if leaf.requires_grad and torch.is_grad_enabled() else data
+
+    def _send_numbers(self, numbers: Sequence[float]) -> None:
+        if numbers:
+            self.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
+
+    def _receive_numbers(self, count: int, source: int) -> list[float]:
+        return talk.receive_numbers(count, source, self.group)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():
@@ -214,7 +222,7 @@ class _Pickler(talk.Pickler):
 def _header(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return Spec.of(leaf)
-    if type(leaf) in (int, float) and abs(leaf) < 1 << 53:
+    if _is_python_number(leaf):
         return Number(type(leaf))
     if isinstance(leaf, _SIMPLE):
         return leaf
@@ -229,17 +237,5 @@ def _picklable(leaf: Any) -> bool:
     return not isinstance(leaf, nn.Module)
 
 
-def _numbers(value: Any, device: torch.device) -> Tensor:
-    """All numbers and scalar tensors, in order; float64 represents every float, and integers up to 2**53."""
-    found = [leaf for leaf in leaves(value) if _is_number(leaf)]
-    if not found:
-        return torch.zeros(0, dtype=torch.float64, device=device)
-    if not any(isinstance(leaf, Tensor) for leaf in found):
-        return torch.tensor(found, dtype=torch.float64, device=device)
-    return torch.stack([torch.as_tensor(leaf, dtype=torch.float64, device=device).detach() for leaf in found])
-
-
-def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.ndim == 0
+def _is_python_number(leaf: Any) -> bool:
     return type(leaf) in (int, float) and abs(leaf) < 1 << 53

@@ -137,6 +137,21 @@ def hosts_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return _hosts.get(world, group)
 
 
+def send_numbers(numbers: Sequence[float], source: int, group: dist.ProcessGroup) -> Tensor:
+    """Send `numbers` from this rank, `source` of `group`, to the hosts of all others; returns what was sent."""
+    message = torch.tensor(numbers, dtype=torch.float64)  # represents every float, and integers up to 2**53
+    dist.broadcast(message, group=hosts_of(group), group_src=source)
+    return message
+
+
+def receive_numbers(count: int, source: int, group: dist.ProcessGroup) -> list[float]:
+    """The `count` numbers that rank `source` of `group` sends."""
+    message = torch.empty(count, dtype=torch.float64)
+    if count:
+        dist.broadcast(message, group=hosts_of(group), group_src=source)
+    return message.tolist()
+
+
 class Largest:
     """The largest of the numbers that the ranks say, on their way. Collective, but only `wait` waits.
 

@@ -1,6 +1,7 @@
 """FSDP2 with our collectives under it gives what one process gives."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lightning_3d.comm.background_queue import BackgroundQueue
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
 from lightning_3d.comm.ledger import Ledger
@@ -151,6 +153,45 @@ def _hybrid():
 
 def test_hybrid_shard():
     assert max(run(_hybrid, world=4, group=True)) < 1e-5
+
+
+class Watched(Ring):
+    """Notes the memory of each buffer that it averages, without keeping it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.averaged = []
+
+    def all_reduce(self, buffer, *, average):
+        self.averaged.append(weakref.ref(buffer))
+        super().all_reduce(buffer, average=average)
+
+
+def _hybrid_on_streams():
+    """Without our thread, as where the device has streams. The second backward adds to gradients that are there."""
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _shard(model, reshard=True, mesh=mesh["shard"])
+    groups = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in ("shard", "replicate")}
+    opened = {name: dist.new_group(ranks, use_local_synchronization=True) for name, ranks in groups.items()}
+    replicate = Watched(opened["replicate"], Ledger(), "replicate")
+    engine = BackgroundQueue(threaded=False)
+    seam = FullySharded(model, Ring(opened["shard"], Ledger(), "shard"), engine, replicate=replicate)
+    for _ in range(2):
+        replicate.averaged.clear()
+        model(torch.randn(3, 7)).pow(2).mean().backward()
+        alive = [reference() is not None for reference in replicate.averaged]
+        seam.finish()
+        after = [reference() is not None for reference in replicate.averaged]
+    return alive, after
+
+
+def test_the_shard_of_an_all_reduce_lives_until_the_end_of_backward():
+    for alive, after in run(_hybrid_on_streams, world=4, group=True):
+        assert len(alive) == 4  # three modules and the root
+        assert all(alive)
+        assert not any(after)  # they were added to gradients: only the seam kept them
 
 
 def _native_hybrid():

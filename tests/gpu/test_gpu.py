@@ -1,4 +1,4 @@
-"""One CUDA device: every ZeRO stage and precision is plain Lightning's training, at its speed."""
+"""One CUDA device: every ZeRO stage and precision is plain Lightning's training, at its speed. Several: layouts."""
 
 import time
 
@@ -47,6 +47,35 @@ class Compiled(UntiedGPT):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compiled_blocks(stage):
     _check(f"{__name__}:Compiled", {"zero_stage": stage}, GPU)
+
+
+def _several(number):
+    """Skips a test that needs `number` devices; each rank has one, as NCCL demands."""
+    here = torch.cuda.device_count()
+    return pytest.mark.skipif(here < number, reason=f"needs {number} CUDA devices, {here} are here")
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        pytest.param(world, strategy, marks=_several(world))
+        for world, strategy in [
+            *((2, {"zero_stage": stage}) for stage in (0, 1, 2, 3)),
+            (2, {"tensor_parallel_size": 2}),
+            (2, {"pipeline_parallel_size": 2}),
+            (2, {"zero_stage": 3, "offload": "all"}),
+            (4, {"zero_stage": 3, "zero_shard_size": 2}),
+            (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
+            (4, {"pipeline_parallel_size": 2, "zero_stage": 2}),
+            (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ]
+    ],
+)
+def test_layouts_of_several_devices_are_one_device(world, strategy):
+    trainer = {**GPU, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference("GPT", attributes, trainer)
+    assert_same(run(train, "GPT", world, strategy, attributes, trainer, world=world, timeout=300), wanted, 1e-4)
 
 
 def _check(name, strategy, trainer, eps=0.0):

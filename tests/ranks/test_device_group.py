@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from lightning_3d import Strategy3D
 from lightning_3d.comm.background_queue import BackgroundQueue
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.hierarchical import Hierarchical
@@ -17,8 +20,10 @@ from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
 from lightning_3d.optim.step import move_states
 from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import open_groups
+from lightning_3d.ranks.shards import unsharded
 from tests.workers import run
 
 
@@ -105,6 +110,29 @@ def _mixed():
 
 def test_a_group_of_two_backends_is_used_as_it_is():
     run(_mixed, world=2, group=True)
+
+
+def _offloaded():
+    mesh = init_device_mesh("meta", (2,))
+    tensor = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)], run_check=False)
+    tensor._local_tensor = torch.ones(2)  # as FSDP2 offloads it: host memory on a mesh of devices
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # gathered there, then sent home
+        unsharded(tensor)
+
+
+def test_an_offloaded_shard_is_gathered_on_the_device_of_its_mesh():
+    run(_offloaded, world=2, group=True)
+
+
+def test_no_precision_asks_for_cuda_before_processes_start(monkeypatch):
+    def refused():
+        raise AssertionError("asked for CUDA in the parent")
+
+    monkeypatch.setattr(torch.cuda, "is_available", refused)
+    for precision in ("32-true", "bf16-mixed", "16-mixed"):
+        strategy = Strategy3D(precision_plugin=Precision3D(precision))
+        strategy.precision_plugin.compute_on(torch.device("cpu"))
+        assert strategy.precision_plugin.half_dtype() in (None, torch.bfloat16, torch.float16)
 
 
 def test_states_of_offloaded_parameters_stay_with_them():

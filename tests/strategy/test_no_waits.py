@@ -1,0 +1,131 @@
+"""No host waits for its device in a steady step: nothing in Python reads a number from a tensor of the training.
+
+On CPUs each read is counted by the line that asks for it. Where there is a GPU, torch itself raises (tests/gpu).
+"""
+
+import os
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET
+from tests.workers import run
+
+READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+    "equal",
+    "allclose",
+)
+HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/")
+"""Read numbers of the host alone: messages over gloo, seeds, and the step counts of torch's optimizers."""
+FIRST, LAST = 5, 15
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 32)
+        layer = {"d_model": 32, "nhead": 2, "dim_feedforward": 64, "dropout": 0.0, "batch_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(**layer) for _ in range(4))
+        self.head = nn.Linear(32, 32)
+
+    def training_step(self, batch, batch_idx):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self):
+        return DataLoader(torch.randint(0, 32, (4 * 20, 8)), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Count(Callback):
+    """The lines that read a number between two steps, other than of the host's own."""
+
+    def __init__(self):
+        self.found, self.counting = Counter(), False
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.counting = FIRST <= batch_idx < LAST
+
+    def patch(self, monkeypatch):
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, self._reading(name))
+
+    def _reading(self, name):
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor, *args, **kwargs):
+            if self.counting:
+                frame = sys._getframe(1)
+                while "/torch/" in frame.f_code.co_filename and "/torch/optim/" not in frame.f_code.co_filename:
+                    frame = frame.f_back
+                place = frame.f_code.co_filename.replace(os.sep, "/")
+                if not any(host in place for host in HOSTS):
+                    self.found[f"{name} in {'/'.join(place.split('/')[-2:])}:{frame.f_lineno}"] += 1
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+
+def _reads(strategy, trainer):
+    count = Count()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count.patch(monkeypatch)
+        flags = {"devices": 2, "max_steps": LAST + 2, "limit_val_batches": 0, "callbacks": [count], **trainer}
+        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy, quiet=True)).fit(Net())
+    return dict(count.found)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({"zero_stage": 0}, {"gradient_clip_val": 0.5}),
+        ({"zero_stage": 1}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_steps": 9}),
+        ({"zero_stage": 2}, {}),
+        ({"zero_stage": 3}, {"precision": "bf16-mixed"}),
+        ({"tensor_parallel_size": 2}, {"gradient_clip_val": 0.5}),
+        ({"pipeline_parallel_size": 2}, {}),
+    ],
+    ids=["zero0", "zero1", "zero2", "zero3", "tensor", "pipeline"],
+)
+def test_nothing_reads_a_number_in_a_steady_step(strategy, trainer):
+    assert run(_reads, strategy, trainer, world=2) == [{}, {}]
+
+
+def _control():
+    class Reading(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            float(loss)
+            return loss
+
+    count = Count()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count.patch(monkeypatch)
+        flags = {"devices": 1, "max_steps": LAST + 2, "limit_val_batches": 0, "callbacks": [count]}
+        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(quiet=True)).fit(Reading())
+    return sum(number for line, number in count.found.items() if "__float__ in" in line and "test_no_waits" in line)
+
+
+def test_a_read_is_found():
+    assert run(_control, world=1) == [LAST - FIRST]

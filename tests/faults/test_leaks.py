@@ -40,7 +40,7 @@ def fits(failing, settings, folder):
         trainer = Trainer(
             **{**QUIET, "enable_checkpointing": True}, devices=2, max_steps=4, max_epochs=-1, limit_val_batches=0,
             callbacks=[keep, *([Boom(failing == ALL)] if failing else [])], default_root_dir=folder,
-            strategy=Strategy3D(**settings, timeout=6.0 if failing == ONE else 20.0, quiet=True),
+            strategy=Strategy3D(**settings, timeout=12.0 if failing == ONE else 20.0, quiet=True),
         )  # fmt: skip
         try:
             trainer.fit(MODULES["MLP"]())

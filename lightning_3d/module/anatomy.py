@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+PRODUCTS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""Layers whose weight and bias autocast casts."""
+
 
 @dataclass(frozen=True)
 class Chain:

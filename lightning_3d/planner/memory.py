@@ -146,6 +146,8 @@ def _after_forward(
             # the first gradients come with the first activations gone
             later = activations * (1 - 1 / microbatches) + gradients
             activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
+    elif microbatches > 1:  # backward begins with the loss, beside the gradients of earlier microbatches
+        head += loss
     elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
         head, gradients = head + loss, 0.0
     return RankMemory(

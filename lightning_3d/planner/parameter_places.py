@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
-from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain
 
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
 
@@ -61,13 +61,9 @@ def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-_PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
-"""Modules whose weights and biases autocast casts."""
-
-
 def products(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that only products use. A head that is tied to an embedding is none."""
-    parts = [part for part in module.modules() if isinstance(part, _PRODUCTS)]
+    parts = [part for part in module.modules() if isinstance(part, (*PRODUCTS, nn.MultiheadAttention))]
     others = {id(p) for part in module.modules() if part not in parts for p in part.parameters(recurse=False)}
     yield from (p for part in parts for p in part.parameters(recurse=False) if id(p) not in others)
 

@@ -12,16 +12,11 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.anatomy import PRODUCTS
 from lightning_3d.zero import fsdp_private
 
 _WEIGHT = ("weight", "bias")
-_CAST: dict[Any, tuple[str, ...]] = {
-    kind.forward: _WEIGHT
-    for kind in (
-        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-        nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    )
-}  # fmt: skip
+_CAST: dict[Any, tuple[str, ...]] = {kind.forward: _WEIGHT for kind in PRODUCTS}
 _CAST[nn.MultiheadAttention.forward] = (
     "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight",
 )  # fmt: skip

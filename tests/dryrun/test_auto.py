@@ -16,7 +16,7 @@ class Wide(MLP):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(8)))
+        self.blocks = nn.Sequential(*(nn.Linear(10_000, 10_000) for _ in range(12)))
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

@@ -43,11 +43,11 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
 
 
 class HookRules(Rule):
-    """The rules for the code called `name` between steps of a module that is `composed`.
+    """The rules for the code called `name` between steps of `parallel`.
 
     Args:
         name: of a hook or an optimizer's step, for errors.
-        composed: None before the module is placed.
+        parallel: None before the module is placed.
         read: places in the code at which numbers were read from weights.
         gathered: gathered parameters with the shards to use in their place.
         numbers: gives numbers of other stages' tensors; without it they are refused.
@@ -57,7 +57,7 @@ class HookRules(Rule):
     def __init__(
         self,
         name: str,
-        composed: ParallelModule | None,
+        parallel: ParallelModule | None,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
         numbers: RemoteNumbers | None = None,
@@ -65,9 +65,9 @@ class HookRules(Rule):
     ) -> None:
         self.shard_of = {id(whole): shard for whole, shard in gathered}
         self.name, self.read, self.remedy = name, read, remedy
-        self.shards = None if composed is None else ShardRules(name, composed, remedy)
+        self.shards = None if parallel is None else ShardRules(name, parallel, remedy)
         self.numbers = numbers
-        self.one_stage = composed is not None and composed.stages is None
+        self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
         if self.shard_of and call.func != _GRAD:  # gradients of a window are where it is gathered
@@ -133,7 +133,7 @@ class HookRules(Rule):
         if self.shards is None:
             return unsharded(tensor)
         owner = self.shards.owner(tensor, "reads numbers from")
-        return unsharded(tensor) if owner is None else self.shards.composed.gather_full(owner, tensor)
+        return unsharded(tensor) if owner is None else self.shards.parallel.gather_full(owner, tensor)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:

@@ -51,7 +51,7 @@ gradients."""
 def wrap_hooks(
     module: LightningModule,
     callbacks: Sequence[Callback],
-    composed: Callable[[], ParallelModule | None],
+    parallel: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
 ) -> Callable[[], None]:
     """Run these hooks of the module and of the user's callbacks in `HookRules`. Returns a function that undoes it.
@@ -59,7 +59,7 @@ def wrap_hooks(
     Args:
         module: the user's.
         callbacks: the Trainer's.
-        composed: gives the parallel module, once a hook runs.
+        parallel: gives the parallel module, once a hook runs.
         data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
             to gathered ones is lost.
     """
@@ -72,7 +72,7 @@ def wrap_hooks(
             trusted = hook.__module__.startswith(("lightning.", "lightning_3d.")) and not isinstance(owner, AVERAGES)
             if name not in owner.__dict__ and not trusted:
                 at = f"{type(owner).__name__}.{name}"
-                owner.__dict__[name] = _watched(hook, at, module, composed, data)
+                owner.__dict__[name] = _watched(hook, at, module, parallel, data)
                 watched.append((owner, name))
 
     def undo() -> None:
@@ -86,7 +86,7 @@ def _watched(
     hook: Callable[..., Any],
     name: str,
     module: LightningModule,
-    composed: Callable[[], ParallelModule | None],
+    parallel: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
 ) -> Callable[..., Any]:
     read: set[str] = set()
@@ -97,7 +97,7 @@ def _watched(
 
     @wraps(hook)  # Lightning looks at what it takes
     def run(*args: Any, **kwargs: Any) -> Any:
-        placed, gathered = composed(), data().gathered()
+        placed, gathered = parallel(), data().gathered()
         if gathered and kind not in (*_WITHIN, *_IN_WINDOWS):
             data().reshard()
             gathered = ()

@@ -27,17 +27,17 @@ def is_copy(tensor: Any) -> bool:
 
 
 class ShardRules(TorchDispatchMode):
-    """Entered around one operation of the code called `name`, which uses parameters of the `composed` module.
+    """Entered around one operation of the code called `name`, which uses parameters of `parallel.module`.
 
     Args:
         name: for errors.
-        composed: knows how each parameter is sharded.
+        parallel: knows how each parameter is sharded.
         remedy: the end of each error: another way.
     """
 
-    def __init__(self, name: str, composed: ParallelModule, remedy: str) -> None:
+    def __init__(self, name: str, parallel: ParallelModule, remedy: str) -> None:
         super().__init__()
-        self.name, self.composed, self.remedy = name, composed, remedy
+        self.name, self.parallel, self.remedy = name, parallel, remedy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +68,7 @@ class ShardRules(TorchDispatchMode):
                 f"{self.name} draws random numbers ({name}) by the values of a sharded tensor. They would not be those"
                 f" of one device. Draw them with torch.rand_like(weight) first. {self.remedy}"
             )
-        if self.composed.stages is not None and self._is_gradient(drawn_for):
+        if self.parallel.stages is not None and self._is_gradient(drawn_for):
             raise UnsupportedError(
                 f"{self.name} draws random numbers for a gradient. Other stages of the pipeline do not have it and"
                 " would draw nothing, so all later random numbers would differ. Draw them for the parameter"
@@ -76,7 +76,7 @@ class ShardRules(TorchDispatchMode):
             )
         here = drawn_for.device
         if drawn_for.is_meta:  # all ranks go through as many numbers
-            here = next((p.device for p in self.composed.module.parameters() if not p.is_meta), torch.device("cpu"))
+            here = next((p.device for p in self.parallel.module.parameters() if not p.is_meta), torch.device("cpu"))
         whole = torch.empty_strided(drawn_for.shape, drawn_for.stride(), dtype=drawn_for.dtype, device=here)
         drawn = func(whole, *args[1:], **kwargs)
         if drawn_for.is_meta:
@@ -85,18 +85,18 @@ class ShardRules(TorchDispatchMode):
             owner = self.owner(drawn_for, "draws random numbers for")
             if owner is None:
                 raise self._unknown(drawn_for, "draws random numbers for")
-            drawn = like(drawn_for, local(self.composed.take_shard(owner, drawn)))
+            drawn = like(drawn_for, local(self.parallel.take_shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
     def _concerns(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, DTensor) or self.composed.stages is None:
+        if isinstance(tensor, DTensor) or self.parallel.stages is None:
             return isinstance(tensor, DTensor)
         if tensor.is_meta:
-            return any(p.is_meta and p.shape == tensor.shape for p in self.composed.module.parameters())
+            return any(p.is_meta and p.shape == tensor.shape for p in self.parallel.module.parameters())
         return self._is_gradient(tensor)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        gradients = (p.grad for p in self.composed.module.parameters() if not p.is_meta)
+        gradients = (p.grad for p in self.parallel.module.parameters() if not p.is_meta)
         return any(grad is not None and storage(grad) == storage(tensor) for grad in gradients)
 
     def owner(self, tensor: DTensor, does: str) -> nn.Parameter | None:
@@ -106,12 +106,12 @@ class ShardRules(TorchDispatchMode):
         """
         alike = [
             p
-            for p in self.composed.module.parameters()
+            for p in self.parallel.module.parameters()
             if isinstance(p, DTensor) and (p.shape, p.placements) == (tensor.shape, tensor.placements)
         ]
         itself = [p for p in alike if storage(tensor) in {storage(each) for each in (p, p.grad) if each is not None}]
         found = itself or alike
-        if len({self.composed.splits.get(p) for p in found}) > 1:
+        if len({self.parallel.splits.get(p) for p in found}) > 1:
             raise self._unknown(tensor, does)
         return found[0] if found else None
 
@@ -125,7 +125,7 @@ class ShardRules(TorchDispatchMode):
         for view in tree_leaves(result):
             if isinstance(view, DTensor) and (is_copy(source) or storage(view) != storage(source)):
                 owner = self.owner(source, "takes a slice of") if isinstance(source, DTensor) else None
-                split = None if owner is None else self.composed.splits.get(owner)
+                split = None if owner is None else self.parallel.splits.get(owner)
                 if split is not None and max(map(len, split.pieces)) > 1:
                     raise UnsupportedError(
                         f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}). Each tensor rank"

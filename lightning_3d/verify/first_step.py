@@ -84,14 +84,14 @@ class FirstStep:
                 scaled = loss * torch.as_tensor(scale, dtype=torch.float64, device=loss.device)  # in fp16: infinite
                 self.twin.module.backward(scaled)
 
-    def compare(self, composed: ParallelModule, group: dist.ProcessGroup, scale: float) -> bool:
+    def compare(self, parallel: ParallelModule, group: dist.ProcessGroup, scale: float) -> bool:
         """Raise on every rank if a gradient differs from the unsplit module's by more than rounding. Collective.
 
         True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
         """
         if not has_peers():
             return False
-        found = [self._compared(name, parameter, composed, group, scale) for name, parameter in _here(composed)]
+        found = [self._compared(name, parameter, parallel, group, scale) for name, parameter in _here(parallel)]
         typical = _typical(found)
         worst, unknown = _worst([each.relative(typical) for each in found])
         everyone = talk.gather([each for each in (worst, unknown) if each is not None])
@@ -118,14 +118,14 @@ class FirstStep:
             )
 
     def _compared(
-        self, name: str, parameter: nn.Parameter, composed: ParallelModule, group: dist.ProcessGroup, scale: float
+        self, name: str, parameter: nn.Parameter, parallel: ParallelModule, group: dist.ProcessGroup, scale: float
     ) -> Compared:
         mine = self.twin.module.get_parameter(name)
         mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
         dist.all_reduce(mean, group=group)
         mean = mean / (dist.get_world_size(group) * scale)
         held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
-        grad = (local(composed.gather_full(parameter, held)).to_dense() / scale).to(mean)
+        grad = (local(parallel.gather_full(parameter, held)).to_dense() / scale).to(mean)
         finite = [bool(each.isfinite().all()) for each in (grad, mean)]
         if not all(finite):
             return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)
@@ -171,5 +171,5 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
 
 
-def _here(composed: ParallelModule) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in composed.module.named_parameters() if not p.is_meta and p.requires_grad]
+def _here(parallel: ParallelModule) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in parallel.module.named_parameters() if not p.is_meta and p.requires_grad]

@@ -19,17 +19,17 @@ CHUNK = 16 * 65521
 class ReplicaCheck:
     """Checks that tensors of which several ranks have a copy are equal on all of them, bit by bit."""
 
-    def __init__(self, composed: ParallelModule, layout: Layout, device: torch.device) -> None:
-        self.composed, self.layout, self.device = composed, layout, device
-        self.buffers = [name for name, _ in composed.module.named_buffers()]
+    def __init__(self, parallel: ParallelModule, layout: Layout, device: torch.device) -> None:
+        self.parallel, self.layout, self.device = parallel, layout, device
+        self.buffers = [name for name, _ in parallel.module.named_buffers()]
         """Those that all ranks know of: some are made while a stage trains."""
 
     def check(self, step: int) -> None:
         """Raise on every rank, naming the first parameter or buffer that is not. Collective over the world."""
         if not has_peers():
             return
-        named: list[tuple[str, Tensor | None]] = list(self.composed.module.named_parameters())
-        parameters, buffers = len(named), dict(self.composed.module.named_buffers())
+        named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
+        parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
         named += [(name, buffers.get(name)) for name in self.buffers]
         mine = torch.tensor([[digest(t), _axes(t)] for _, t in named], device=self.device)
         world = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

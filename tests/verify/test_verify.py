@@ -249,10 +249,10 @@ def _lose(stage):
     """Rank 1 loses a gradient."""
     reduced = FirstStep.compare
 
-    def compare(self, composed, group, scale):
+    def compare(self, parallel, group, scale):
         if os.environ["RANK"] == "1":
-            composed.module.net[0].weight.grad = None
-        return reduced(self, composed, group, scale)
+            parallel.module.net[0].weight.grad = None
+        return reduced(self, parallel, group, scale)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstStep, "compare", compare)

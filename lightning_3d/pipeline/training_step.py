@@ -133,8 +133,8 @@ class TrainingStep:
         assert self.full_trace is not None
         outputs = []
         for earlier in (self.seed, self.seed ^ 1):
-            with trial(self.pipeline.module, gradients=False, optimizers=False, logs=False):
-                received = [tensor.detach().clone() for tensor in joined]
+            with trial(self.pipeline.module, gradients=True, optimizers=False, logs=False):
+                received = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in joined]
                 output = play(
                     self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, received, Record(),
                     earlier=earlier,
@@ -197,9 +197,10 @@ def choose_head(whole: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, lis
         if _MIXED not in dims:
             return index, [None if dim == _CONSTANT else dim for dim in dims]
     raise PipelineSplitError(
-        "loss_scope='batch': the last stage begins with values that each microbatch has computed from its own rows"
-        " (a mean, say), so that they do not join to the value of the full batch. Name a cut before them with"
-        " pipeline_split, or use loss_scope='microbatch'."
+        "the loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
+        " begins with values that each microbatch has computed from its own rows (a mean, say), so that they do not"
+        " join to the value of the full batch. Name a cut before them with pipeline_split, or use"
+        " loss_scope='microbatch'."
     )
 
 

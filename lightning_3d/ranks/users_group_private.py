@@ -84,7 +84,9 @@ def _shown() -> dist.ProcessGroup:
 def _default_group(plain: Callable[[], Any]) -> Any:
     entry, caller = _call(sys._getframe(2))
     named = entry.f_locals.get("group")
-    explicit = named is not None and named is not _torch._world.default_pg
+    # nobody but own code passes the group of all ranks to torch.distributed.nn, which is between it and the look-up
+    between = str(caller.f_globals.get("__name__")).startswith("torch.distributed.nn")
+    explicit = named is not None and (between or named is not _torch._world.default_pg)
     if explicit or not _is_users(caller):
         return plain()
     if entry.f_code.co_name.startswith(("new_", "split_group")):

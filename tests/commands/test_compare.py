@@ -87,7 +87,7 @@ def test_folders_without_jobs_are_one_line(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "nowhere")]) == 2
     assert "is no directory" in capsys.readouterr().err
     assert main(["compare", str(tmp_path)]) == 2
-    assert "holds no job of a Hydra sweep" in capsys.readouterr().err
+    assert "has no job of a Hydra sweep" in capsys.readouterr().err
     job(tmp_path, "0", ["lr=1"])
     assert main(["compare", str(tmp_path)]) == 2
     assert "Strategy3D writes it when `fit` ends" in capsys.readouterr().err

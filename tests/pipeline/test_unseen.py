@@ -42,7 +42,7 @@ def test_packed_sequences_beside_tensor_ranks():
 
 
 def fitted(name):
-    fit(partial(oddities.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4})
+    fit(partial(oddities.build, name), {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": "microbatch"})
 
 
 def test_a_shape_that_depends_on_values_is_named():

@@ -11,7 +11,7 @@ from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
-from tests.zoo import blocks, odd_blocks
+from tests.zoo import blocks, odd_attention
 
 
 def known(module, size=2):
@@ -68,7 +68,7 @@ def test_sections_in_another_order_are_seen(block):
 
 
 def test_a_parameter_whose_gradient_is_not_summed_is_seen():
-    study = known(odd_blocks.HeadNorm())
+    study = known(odd_attention.HeadNorm())
     plan, _ = find_plan(study, {}, must=False)
     assert plan.summed == ("norm.weight",)
     with pytest.raises(Refused, match=r"gradient of norm\.weight"):

@@ -25,6 +25,7 @@ from lightning_3d.dryrun.lone_rank import become_lone_rank
 from lightning_3d.dryrun.measure import RankMeter, steps_of
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.errors import Lightning3DError
+from lightning_3d.ranks.users_group_private import forget_groups
 
 SAVING = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
 """Hooks in which Lightning's callbacks save."""
@@ -132,6 +133,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
 def _become(world: World, rank: int) -> None:
     torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
     world.rank = rank
+    forget_groups()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
 
 

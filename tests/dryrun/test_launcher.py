@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch import distributed as dist
 
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
@@ -48,6 +49,17 @@ def test_a_strategy_alone_fails_where_the_job_would(capfd):
     with pytest.raises(RunError, match="6 ranks cannot be split into tensor_parallel_size=4"):
         trainer.fit(MLP())
     assert "LayoutError" in capfd.readouterr().out
+
+
+def test_a_process_that_trains_by_itself_is_simulated_and_keeps_its_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dry("MLP", "1x4xcpu", {"zero_stage": 1}).errors == ()
+        one = torch.ones(())
+        dist.all_reduce(one)
+        assert one == dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_rank_of_each_stage_is_simulated():

@@ -366,7 +366,7 @@ class Strategy3D(Training):
 
     def teardown(self) -> None:
         """Undo what the run changed. The module is then plain and unsplit on every rank, as after one device."""
-        if not self._failed:
+        if not self._failed and self._steps is not None:
             self._end_of_run()
         self._undo.close()
         self._parallel, self._steps = None, None

@@ -21,9 +21,9 @@ from forecast import beside_the_plan, forecast
 from gpt_from_scratch import ByteGPT, StandardLibrary
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
-from torch import distributed as dist
 
 from lightning_3d import Layout, Strategy3D
+from lightning_3d.ranks import talk
 
 STEPS, BATCH, MICROBATCHES = 30, 16, 4
 SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
@@ -43,9 +43,7 @@ class Notes(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         mine = sum(map(local_bytes, states_of(trainer, module)))
-        held = [mine] * trainer.world_size
-        if dist.is_initialized():
-            dist.all_gather_object(held, mine)
+        held = talk.gather(mine) if trainer.world_size > 1 else [mine]
         step = median(after - before for before, after in pairwise(self.ends))
         if trainer.is_global_zero:
             self.file.write_text(json.dumps({"losses": self.losses, "held": held, "step": step}))

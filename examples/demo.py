@@ -23,7 +23,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 
 from lightning_3d import Layout, Strategy3D
-from lightning_3d.ranks import talk
 
 STEPS, BATCH, MICROBATCHES = 30, 16, 4
 SIZES = {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
@@ -43,7 +42,7 @@ class Notes(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         mine = sum(map(local_bytes, states_of(trainer, module)))
-        held = talk.gather(mine) if trainer.world_size > 1 else [mine]
+        held = trainer.strategy.all_gather(torch.tensor([mine])).flatten().tolist()
         step = median(after - before for before, after in pairwise(self.ends))
         if trainer.is_global_zero:
             self.file.write_text(json.dumps({"losses": self.losses, "held": held, "step": step}))

@@ -27,7 +27,16 @@ from lightning_3d.errors import UnsupportedError
 
 _torch: Any = distributed_c10d
 _C10D = (distributed_c10d.__name__, "torch.distributed.c10d_logger", __name__)
-_BETWEEN = ("torch.overrides", "lightning_3d.pipeline.traced_tensor", "lightning_3d.sandbox.interceptor")
+_BETWEEN = (
+    "torch.overrides",
+    "lightning_3d.pipeline.traced_tensor",
+    "lightning_3d.sandbox.interceptor",
+    "lightning_3d.sandbox.silence",
+    "lightning_3d.tensor.late_gather",
+    "lightning_3d.tensor.regions",
+    "lightning_3d.tensor.vocabulary",
+    "lightning_3d.usercode.between_steps",
+)
 """Modules that call a function in place of the code that called it."""
 _OWN = ("lightning_3d", "lightning", "lightning_fabric", "pytorch_lightning", "torch")
 """Packages that mean all ranks ..."""

@@ -279,6 +279,12 @@ class Processes(ParallelStrategy):
             group = self.data_group
         return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from every rank of the world, on all axes, or from `group` if given."""
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        return super().all_gather(tensor, group, sync_grads)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
         if not dist.is_initialized():

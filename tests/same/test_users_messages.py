@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import all_gather, get_world_size
+from torch.distributed.nn.functional import all_gather as gathered
 from torch.distributed.nn.functional import all_reduce as summed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -151,6 +152,48 @@ def test_messages_without_a_group_go_to_the_data_ranks(layout, name):
             torch.testing.assert_close(
                 got[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
             )
+
+
+class InHooks(Blocks):
+    """Messages of hooks and callbacks: its own go to the data ranks, those through Lightning to all ranks."""
+
+    def training_step(self, batch, index):
+        return F.mse_loss(self(batch[0]), batch[0][:, :5])
+
+    def on_train_batch_end(self, *_):
+        mean = self.center + dist.get_rank()
+        dist.all_reduce(mean)
+        self.center.add_(mean / dist.get_world_size())
+
+    def on_train_end(self):
+        rank, mine = torch.tensor(self.trainer.global_rank), torch.tensor(dist.get_rank())
+        every = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        self.seen = {
+            "own": torch.stack(every).tolist(),
+            "module": self.all_gather(rank).tolist(),
+            "strategy": self.trainer.strategy.all_gather(rank).tolist(),
+            "differentiable": [int(value) for value in gathered(mine)],
+        }
+
+
+def seen_in_hooks(strategy, world):
+    module = InHooks()
+    made = Trainer(
+        strategy=Strategy3D(quiet=True, timeout=40, **strategy), **{**QUIET, "devices": world, "max_steps": 2}
+    )
+    seed_everything(3, verbose=False)
+    made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
+    return module.seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_of_hooks(layout):
+    world, strategy = LAYOUTS[layout]
+    data = list(range(DATA))
+    every = list(range(world))
+    for seen in run(seen_in_hooks, strategy, world, world=world):
+        assert seen == {"own": data, "module": every, "strategy": every, "differentiable": data}
 
 
 class MakesAGroup(Blocks):

@@ -168,13 +168,13 @@ PRIVATE = {
         "_module_state_mapping": "zero/fsdp_private",
     },
     "torch.distributed.distributed_c10d": {
-        "_World": "ranks/users_group_private",
+        "_World": "ranks/inherited_groups_private",
         "_WorldMeta": "ranks/users_group_private",
         "_canonicalize_group_rank": "ranks/users_group_private",
         "_get_default_group": "ranks/users_group_private",
         "_get_default_store": "faults/watchdog ranks/talk",
-        "_unregister_all_process_groups": "ranks/users_group_private",
-        "_world": "ranks/users_group_private",
+        "_unregister_all_process_groups": "ranks/inherited_groups_private",
+        "_world": "ranks/inherited_groups_private ranks/users_group_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_api": {
         "AllGather": "zero/fsdp_private",

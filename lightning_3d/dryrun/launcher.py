@@ -17,6 +17,7 @@ from lightning_3d.dryrun.simulated_rank import SimulatedRank
 from lightning_3d.errors import LayoutError
 from lightning_3d.launch.lightning_private import Launcher
 from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.ranks.inherited_groups_private import existing_groups
 
 
 class DryLauncher(Launcher):
@@ -73,6 +74,7 @@ class DryLauncher(Launcher):
         """The reports of `ranks`, simulated as many at a time as there are cores."""
         reports: list[RankReport] = []
         running: list[SimulatedRank] = []
+        inherited = existing_groups()  # none may end in a simulated rank
         try:
             while ranks or running:
                 while ranks and len(running) < (os.cpu_count() or 1):
@@ -83,6 +85,7 @@ class DryLauncher(Launcher):
             for rank in running:
                 rank.kill()
             raise
+        del inherited
         return reports
 
 

@@ -25,7 +25,7 @@ from lightning_3d.dryrun.lone_rank import become_lone_rank
 from lightning_3d.dryrun.measure import RankMeter, steps_of
 from lightning_3d.dryrun.report import RankReport
 from lightning_3d.errors import Lightning3DError
-from lightning_3d.ranks.users_group_private import forget_groups
+from lightning_3d.ranks.inherited_groups_private import forget_groups
 
 SAVING = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
 """Hooks in which Lightning's callbacks save."""

@@ -4,13 +4,10 @@
 the job ends (DTensor caches every mesh), and with NCCL each takes device memory.
 """
 
-import gc
-import os
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 from torch import distributed as dist
@@ -18,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.mesh import build_mesh
 from lightning_3d.ranks.users_group_private import UsersGroups
 
@@ -98,7 +96,7 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
 
 
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
-    _freeze_garbage_in_forks()
+    freeze_garbage_in_forks()
     mesh = build_mesh(layout, device_type, timeout)
     for group in (dist.group.WORLD, *map(mesh.get_group, AXES)):
         assert group is not None
@@ -124,16 +122,6 @@ def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelt
     data = _new_group(layout, here, timeout, lambda data: 0)
     alone = data if layout.data_parallel_size == 1 else dist.new_group([rank], timeout, use_local_synchronization=True)
     return UsersGroups(data, alone)
-
-
-@cache
-def _freeze_garbage_in_forks() -> None:
-    """Keep forked processes, such as dataloader workers, from collecting the garbage that they inherit.
-
-    Garbage may contain a finished run (groups, mesh and DTensor refer to each other). A worker that collects it ends
-    the run's process groups and waits forever for their threads, which a fork does not have.
-    """
-    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ not do: torch takes the rank in any other group from it.
 
 During a run ahead of training each rank is alone. Data ranks may run other code there, and would wait for each other.
 
-Read in torch 2.13: `_get_default_group`, `_canonicalize_group_rank`, the property `WORLD`, `_world` and `_World`.
+Read in torch 2.13: `_get_default_group`, `_canonicalize_group_rank`, the property `WORLD` and `_world`.
 """
 
 import sys
@@ -83,16 +83,6 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _Now.alone = before
-
-
-def forget_groups() -> None:
-    """Let a forked process begin without the process groups of its parent, whose threads it does not have."""
-    _inherited.append(_torch._world)  # never freed: the end of a group waits for its threads
-    _torch._world = _torch._World()
-    _torch._unregister_all_process_groups()
-
-
-_inherited: list[Any] = []
 
 
 def _shown() -> dist.ProcessGroup:

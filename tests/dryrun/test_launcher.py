@@ -11,6 +11,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import RunError
+from lightning_3d.ranks.inherited_groups_private import existing_groups
 from tests.dryrun.compare import FLAGS, dry
 from tests.zoo.vectors import MLP
 
@@ -63,6 +64,19 @@ def test_a_process_that_trains_by_itself_is_simulated_and_keeps_its_group():
     finally:
         if started:
             dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("default")
+def test_groups_of_an_earlier_run_do_not_end_in_a_simulated_rank():
+    """They would wait for threads that a fork does not have. One that was destroyed lives while anything knows it."""
+    ours = not dist.is_initialized()
+    Trainer(**FLAGS, strategy=Strategy3D(zero_stage=1)).fit(MLP())
+    groups = existing_groups()
+    if ours:
+        dist.destroy_process_group()
+    assert groups
+    del groups
+    assert dry("MLP", "1x4xcpu", {"zero_stage": 1, "pipeline_parallel_size": 2}).errors == ()
 
 
 def test_one_rank_of_each_stage_is_simulated():

@@ -16,7 +16,7 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.question import TOKENS_PER_PARAMETER
 from lightning_3d.planner.scale import LOST_SECONDS, running_share
-from lightning_3d.planner.search import ANYTHING, Pins, families, leanest, search
+from lightning_3d.planner.search import ANYTHING, Pins, can_fit, families, leanest
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
 
 
@@ -96,7 +96,7 @@ def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
 
 def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     """Changes that make the job fit: fewer fixed sizes, more devices, or larger ones."""
-    if pins != ANYTHING and search(job, cluster):
+    if pins != ANYTHING and can_fit(job, cluster):
         return "It fits when the search is free: leave out the flags that fix the layout."
     more = _more_devices(job, cluster, pins)
     larger = _larger_device(job, cluster, pins, catalogue)
@@ -127,7 +127,7 @@ def _more_devices(job: Job, cluster: Cluster, pins: Pins) -> int | None:
     while devices < 16384:
         devices *= 2
         batch = -(-job.batch // devices) * devices
-        if search(replace(job, batch=batch), Cluster.of(cluster.accelerator, devices), pins):
+        if can_fit(replace(job, batch=batch), Cluster.of(cluster.accelerator, devices), pins):
             return devices
     return None
 
@@ -137,7 +137,7 @@ def _larger_device(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
     devices = sorted(catalogue.complete, key=lambda device: device.memory_gb)
     for device in devices:
         larger = device.runs_here and device.memory_gb > cluster.accelerator.memory_gb
-        if larger and search(job, Cluster.of(device, cluster.devices), pins):
+        if larger and can_fit(job, Cluster.of(device, cluster.devices), pins):
             return device
     return None
 

@@ -42,6 +42,18 @@ def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
     return []
 
 
+def can_fit(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> bool:
+    """True where `search` would find a plan. Each split of the devices is tried with the least memory."""
+    leanest_of: dict[tuple[int, int], Family] = {}
+    for family in families(job, cluster, pins):  # the smallest microbatch and the schedule that holds least come first
+        leanest_of.setdefault((family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size), family)
+    return any(
+        _least_stage(job, cluster, family, pins, pins.recompute or "full", offload)
+        for offload in (OFFLOAD if pins.offload is None else (pins.offload,))
+        for family in leanest_of.values()
+    )
+
+
 def leanest(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> Plan | None:
     """The plan that needs least memory per device, whether it fits or not; None where no layout divides at all."""
     recompute, offload = pins.recompute or "full", pins.offload or "all"

@@ -1,3 +1,4 @@
+import itertools
 import time
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from lightning_3d.planner.memory import (
 )
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.search import ANYTHING, Pins, distinct, even_chunks, families, search
+from lightning_3d.planner.search import ANYTHING, Pins, can_fit, distinct, even_chunks, families, search
 from lightning_3d.planner.step_time import link_rate
 
 CATALOGUE = Catalogue.load()
@@ -68,6 +69,21 @@ def test_no_layout_that_fits_is_faster_than_the_best():
         for recompute in ("none", "selective", "full")
     )
     assert best.time.total == min(plan.time.total for plan in everything if plan.fits)
+
+
+@pytest.mark.parametrize("model", ["llama-7b", "gpt3-175b"])
+@pytest.mark.parametrize(
+    "pins", [ANYTHING, Pins(offload="none"), Pins(schedule="gpipe"), Pins(recompute="none", zero=1)]
+)
+def test_what_can_fit_is_found_and_nothing_else(model, pins):
+    sizes = (1, 4, 24)
+    found = {}
+    for devices, accelerator in itertools.product(sizes, ("k80", "a100-40g", "h200")):
+        where = Cluster.of(CATALOGUE.cluster(f"1x{accelerator}").accelerator, devices)
+        asked = job(model, devices, batch=48)
+        found[devices, accelerator] = bool(search(asked, where, pins))
+        assert can_fit(asked, where, pins) == found[devices, accelerator]
+    assert len(set(found.values())) == 2
 
 
 def test_ten_thousand_devices_in_two_seconds():

@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PYTHONUNBUFFERED := 1
 
+# A test that hangs ends its worker and prints every thread, instead of the whole run.
+ENDS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
+
 .PHONY: demo test test-all lint types docs install bench clean
 
 demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint types  ## lint, types and tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" $(ENDS)
 
 test-all: $(STAMP) lint types  ## the same with everything that takes long
 	$(BIN)/python -m pytest

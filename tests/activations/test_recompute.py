@@ -1,5 +1,7 @@
 """With recompute, training is bit for bit what it is without, and takes less memory."""
 
+import itertools
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -43,8 +45,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+RELATIVES = [("sequence", "selective"), ("tensor", "full"), ("zero2", "full"), ("zero3", "selective")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        pytest.param(*pair, marks=pytest.mark.long if pair in RELATIVES else ())
+        for pair in itertools.product(LAYOUTS, ["full", "selective"])
+    ],
+)
 def test_dropout_is_drawn_alike(layout, mode):
     world, strategy = LAYOUTS[layout]
     assert_identical(results(TOKENS, world, {**strategy, "recompute": mode}), results(TOKENS, world, strategy))
@@ -71,8 +81,16 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+OFTEN = [("gpipe", "selective"), ("interleaved_zero_bubble", "full"), ("dualpipev", "selective")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    [
+        pytest.param(*pair, marks=() if pair in OFTEN else pytest.mark.long)
+        for pair in itertools.product(SCHEDULES, ["full", "selective"])
+    ],
+)
 def test_schedules(schedule, mode):
     per_rank = {} if schedule in ("gpipe", "zbv_zero_bubble", "dualpipev") else {"stages_per_rank": SCHEDULES[schedule]}
     strategy = {"pipeline_parallel_size": 2, "schedule": schedule, "num_microbatches": 4, **per_rank}

@@ -30,7 +30,9 @@ CUT_THROUGH = ["Chunked", "KeptFunction"]
 EXACT = [name for name in members("oddities") if name not in (*REFUSED, "Selected", "Warmed", "Skipping")]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "Nested" else name for name in EXACT]
+)
 def test_trains_as_on_one_device(name):
     microbatches = 1 if name in WHOLE_BATCH else 4
     check(partial(oddities.build, name), 2, {"num_microbatches": microbatches}, validate=name != "Streamed")

@@ -1,5 +1,6 @@
 """Optimizers, schedules, parameter groups, callbacks that change them, hooks: over mixed plain and split parameters."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -62,9 +63,16 @@ class Thawing(UntiedGPT):
 COMMON = ["fused", "single", "adafactor"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def _often(kind, layout):
+    return kind in COMMON and (kind == "adafactor" or not LAYOUTS[layout][1].get("pipeline_parallel_size"))
+
+
 @pytest.mark.parametrize(
-    "kind", [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+    ("kind", "layout"),
+    [
+        pytest.param(*pair, marks=() if _often(*pair) else pytest.mark.long)
+        for pair in itertools.product(KINDS, LAYOUTS)
+    ],
 )
 def test_optimizer(kind, layout):
     world, strategy = LAYOUTS[layout]

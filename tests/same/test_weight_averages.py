@@ -119,7 +119,10 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "form", "before", "after"), MOVES)
+@pytest.mark.parametrize(
+    ("kind", "form", "before", "after"),
+    [*MOVES[::2], *(pytest.param(*move, marks=pytest.mark.long) for move in MOVES[1::2])],
+)
 def test_resumes_in_another_layout(tmp_path, kind, form, before, after):
     """As one device resumes, which loses an update of SWA."""
     path, plain = str(tmp_path / "x.ckpt"), str(tmp_path / "plain.ckpt")

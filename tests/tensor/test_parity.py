@@ -50,7 +50,7 @@ def test_mlp(optimizer):
     assert seen["collectives"] == 1  # the input needs no gradient
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_nano_gpt(size):
     seen = check(blocks.nano_gpt, square, floats, size=size, share=0.6)
     assert set(seen["whole"]) <= {"vit.embeddings"}
@@ -121,7 +121,7 @@ def test_other_families(build, loss, batch):
         pytest.param(blocks.GPT, own_loss, tokens, marks=pytest.mark.long),
         pytest.param(blocks.llama, causal, tokens, marks=pytest.mark.long),
         pytest.param(blocks.bert, classify, tokens, marks=pytest.mark.long),
-        (blocks.t5, causal, tokens),
+        pytest.param(blocks.t5, causal, tokens, marks=pytest.mark.long),
         (FAMILIES["bart"].build, causal, tokens),  # hands its decoder an encoder state in parts, with no norm between
     ],
 )

@@ -125,7 +125,9 @@ def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
     assert run(_count, {"zero_stage": 1}, False, world=2) == ["", ""]
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "axis", [pytest.param("tensor_parallel_size", marks=pytest.mark.long), "pipeline_parallel_size"]
+)
 def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
     """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""
     strategy = {axis: 2, "zero_stage": 0, "grad_compression": "int8"}

@@ -6,7 +6,7 @@ real one would change nothing. See `shard_rules.py` for single operations.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _TORCH, _OURS = os.path.dirname(torch.__file__), str(Path(__file__).parents[1])
 _IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_CALL_MODULE = nn.Module.__call__.__code__  # type: ignore[attr-defined]
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__")
 
 
@@ -49,7 +50,8 @@ class HookRules(Rule):
         name: of a hook or an optimizer's step, for errors.
         parallel: None before the module is placed.
         read: places in the code at which numbers were read from weights.
-        gathered: gathered parameters with the shards to use in their place.
+        gathered: gives the gathered parameters with the shards to use in their place. A call of a block in a hook
+            gathers more of them.
         numbers: gives numbers of other stages' tensors; without it they are refused.
         remedy: the end of each error: another way.
     """
@@ -59,18 +61,20 @@ class HookRules(Rule):
         name: str,
         parallel: ParallelModule | None,
         read: set[str],
-        gathered: Sequence[tuple[Tensor, nn.Parameter]] = (),
+        gathered: Callable[[], Sequence[tuple[Tensor, nn.Parameter]]] = tuple,
         numbers: RemoteNumbers | None = None,
         remedy: str = "Do so in setup, where tensors are unsplit, or use data parallelism with zero_stage=0.",
     ) -> None:
-        self.shard_of = {id(whole): shard for whole, shard in gathered}
+        self.gathered = gathered
+        self.shard_of: dict[int, nn.Parameter] = {}
+        """By the id of each parameter that was used: its shard, where it is gathered, or itself."""
         self.name, self.read, self.remedy = name, read, remedy
         self.shards = None if parallel is None else ShardRules(name, parallel, remedy)
         self.numbers = numbers
         self.one_stage = parallel is not None and parallel.stages is None
 
     def before(self, call: Call) -> Call:
-        if self.shard_of and call.func != _GRAD:  # gradients of a window are where it is gathered
+        if self._uses_parameters(call):
             args, kwargs = tree_map(lambda leaf: self.shard_of.get(id(leaf), leaf), (call.args, call.kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         if self.one_stage and (call.func == _GRAD or not any(map(_may_be_parts, (*call.args, *call.kwargs.values())))):
@@ -110,6 +114,19 @@ class HookRules(Rule):
         if self.numbers is None:
             return result
         return self.numbers.passed_on(func, args, kwargs, result, _place(self.name, caller))
+
+    def _uses_parameters(self, call: Call) -> bool:
+        """True where `call` uses a parameter itself. A block that is called needs its parameters gathered.
+
+        Gradients of a window are where it is gathered.
+        """
+        used = [] if call.func == _GRAD else [leaf for leaf in call.tensors() if isinstance(leaf, nn.Parameter)]
+        if not used or _in_module(call.caller):
+            return False
+        new = {id(parameter): parameter for parameter in used if id(parameter) not in self.shard_of}
+        if new:
+            self.shard_of |= new | {id(full): shard for full, shard in self.gathered()}
+        return any(self.shard_of[id(parameter)] is not parameter for parameter in used)
 
     def _plain(self, leaf: Any, caller: FrameType) -> Any:
         """A number computed from a full tensor (a norm) as a plain tensor, to go with those of unsplit tensors."""
@@ -152,6 +169,13 @@ class HookRules(Rule):
                 f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
                 f" use load_state_dict. {self.remedy}"
             ) from error
+
+
+def _in_module(frame: FrameType | None) -> bool:
+    """Return True if `frame` is part of a call of a module."""
+    while frame is not None and frame.f_code is not _CALL_MODULE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _place(name: str, frame: FrameType) -> str:

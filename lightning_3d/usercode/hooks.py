@@ -104,13 +104,12 @@ def _watched(
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
             numbers = RemoteNumbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
-        if kind in _WITHIN:
-            gathered = ()
-        before = [shard._version for _, shard in gathered]
-        with Interceptor(HookRules(name, placed, read, gathered, numbers)):
+        now = tuple if kind in _WITHIN else data().gathered
+        before = {shard: shard._version for _, shard in now()}
+        with Interceptor(HookRules(name, placed, read, now, numbers)):
             result = hook(*args, **kwargs)
-        if averages or before != [shard._version for _, shard in gathered]:
-            data().reshard()  # what is gathered is out of date
+        if averages or any(before.get(shard) != shard._version for _, shard in now()):
+            data().reshard()  # what is gathered is out of date, or the hook gathered it by calling a block
         if placed is not None and placed.stages is not None:
             _refuse_absent_logs(name, module)
         return result

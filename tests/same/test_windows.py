@@ -40,6 +40,30 @@ class StepsPart(MLP):
         return torch.optim.SGD(self.net[2:].parameters(), lr=0.05)
 
 
+class CallsBlock(MLP):
+    """Hooks call a block, within a window too, and one changes its weight after that."""
+
+    optimizer = "plain_sgd"
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.call()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.call()
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.9)
+
+    def call(self):
+        with torch.no_grad():
+            self.seen.append(float(self.net[0](torch.ones(1, 8)).sum()))
+
+
+@pytest.mark.parametrize(("layout", "window"), [("zero1", 2), ("zero2", 1)])
+def test_hooks_call_a_block_and_change_it(layout, window):
+    assert_parity(f"{__name__}:CallsBlock", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": window})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_that_no_optimizer_has_add_up(layout):
     assert_parity(f"{__name__}:StepsPart", 2, LAYOUTS[layout], trainer={"accumulate_grad_batches": 2})

@@ -12,8 +12,7 @@ How a strategy uses it, in order::
     check_supported(module, optimizers)
     pipeline = Pipeline(module, split, group, hooks=Hooks(...))    # last: its hooks must be outermost
 
-    output = pipeline.training_step(batch, batch_idx, first=..., last=..., scale=1 / accumulate)
-    pipeline.backward()                                    # in Strategy.backward, after Lightning's zero_grad
+    output = pipeline.training_step(batch, batch_idx, last=..., scale=1 / accumulate)      # adds to the gradients
     output = pipeline.eval_step("validation_step", batch, batch_idx)
 
     pipeline.close()                                       # at teardown; not after an error, the others are gone

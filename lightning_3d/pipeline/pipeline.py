@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.pipeline.context import Hooks
@@ -90,12 +88,6 @@ class Pipeline:
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
         self.checked_heads: set[Any] = set()
         """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
-        self.stash: dict[nn.Parameter, Tensor] = {}
-        self.older: dict[nn.Parameter, Tensor] = {}
-        """Gradients of earlier accumulation windows that may have to stay."""
-        self.first = self.last = True
-        self.may_keep_gradients = isinstance(module, LightningModule) and is_overridden("optimizer_zero_grad", module)
-        """True where gradients of an earlier window may have to stay: an override may not zero them."""
 
     @property
     def owns_last(self) -> bool:
@@ -106,22 +98,17 @@ class Pipeline:
         """True on the rank that does what a step does on rank 0 only: the last stage of the pipeline of rank 0."""
         return self.owns_last and dist.get_global_rank(self.wire.group, 0) == 0
 
-    def training_step(self, *args: Any, first: bool = True, last: bool = True, scale: float | Tensor = 1.0) -> Any:
-        """Run forward and backward of a full batch; gradients wait for `backward`.
+    def training_step(self, *args: Any, last: bool = True, scale: float | Tensor = 1.0) -> Any:
+        """Run forward and backward of a full batch, which adds to the gradients.
 
         Args:
             args: of the step: the batch, its index ...
-            first: True for the first batch of an accumulation window: older gradients are saved.
-            last: True for the last one: gradients of ties are summed and `hooks.reduce` is called.
+            last: True for the last batch of a window: gradients of ties are summed and `hooks.reduce` is called.
             scale: multiplies the loss before backward: 1 / accumulate_grad_batches, times a loss scale.
 
         Returns:
-            The output of the step for the full batch, on every rank. Its loss needs gradients, as Lightning wants;
-            call `backward` of this class with it.
+            The output of the step for the full batch, on every rank. Its loss needs gradients, as Lightning wants.
         """
-        self.first, self.last = first, last
-        if first:
-            self.older = self._save_gradients()
         self.trained = self._trained()
         self.recorder.find_metrics()
         self.hooks.begin()
@@ -139,28 +126,8 @@ class Pipeline:
         if last:
             self.ties.sum_gradients()
             self.hooks.reduce()
-        if first:
-            self._stash_gradients()
-            for parameter, grad in self.older.items():
-                parameter.grad = grad
         self.recorder.replay(record, sizes)
         return _with_loss(output)
-
-    def backward(self, loss: Tensor | None = None) -> None:
-        """Give the parameters the gradients that `training_step` computed (Lightning zeroes them in between).
-
-        Older gradients that Lightning did not zero are added with the last batch of the window. Those of ties are
-        summed already, and the new ones are not before.
-        """
-        if self.first:
-            self.older = {parameter: parameter.grad for parameter in self.older if parameter.grad is not None}
-            for parameter in self.older:
-                parameter.grad = None
-        _add(self.stash)
-        self.stash = {}
-        if self.last:
-            _add(self.older)
-            self.older = {}
 
     def eval_step(self, name: str, *args: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
@@ -243,26 +210,6 @@ class Pipeline:
                 found[id(parameter)] = parameter
         return list(found.values())
 
-    def _save_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove all gradients; return those that must survive the step.
-
-        These are the gradients that an overridden `optimizer_zero_grad` may not zero, and those of parameters of no
-        optimizer, which nobody zeroes. The others are freed at once, which makes room for the new ones.
-        """
-        self.stash = {}
-        zeroed = set() if self.may_keep_gradients else self._zeroed()
-        older = {p: p.grad for p in self.module.parameters() if p.grad is not None and p not in zeroed}
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        return older
-
-    def _zeroed(self) -> set[nn.Parameter]:
-        """The parameters that the Trainer's optimizers zero; all of them without a Trainer."""
-        trainer = getattr(self.module, "_trainer", None)
-        if trainer is None:
-            return set(self.module.parameters())
-        return {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-
     def _forget_unreached(self, traces: Sequence[StepTrace]) -> None:
         """Remove gradients of zeros of parameters that the loss does not depend on; on one device they have none.
 
@@ -272,16 +219,6 @@ class Pipeline:
             tensor = self.locate(name)
             if tensor.grad is not None and not local(tensor.grad).any():
                 tensor.grad = None
-
-    def _stash_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                self.stash[parameter], parameter.grad = parameter.grad, None
-
-
-def _add(gradients: dict[nn.Parameter, Tensor]) -> None:
-    for parameter, grad in gradients.items():
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
 def _with_loss(output: Any) -> Any:

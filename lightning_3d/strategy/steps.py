@@ -12,7 +12,7 @@ from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.strategy.step_checks import Args, StepCheck
-from lightning_3d.strategy.window import Window
+from lightning_3d.strategy.window import EarlyGradients, Window
 
 Call = Callable[..., Any]
 
@@ -30,9 +30,6 @@ class StepRunner(Protocol):
 
     def after_backward(self) -> None: ...
 
-    def accumulate_only(self, only: bool) -> None:
-        """With True, the batches that follow only add gradients: they are not the last of the window."""
-
     def close(self) -> None:
         """Remove everything that was added to the module."""
 
@@ -44,8 +41,7 @@ class PlainRunner:
         self.data, self.random, self.window = parallel.data, random, window
 
     def train(self, call: Call, args: Args) -> Any:
-        if self.window.first:
-            self.data.discard_pending()
+        self.window.begin()
         self.data.gather()
         with self.random.step(), self.data.forbid_writes():
             return call(*args)
@@ -63,9 +59,6 @@ class PlainRunner:
     def after_backward(self) -> None:
         self.data.after_backward()
 
-    def accumulate_only(self, only: bool) -> None:
-        self.data.accumulate_only(only)
-
     def close(self) -> None: ...
 
 
@@ -80,6 +73,7 @@ class PipelineRunner:
         assert parallel.make_pipeline is not None
         self.parallel, self.data, self.random = parallel, parallel.data, random
         self.window, self.plugin = window, plugin
+        self.early = EarlyGradients(parallel.module, window.zeroed)
         self.pipeline = parallel.make_pipeline(
             Hooks(
                 begin=self._begin,
@@ -91,13 +85,11 @@ class PipelineRunner:
         )
 
     def train(self, call: Call, args: Args) -> Any:
-        first = self.window.first
-        if first:
+        if self.window.first:
             self.data.reshard()  # after an evaluation weights are gathered, and the gradients to drop are on the shards
-            self.data.discard_pending()
-        with self.random.step():
-            scale = self.window.scale(self.plugin)
-            return self.pipeline.training_step(*args, first=first, last=self.window.last, scale=scale)
+        self.window.begin()
+        with self.random.step(), self.early.computing(self.window.first):
+            return self.pipeline.training_step(*args, last=self.window.last, scale=self.window.scale(self.plugin))
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
         with self.random.step():
@@ -112,11 +104,9 @@ class PipelineRunner:
         self.data.accumulate_only(False)
 
     def before_backward(self, loss: Tensor) -> None:
-        self.pipeline.backward(loss)
+        self.early.give(self.window.first, self.window.last)
 
     def after_backward(self) -> None: ...
-
-    def accumulate_only(self, only: bool) -> None: ...
 
     def close(self) -> None:
         self.pipeline.close()
@@ -167,17 +157,6 @@ class CheckedSteps:
         self.runner.after_backward()
         for check in self.checks:
             check.after_backward()
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Batches inside only add gradients: none is the last of its window."""
-        self.window.last = False
-        self.runner.accumulate_only(True)
-        try:
-            yield
-        finally:
-            self.window.last = True
-            self.runner.accumulate_only(False)
 
     def close(self) -> None:
         for check in self.checks:

@@ -316,7 +316,7 @@ class Strategy3D(Training):
     def _prepare_steps(self, trainer: Trainer, plan: ParallelPlan, first: FirstStep | None) -> None:
         parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
         random = StepRandom(self.layout, self.coordinate)
-        window = Window(trainer, self._module)
+        window = Window(trainer, self._module, parallel.data)
         runner = make_runner(parallel, plan, random, window, plugin)
         checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
         if self._verify == "replicas":

@@ -119,7 +119,7 @@ class Training(Resuming):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self._placed_steps.accumulating():
+        with self._placed_steps.window.accumulating():
             yield
 
     def _announce(self, plan: ParallelPlan) -> None:

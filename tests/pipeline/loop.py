@@ -12,6 +12,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
+from lightning_3d.strategy.window import EarlyGradients
 
 Build = Callable[[], tuple[Any, list[Any]]]
 """A seeded module and its batches."""
@@ -56,13 +57,15 @@ def pipelined(
     applied = apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
     pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=num_microbatches, **options)
     made = make_optimizer(module, optimizer, lr)
+    early = EarlyGradients(module, lambda: set(module.parameters()))
     losses, validated = [], []
     for index, batch in enumerate(batches):
         opens, closes = index % accumulate == 0, (index + 1) % accumulate == 0
-        output = pipeline.training_step(batch, index, first=opens, last=closes, scale=1 / accumulate)
+        with early.computing(opens):
+            output = pipeline.training_step(batch, index, last=closes, scale=1 / accumulate)
         if opens:
             made.zero_grad()
-        pipeline.backward(loss_of(output))
+        early.give(opens, closes)
         if closes:
             made.step()
         losses.append(loss_of(output).item())

@@ -13,6 +13,7 @@ from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
+from lightning_3d.strategy.window import EarlyGradients
 from tests.pipeline.loop import make_optimizer, quiet
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
@@ -96,14 +97,16 @@ def sharded(tied, accumulate, schedule):
     hooks = Hooks(begin=zero.begin, reduce=zero.reduce, locate=zero.locate, evaluating=zero.evaluating)
     pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=2, hooks=hooks)
     optimizer = make_optimizer(module, "AdamW")
+    early = EarlyGradients(module, lambda: set(module.parameters()))
     losses, validated = [], []
     for index, pair in enumerate(batches):
         opens, closes = index % accumulate == 0, (index + 1) % accumulate == 0
         batch = pair[data.get_local_rank()]
-        output = pipeline.training_step(batch, index, first=opens, last=closes, scale=1 / accumulate)
+        with early.computing(opens):
+            output = pipeline.training_step(batch, index, last=closes, scale=1 / accumulate)
         if opens:
             optimizer.zero_grad()
-        pipeline.backward()
+        early.give(opens, closes)
         if closes:
             optimizer.step()
         loss = loss_of(output).detach()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks, recompute_blocks
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
@@ -34,6 +33,7 @@ from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.exchange import Stages
 from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
@@ -170,8 +170,8 @@ class ParallelModule:
     make_pipeline: Callable[[Hooks], Pipeline] | None = None
     """Builds the pipeline that runs the stages; None without stages."""
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    hooks: list[RemovableHandle] = field(default_factory=list)
-    """Removed when the parallelisms are undone."""
+    changes: UndoStack = field(default_factory=UndoStack)
+    """Undoes the parallelisms, and what else is put on the module until then."""
     splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
 
     @property
@@ -206,31 +206,18 @@ class ParallelModule:
 
     def abandon(self) -> None:
         """Remove hooks and patches once other ranks do not answer any more. The parameters stay sharded."""
-        for hook in self.hooks:
-            hook.remove()
-        self.data.abandon()
-        if self.recomputed is not None:
-            self.recomputed.undo()
-        if self.tensor is not None:
-            self.tensor.undo_patches.run()
+        self.changes.abandon()
 
     @torch.no_grad()
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
-        for hook in self.hooks:
-            hook.remove()
-        if self.recomputed is not None:
-            self.recomputed.undo()
         if self.plain:
+            self.changes.close()
             return
         self.data.reshard()
         entries = [full_optimizer_entries(optimizer, self.gather_full, self.stages) for optimizer in optimizers]
         before = dict(self.module.named_parameters(remove_duplicate=False))
-        self.data.undo()
-        if self.tensor is not None:
-            self.tensor.undo()
-        if self.split is not None and self.stages is not None:
-            self.split.undo(self.stages.group, self.stages.stage_rank)
+        self.changes.close()
         after = dict(self.module.named_parameters(remove_duplicate=False))
         swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
 
@@ -253,7 +240,7 @@ def parallelize(
         device: holds the activations.
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
     """
-    module = parallel.module
+    module, undo = parallel.module, parallel.changes
     parallel.originals = dict(module.named_parameters())
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
@@ -262,16 +249,14 @@ def parallelize(
         if plan.tensor is not None:
             prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
     if plan.tensor is not None and plan.tensor.splits:
-        parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], ledger=data_axis.ledger)
+        parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
     if training:
-        parallel.recomputed = recompute_blocks(module, plan.anatomy, plan.recompute)
-    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.half_dtype(), training)
+        parallel.recomputed = recompute_blocks(module, plan.anatomy, plan.recompute, undo)
+    parallel.data = _apply_data(module, plan, layout, mesh, data_axis, plugin.half_dtype(), training, undo)
     parallel.splits = _splits_of(module, parallel.tensor)
     if parallel.tensor is not None and isinstance(parallel.data, ShardedData):
-        parallel.hooks += [
-            block.register_forward_pre_hook(pass_late_gather, prepend=True, with_kwargs=True)
-            for block in parallel.data.blocks
-        ]
+        for block in parallel.data.blocks:
+            undo.callback(block.register_forward_pre_hook(pass_late_gather, prepend=True, with_kwargs=True).remove)
     if parallel.stages is not None:
         parallel.stages.locate_parameters(module)
 
@@ -315,7 +300,8 @@ def _apply_stages(
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
-    parallel.split = apply_split(parallel.module, split, mine)
+    parallel.split = applied = apply_split(parallel.module, split, mine)
+    parallel.changes.collective(applied.undo, group, ranks)
     parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
         old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
@@ -352,12 +338,13 @@ def _apply_data(
     data_axis: DataAxis,
     half: torch.dtype | None,
     training: bool,
+    undo: UndoStack,
 ) -> DataParallel:
     if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
         return NoData()
     if layout.zero_stage == 0:
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
-        return ReplicatedData(data_axis.replicas(here))
+        return ReplicatedData(data_axis.replicas(here), undo)
     return ShardedData(
         module,
         plan.anatomy,
@@ -368,6 +355,7 @@ def _apply_data(
         pipelined=plan.split is not None,
         attach=data_axis.attach,
         replicate=data_axis.replicas,
+        undo=undo,
     )
 
 

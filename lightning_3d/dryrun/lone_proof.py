@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.undo import ABSENT
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
 from lightning_3d.sandbox.joining import join_changes
@@ -49,8 +50,8 @@ class LoneRehearsal(Rehearsal):
         return {}
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        forward = next(before for owner, before in self.pipeline.gates.replaced if owner is module)
-        run = forward or type(module).forward.__get__(module)
+        forward = next(change.before for change in self.pipeline.gates.replaced if change.owner is module)
+        run = type(module).forward.__get__(module) if forward is ABSENT else forward
         with self.world.pretend.aside(), _present(module, self.world):
             return run(*args, **kwargs)
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.module.undo import UndoStack
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
 """Converts a tensor that is shaped like the parameter: to the full tensor, or to this rank's shard."""
@@ -44,21 +45,22 @@ def as_shards() -> Iterator[None]:
 
 
 def full_module_state(
-    module: nn.Module, full: Convert, shard: Convert, stages: Stages | None, meet: Meet
-) -> list[RemovableHandle]:
+    module: nn.Module, full: Convert, shard: Convert, stages: Stages | None, meet: Meet, undo: UndoStack
+) -> None:
     """Let `state_dict()` gather and `load_state_dict()` shard, in `module` and everything below it.
 
     Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
+    `undo` takes the way back.
     """
     owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in owner._parameters.values())]
     if not owners and stages is None:
-        return []
+        return
 
     def gather_soon(*_: object) -> None:
         if not _as_shards.get():
             meet("state_dict() of the module")
 
-    handles: list[RemovableHandle] = [module.register_state_dict_pre_hook(gather_soon)]
+    undo.callback(module.register_state_dict_pre_hook(gather_soon).remove)
 
     def gather(owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         if _as_shards.get():
@@ -76,11 +78,10 @@ def full_module_state(
                 state[prefix + name] = buffer
 
     for owner in owners:
-        handles.append(owner.register_state_dict_post_hook(gather))
-        handles.append(owner.register_load_state_dict_pre_hook(take_shards))
+        undo.callback(owner.register_state_dict_post_hook(gather).remove)
+        undo.callback(owner.register_load_state_dict_pre_hook(take_shards).remove)
     if stages is not None:
-        handles.append(module.register_state_dict_post_hook(_from_all_stages(stages)))
-    return handles
+        undo.callback(module.register_state_dict_post_hook(_from_all_stages(stages)).remove)
 
 
 def _is_sharded(parameter: nn.Parameter | None) -> bool:
@@ -108,11 +109,11 @@ def _from_all_stages(stages: Stages) -> Callable[..., None]:
 
 
 def full_optimizer_state(
-    optimizer: Optimizer, full: Convert, shard: Convert, stages: Stages | None, meet: Meet
-) -> list[RemovableHandle]:
-    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`."""
+    optimizer: Optimizer, full: Convert, shard: Convert, stages: Stages | None, meet: Meet, undo: UndoStack
+) -> None:
+    """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` takes the way back."""
     if stages is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-        return []
+        return
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _as_shards.get():
@@ -131,7 +132,8 @@ def full_optimizer_state(
         }
         return _converted(optimizer, {**state, "state": here}, shard, None)
 
-    return [optimizer.register_state_dict_post_hook(gather), optimizer.register_load_state_dict_pre_hook(take_shards)]
+    undo.callback(optimizer.register_state_dict_post_hook(gather).remove)
+    undo.callback(optimizer.register_load_state_dict_pre_hook(take_shards).remove)
 
 
 def _converted(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.undo import Change, UndoStack
 
 
 class Director(Protocol):
@@ -38,8 +39,9 @@ class Gates:
         self.director: Director | None = None
         self.depth = 0
         self.module = module
-        self.handles = []
-        self.replaced: list[tuple[nn.Module, Any]] = []
+        self.undo = UndoStack()
+        self.replaced: list[Change] = []
+        """The forwards of units."""
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
@@ -47,8 +49,8 @@ class Gates:
                 self._mute(unit, name)
             else:
                 before, after = self._before(name), self._after(name)
-                self.handles.append(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-                self.handles.append(unit.register_forward_hook(after, with_kwargs=True))
+                self.undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+                self.undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
                 _put_outside(unit)
                 self._make_skippable(unit)
 
@@ -79,8 +81,7 @@ class Gates:
                 return None
             return forward(*args, **kwargs)
 
-        self.replaced.append((unit, unit.__dict__.get("forward")))
-        unit.forward = skippable  # type: ignore[method-assign]
+        self.replaced.append(self.undo.set(unit, "forward", skippable))
 
     def _mute(self, unit: nn.Module, name: str) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -91,8 +92,7 @@ class Gates:
                 )
             return self.director.foreign(name, args, kwargs)
 
-        self.replaced.append((unit, unit.__dict__.get("forward")))
-        unit.forward = forward  # type: ignore[method-assign]
+        self.replaced.append(self.undo.set(unit, "forward", forward))
 
     @contextmanager
     def directed(self, director: Director) -> Any:
@@ -105,17 +105,6 @@ class Gates:
     def inside_block(self) -> bool:
         """True while a unit runs under a director."""
         return self.depth > 0 and self.director is not None
-
-    def remove(self) -> None:
-        """Remove every hook."""
-        for handle in self.handles:
-            handle.remove()
-        for unit, forward in reversed(self.replaced):
-            if forward is None:
-                del unit.forward
-            else:
-                unit.forward = forward
-        self.handles, self.replaced = [], []
 
 
 def _put_outside(unit: nn.Module) -> None:

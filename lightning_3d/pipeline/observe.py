@@ -141,7 +141,7 @@ def observe(
             loss = loss_of(output) if compared else None
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     finally:
-        gates.remove()
+        gates.undo.close()
     with context():
         rounding = ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
@@ -190,7 +190,7 @@ class _OtherRuns:
             self.failed = True
             return None
         finally:
-            gates.remove()
+            gates.undo.close()
         self._refuse_random_order(tuple(other.calls))
         return result
 

@@ -152,7 +152,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Remove the hooks from the module."""
-        self.gates.remove()
+        self.gates.undo.close()
 
     def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
         """The module's own method, with random streams at the start of a microbatch."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
 
 
@@ -137,38 +138,24 @@ def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layo
             )
 
 
-def evaluate_with_no_grad(trainer: Any) -> Callable[[], None]:
-    """Evaluate under `no_grad`; returns a function that undoes it.
+def evaluate_with_no_grad(trainer: Any, undo: UndoStack) -> None:
+    """Evaluate under `no_grad`. `undo` takes the way back.
 
     A parameter that is first gathered under `inference_mode` cannot be trained afterwards.
     """
-    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop)
-    before = [loop.inference_mode for loop in loops]
-    for loop in loops:
-        loop.inference_mode = False
-
-    def undo() -> None:
-        for loop, mode in zip(loops, before, strict=True):
-            loop.inference_mode = mode
-
-    return undo
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        undo.set(loop, "inference_mode", False)
 
 
-def finetune_by_identity() -> Callable[[], None]:
-    """Let `BaseFinetuning` find parameters by identity; returns a function that undoes it.
+def finetune_by_identity(undo: UndoStack) -> None:
+    """Let `BaseFinetuning` find parameters by identity. `undo` takes the way back.
 
     It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
     `filter_on_optimizer` was read in Lightning 2.6.
     """
-    original = BaseFinetuning.__dict__["filter_on_optimizer"]
 
     def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in known]
 
-    BaseFinetuning.filter_on_optimizer = staticmethod(new_ones)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        BaseFinetuning.filter_on_optimizer = original  # type: ignore[method-assign]
-
-    return undo
+    undo.set(BaseFinetuning, "filter_on_optimizer", staticmethod(new_ones))

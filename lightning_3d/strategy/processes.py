@@ -4,7 +4,6 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,6 +34,7 @@ from lightning_3d.launch.lightning_private import (
     sync_ddp_if_available,
 )
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.groups import has_peers, in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import share_seeded_state
@@ -44,13 +44,6 @@ from lightning_3d.zero.data_axis import DataAxis
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
-
-
-class UndoStack(ExitStack):
-    """Callbacks that undo what a run changes, closed at its teardown. A copy, also in another process, is empty."""
-
-    def __reduce__(self) -> Any:
-        return UndoStack, ()
 
 
 class Processes(ParallelStrategy):

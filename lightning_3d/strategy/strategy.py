@@ -1,6 +1,5 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -270,9 +269,9 @@ class Strategy3D(Training):
         """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         if fitting:
-            self._undo.callback(finetune_by_identity())
-        self._undo.callback(wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data))
-        self._undo.callback(evaluate_with_no_grad(trainer))
+            finetune_by_identity(self._undo)
+        wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data, self._undo)
+        evaluate_with_no_grad(trainer, self._undo)
         self._undo.callback(gather_over(self.data_group, self.layout))
 
     def _place_unsplit(self, module: LightningModule, fitting: bool) -> None:
@@ -296,15 +295,11 @@ class Strategy3D(Training):
         parallelize.parallelize(
             parallel, plan, self.layout, self.mesh, self.data_axis, plugin, device, training=fitting
         )
-        parallel.hooks += full_module_state(
-            module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet
+        full_module_state(
+            module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
         )
         callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]
-        self._undo.callback(self._restore_averages, shard_averages(callbacks, parallel, self._as_saved))
-
-    def _restore_averages(self, unshard: Callable[[], None]) -> None:
-        if not self._failed:
-            unshard()
+        shard_averages(callbacks, parallel, self._as_saved)
 
     def _restore_module(self, parallel: ParallelModule) -> None:
         if self._failed:
@@ -349,8 +344,8 @@ class Strategy3D(Training):
             )
             self._undo.callback(stepping)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
-            parallel.hooks += full_optimizer_state(
-                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet
+            full_optimizer_state(
+                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
             )
 
     def setup_precision_plugin(self) -> None:

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import ByteCounter, GroupAxis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.tensor_plan import TensorPlan
-from lightning_3d.tensor.undo import Undo
 from lightning_3d.tensor.vocabulary import patch_vocabulary
 
 
@@ -32,7 +32,6 @@ class AppliedTensor:
     module: nn.Module
     plan: TensorPlan
     mesh: DeviceMesh
-    undo_patches: Undo
     originals: dict[str, nn.Parameter]
     """The parameter objects that the shards replaced, by first name. They have no values."""
 
@@ -42,8 +41,8 @@ class AppliedTensor:
         return self.plan.splits
 
     @torch.no_grad()
-    def undo(self) -> None:
-        """Gather the shards into the original parameter objects and remove every patch. Collective."""
+    def unshard(self) -> None:
+        """Gather the shards into the original parameter objects. Collective."""
         gathered: dict[int, nn.Parameter] = {}
         for name, owner, own_name in list(_owners(self.module, self.plan.splits)):
             shard = owner._parameters[own_name]
@@ -55,11 +54,10 @@ class AppliedTensor:
                 original.requires_grad_(shard.requires_grad)
                 gathered[id(shard)] = original
             owner._parameters[own_name] = gathered[id(shard)]
-        self.undo_patches.run()
 
 
 def apply_tensor(
-    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, ledger: ByteCounter | None = None
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, undo: UndoStack, *, ledger: ByteCounter | None = None
 ) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
@@ -68,11 +66,13 @@ def apply_tensor(
             stages) stay unchanged.
         plan: from `plan_tensor` with the size of `mesh`.
         mesh: the one-dimensional tensor mesh.
+        undo: takes the way back, which is collective.
         ledger: counts the bytes of every collective.
     """
     _answer_anomaly_checks()
     axis = GroupAxis(mesh.get_group(), ledger)
-    undo, originals = Undo(), dict[str, nn.Parameter]()
+    applied = AppliedTensor(module, plan, mesh, {})
+    undo.collective(applied.unshard)
     shards: dict[int, nn.Parameter] = {}
     for name, owner, own_name in list(_owners(module, plan.splits)):
         full = owner._parameters[own_name]
@@ -81,19 +81,18 @@ def apply_tensor(
         if id(full) not in shards:
             shards[id(full)] = _shard(full, plan.splits[name], mesh)
             full.data = full.data.new_empty(0)  # at once: full weights and shards together would be the peak of set-up
-        originals[name] = full
+        applied.originals[name] = full
         owner._parameters[own_name] = shards[id(full)]
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
-            undo.steps.append(patch_unit(module.get_submodule(name), unit, axis, name).run)
+            patch_unit(module.get_submodule(name), unit, axis, undo, name)
     for child in module.modules():
         if plan.units and isinstance(child, nn.TransformerEncoder):
-            undo.set(
-                child, "use_nested_tensor", False
-            )  # shards cannot be nested tensors, as torch's fused eval layers use
+            # shards cannot be nested tensors, as torch's fused eval layers use
+            undo.set(child, "use_nested_tensor", False)
     present = {name: split for name, split in plan.vocabulary.items() if not _is_elsewhere(module, [name])}
-    undo.steps.append(patch_vocabulary(module, present, axis).run)
-    return AppliedTensor(module, plan, mesh, undo, originals)
+    patch_vocabulary(module, present, axis, undo)
+    return applied
 
 
 @torch.no_grad()

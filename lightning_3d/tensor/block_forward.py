@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.undo import Change
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
@@ -24,7 +25,6 @@ from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import copy_all
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
-from lightning_3d.tensor.undo import Change
 
 
 class BlockForward:

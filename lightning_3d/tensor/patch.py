@@ -5,11 +5,13 @@ During a module's forward, local tensors in its `__dict__` shadow the parameters
 """
 
 import copy as copies_of
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import Change, UndoStack
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
@@ -18,23 +20,27 @@ from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.module_forward import BlockState, ModuleForward
 from lightning_3d.tensor.recompute import save_states
 from lightning_3d.tensor.tensor_plan import UnitPlan
-from lightning_3d.tensor.undo import Undo
 
 
-def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, name: str = "") -> Undo:
+def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, name: str = "") -> None:
     """Patch `unit`, whose split parameters are already local (or DTensors), to compute by `plan`.
 
     Args:
         unit: the block.
         plan: its plan.
         axis: the tensor axis.
+        undo: takes the way back.
         name: full name of the block, for messages.
     """
-    undo, state = Undo(), BlockState(axis)
-    undo.steps.append(save_states())
-    use_open_attention(unit, undo.set)
+    state, changes = BlockState(axis), list[Change]()
+
+    def put(owner: nn.Module, attribute: str, value: Any) -> None:
+        changes.append(undo.set(owner, attribute, value))
+
+    undo.callback(save_states())
+    use_open_attention(unit, put)
     for (owner, path), values in plan.attributes.items():
-        _set_attribute(undo, unit.get_submodule(owner), path, values[axis.rank])
+        _set_attribute(put, unit.get_submodule(owner), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
     inside = dict.fromkeys((*plan.patched, *(owner for owner, _ in plan.attributes if owner)))
     forwards = {at: ModuleForward(unit.get_submodule(at), state, f"{name}.{at}" if name else at, name) for at in inside}
@@ -49,11 +55,10 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, name: str = "") -> U
         shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
         forwards[holder].shadows.append((unit.get_submodule(owner_name), own_name, shadow))
     for forward in forwards.values():
-        undo.set(forward.module, "forward", forward)
+        put(forward.module, "forward", forward)
         if isinstance(forward.module, nn.MultiheadAttention):
-            undo.set(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
-    undo.set(unit, "forward", BlockForward(unit, plan, state, undo.changes))
-    return undo
+            put(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
+    put(unit, "forward", BlockForward(unit, plan, state, changes))
 
 
 @dataclass
@@ -81,13 +86,13 @@ def get_attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
-def _set_attribute(undo: Undo, module: nn.Module, path: str, value: Any) -> None:
+def _set_attribute(put: Callable[[nn.Module, str, Any], None], module: nn.Module, path: str, value: Any) -> None:
     first, _, rest = path.partition(".")
     if rest:
         # Many modules may share an object such as a configuration: this module gets a copy.
         value, changed = copies_of.copy(getattr(module, first)), value
         setattr(value, rest, changed)
-    undo.set(module, first, value)
+    put(module, first, value)
 
 
 def local_value(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:

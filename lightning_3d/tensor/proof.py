@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.geometry import TensorSplit, assemble
@@ -160,11 +161,9 @@ def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: Unit
 
 def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> Outcome:
     shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
-    undo = patch_unit(shard, plan, axis)
-    try:
+    with UndoStack() as undo:
+        patch_unit(shard, plan, axis, undo)
         return replace(outcome(shard, sample), summed=axis.summed)
-    finally:
-        undo.run()
 
 
 def _split_outputs(
@@ -196,13 +195,11 @@ def _forward(
     scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis, value_of: Callable[..., Tensor] = local_value
 ) -> list[Tensor]:
     shard = shard_copy(scratch, lambda name, value: value_of(plan, name, value, axis.rank))
-    undo = patch_unit(shard, plan, axis)
-    call = sample.fresh()
-    try:
+    with UndoStack() as undo:
+        patch_unit(shard, plan, axis, undo)
+        call = sample.fresh()
         with torch.no_grad(), Interceptor(SilenceRandom()):
             return tensors_in(shard(*call.args, **call.kwargs))
-    finally:
-        undo.run()
 
 
 def _masked(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:

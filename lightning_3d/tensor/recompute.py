@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from lightning_3d.tensor.undo import ABSENT
+from lightning_3d.module.undo import ABSENT
 
 Resume = Callable[[Sequence[tuple[Any, Any]]], AbstractContextManager[None]]
 """Makes the context of the recomputation, from pairs (argument in forward, argument in backward)."""

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_gather import LateGather, gather_late
 from lightning_3d.tensor.overlap import EarlySum, defer
-from lightning_3d.tensor.undo import Undo
 from lightning_3d.tensor.vocabulary_loss import on_other_rank
 
 WORTH = 0.02
@@ -86,9 +86,8 @@ def holding_heads(module: nn.Module, units: Collection[str], ends: Collection[st
     return [unit for unit in units if unit and any(name.startswith(f"{unit}.") for name in heads)]
 
 
-def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis: Axis) -> Undo:
-    """Patch the modules that own `splits`."""
-    undo = Undo()
+def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis: Axis, undo: UndoStack) -> None:
+    """Patch the modules that own `splits`. `undo` takes the way back."""
     for name in dict.fromkeys(name.rpartition(".")[0] for name in splits):
         owner = module.get_submodule(name)
         if not isinstance(owner, nn.Embedding | nn.Linear):
@@ -96,7 +95,6 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
         kind = ShardedEmbedding if isinstance(owner, nn.Embedding) else ShardedHead
         if not isinstance(owner.__dict__.get("forward"), kind):
             undo.set(owner, "forward", kind(owner, splits[f"{name}.weight" if name else "weight"], axis))
-    return undo
 
 
 class ShardedEmbedding:

@@ -31,25 +31,17 @@ _SAVES = ("state_dict", "on_save_checkpoint")
 
 def shard_averages(
     callbacks: Iterable[Callback], parallel: ParallelModule, as_saved: Callable[[], AbstractContextManager[None]]
-) -> Callable[[], None]:
-    """Shard the copies of `callbacks` as `parallel` is, and return the function that undoes it. Both are collective.
+) -> None:
+    """Shard the copies of `callbacks` as `parallel` is, until it is undone. Both are collective.
 
     Args:
         callbacks: those of the Trainer.
         parallel: the placed module.
         as_saved: entered while a callback returns its state: states are sharded in a sharded checkpoint.
     """
-    undo = [
-        _shard(callback, copy, parallel, as_saved)
-        for callback in callbacks
-        if isinstance(callback, AVERAGES) and (copy := _copy_of(callback)) is not None
-    ]
-
-    def undo_all() -> None:
-        for each in reversed(undo):
-            each()
-
-    return undo_all
+    for callback in callbacks:
+        if isinstance(callback, AVERAGES) and (copy := _copy_of(callback)) is not None:
+            _shard(callback, copy, parallel, as_saved)
 
 
 def _copy_of(callback: Any) -> nn.Module | None:
@@ -59,28 +51,16 @@ def _copy_of(callback: Any) -> nn.Module | None:
 
 def _shard(
     callback: Callback, copy: nn.Module, parallel: ParallelModule, as_saved: Callable[[], AbstractContextManager[None]]
-) -> Callable[[], None]:
-    averaged = _AveragedModule.of(copy, parallel)
+) -> None:
+    averaged, undo = _AveragedModule.of(copy, parallel), parallel.changes
+    undo.collective(averaged.undo)
     stages = None if parallel.stages is None else _CopyStages(parallel.stages, averaged.origin)
-    hooks = full_module_state(copy, averaged.whole, averaged.part, stages, talk.meet)
+    full_module_state(copy, averaged.whole, averaged.part, stages, talk.meet, undo)
     for name in _SAVES:
-        callback.__dict__[name] = _within(getattr(callback, name), as_saved)
-    copy.__dict__["to"] = lambda *args, **kwargs: copy  # shards stay with those of the module; meta tensors cannot move
-
-    replaced = [*_SAVES]
+        undo.set(callback, name, _within(getattr(callback, name), as_saved))
+    undo.set(copy, "to", lambda *_, **__: copy)  # shards stay with those of the module; meta tensors cannot move
     if isinstance(callback, StochasticWeightAveraging):
-        callback.__dict__["transfer_weights"] = averaged.transfer
-        replaced.append("transfer_weights")
-
-    def undo() -> None:
-        del copy.__dict__["to"]
-        for name in replaced:
-            del callback.__dict__[name]
-        for hook in hooks:
-            hook.remove()
-        averaged.undo()
-
-    return undo
+        undo.set(callback, "transfer_weights", averaged.transfer)
 
 
 def _within(method: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.usercode.averages_private import AVERAGES
@@ -53,8 +54,9 @@ def wrap_hooks(
     callbacks: Sequence[Callback],
     parallel: Callable[[], ParallelModule | None],
     data: Callable[[], DataParallel],
-) -> Callable[[], None]:
-    """Run these hooks of the module and of the user's callbacks in `HookRules`. Returns a function that undoes it.
+    undo: UndoStack,
+) -> None:
+    """Run these hooks of the module and of the user's callbacks in `HookRules`.
 
     Args:
         module: the user's.
@@ -62,8 +64,8 @@ def wrap_hooks(
         parallel: gives the parallel module, once a hook runs.
         data: shards weights again that an evaluation or a window of accumulation keeps gathered: what a hook writes
             to gathered ones is lost.
+        undo: takes the way back.
     """
-    watched = []
     for owner in (module, *callbacks):
         for name in HOOKS:
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
@@ -72,14 +74,7 @@ def wrap_hooks(
             trusted = hook.__module__.startswith(("lightning.", "lightning_3d.")) and not isinstance(owner, AVERAGES)
             if name not in owner.__dict__ and not trusted:
                 at = f"{type(owner).__name__}.{name}"
-                owner.__dict__[name] = _watched(hook, at, module, parallel, data)
-                watched.append((owner, name))
-
-    def undo() -> None:
-        for owner, name in watched:
-            owner.__dict__.pop(name, None)
-
-    return undo
+                undo.set(owner, name, _watched(hook, at, module, parallel, data))
 
 
 def _watched(

@@ -43,12 +43,6 @@ class DataParallel(Protocol):
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         """Return each gathered parameter with its shard."""
 
-    def undo(self) -> None:
-        """Take the axis off the module again. Collective."""
-
-    def abandon(self) -> None:
-        """Remove what autograd refers to, once other ranks do not answer any more. The parameters stay sharded."""
-
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
 
@@ -83,10 +77,6 @@ class NoData:
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return ()
-
-    def undo(self) -> None: ...
-
-    def abandon(self) -> None: ...
 
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor

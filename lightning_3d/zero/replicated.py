@@ -7,13 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.comm import ReplicatedGradients
+from lightning_3d.module.undo import UndoStack
 
 
 class ReplicatedData:
     """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`."""
 
-    def __init__(self, replicas: ReplicatedGradients) -> None:
+    def __init__(self, replicas: ReplicatedGradients, undo: UndoStack) -> None:
         self.replicas = replicas
+        undo.callback(replicas.detach)
 
     def gather(self) -> None: ...
 
@@ -42,12 +44,6 @@ class ReplicatedData:
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return ()
-
-    def undo(self) -> None:
-        self.replicas.detach()
-
-    def abandon(self) -> None:
-        self.replicas.detach()
 
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return tensor

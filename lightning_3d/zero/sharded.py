@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm import ReplicatedGradients
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.fsdp_seam import FullySharded
@@ -39,6 +40,7 @@ class ShardedData:
         pipelined: parameters stay gathered for a step of many microbatches, gradients are reduced once, after it.
         attach: puts our collectives under FSDP2's.
         replicate: makes the engine for parameters that FSDP2 cannot shard.
+        undo: takes the way back, which is collective.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ShardedData:
         pipelined: bool,
         attach: Callable[[nn.Module], FullySharded],
         replicate: Callable[[list[nn.Parameter]], ReplicatedGradients],
+        undo: UndoStack,
     ) -> None:
         self.module, self.stage, self.pipelined = module, stage, pipelined
         units = self.blocks = shard_units(module, anatomy)
@@ -77,21 +80,25 @@ class ShardedData:
         self.groups = fsdp_private.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
         self.names = dict(module.named_parameters(remove_duplicate=False))
+        undo.collective(self._unshard)
         self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
         self.replicas = replicate(here) if here else None
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
-        self.guards = [
-            owner.register_forward_pre_hook(_guard(group, self.half), prepend=True)
-            for group in self.groups
-            for owner in fsdp_private.owners(group)
-        ]
-        self.untoggle = follow_toggles(module, self._follow_shards)
+        for group in self.groups:
+            for owner in fsdp_private.owners(group):
+                undo.callback(owner.register_forward_pre_hook(_guard(group, self.half), prepend=True).remove)
+        follow_toggles(module, self._follow_shards, undo)
         self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
+        if self.replicas is not None:
+            undo.callback(self.replicas.detach)
+        undo.callback(self._remove_ends)
+        undo.collective(self.seam.detach)
+        undo.collective(self.reshard)
 
     @property
     def _frees(self) -> bool:
@@ -201,10 +208,8 @@ class ShardedData:
             return full
         return fsdp_private.shard_rows(self.placed[parameter], local(full))
 
-    def undo(self) -> None:
-        self.reshard()
-        self.seam.detach()
-        self.abandon()
+    def _unshard(self) -> None:
+        """Register the full parameters again. Collective."""
         for now, param in self.placed.items():
             full = self.gather_full(now, now.detach())
             original = self.originals[now].parameter(full)
@@ -212,13 +217,10 @@ class ShardedData:
             fsdp_private.replace(param, original)
         fsdp_private.remove(self.module)
 
-    def abandon(self) -> None:
-        for hook in (*self.guards, *self.ended.values()):
+    def _remove_ends(self) -> None:
+        for hook in self.ended.values():
             hook.remove()  # the collector cannot see references of autograd: one left would keep the module alive
         self.ended = {}
-        self.untoggle()
-        if self.replicas is not None:
-            self.replicas.detach()
 
 
 @dataclass(frozen=True)

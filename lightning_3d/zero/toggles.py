@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.module.undo import UndoStack
+
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
-def follow_toggles(module: nn.Module, follow: Callable[[], None]) -> Callable[[], None]:
-    """Call `follow` after each toggle; returns what undoes it."""
+def follow_toggles(module: nn.Module, follow: Callable[[], None], undo: UndoStack) -> None:
+    """Call `follow` after each toggle. `undo` takes the way back."""
     if getattr(module, "automatic_optimization", True):
-        return lambda: None
+        return
 
     def followed(name: str) -> Callable[..., None]:
         original = getattr(module, name)
@@ -26,10 +28,5 @@ def follow_toggles(module: nn.Module, follow: Callable[[], None]) -> Callable[[]
 
         return toggle
 
-    vars(module).update({name: followed(name) for name in _TOGGLES})
-
-    def undo() -> None:
-        for name in _TOGGLES:
-            del vars(module)[name]
-
-    return undo
+    for name in _TOGGLES:
+        undo.set(module, name, followed(name))

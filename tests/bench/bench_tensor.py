@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
@@ -58,7 +59,7 @@ def race(width, steps):
         plan = plan_tensor(ours, 2, calls=record_calls(ours, lambda: ours(input_ids=batch, labels=batch)))
     planning = time.perf_counter() - start
     plan = type(plan)(plan.size, plan.units, {}, {n: s for n, s in plan.splits.items() if n not in plan.vocabulary}, {})
-    apply_tensor(ours, plan, mesh)
+    apply_tensor(ours, plan, mesh, UndoStack())
     by_hand(theirs, mesh)
     times = {"ours": [], "by hand": []}
     for number in range(steps + 3):

@@ -9,6 +9,7 @@ import warnings
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.blocks import find_units
@@ -58,7 +59,8 @@ def on_mesh(module, loss_of, batches, mesh, *, optimizer="sgd", **options):
         plan = plan_tensor(module, mesh.size(), calls=calls, **options)
     before = {name: p.numel() for name, p in module.named_parameters()}
     ledger = Ledger()
-    applied = apply_tensor(module, plan, mesh, ledger=ledger)
+    undo = UndoStack()
+    apply_tensor(module, plan, mesh, undo, ledger=ledger)
     local = {
         name: full.numel() if name not in plan.splits else full.to_local().numel()
         for name, full in module.named_parameters()
@@ -73,7 +75,7 @@ def on_mesh(module, loss_of, batches, mesh, *, optimizer="sgd", **options):
     }
     replicated = {name: p.detach().clone() for name, p in parameters.items() if name not in plan.splits}
     evaluated = evaluate(module, loss_of, batches[0])
-    applied.undo()
+    undo.close()
     wanted = evaluate(reference, loss_of, batches[0])
     names = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     undone = names == [(name, tuple(p.shape)) for name, p in reference.named_parameters()]
@@ -191,9 +193,10 @@ def _shard(module, plan, loss_of, batches, axis):
         return value if split is None else local_part(value, split, axis.rank).clone()
 
     shard = shard_copy(module, lambda name, value: own(name, value.clone()))
+    undo = UndoStack()
     for name, unit in plan.units.items():
-        patch_unit(shard.get_submodule(name), unit, axis)
-    patch_vocabulary(shard, plan.vocabulary, axis)
+        patch_unit(shard.get_submodule(name), unit, axis, undo)
+    patch_vocabulary(shard, plan.vocabulary, axis, undo)
     losses = train(shard, loss_of, batches)
     evaluated = evaluate(shard, loss_of, batches[0])
     return losses, {name: parameter.detach() for name, parameter in shard.named_parameters()}, evaluated

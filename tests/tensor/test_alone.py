@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
@@ -116,9 +117,10 @@ def _under_two_names():
     found = plan(module)
     assert list(found.units) == ["first.0"]
     assert {name.split(".")[0] for name in found.splits} == {"first", "second"}
-    applied = apply_tensor(module, found, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)))
+    undo = UndoStack()
+    apply_tensor(module, found, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)), undo)
     torch.testing.assert_close(module(X), expected)
-    applied.undo()
+    undo.close()
     assert module.first[0].up.weight.shape == (16, 8)
     torch.testing.assert_close(module(X), expected)
 
@@ -140,7 +142,8 @@ def _later():
     torch.manual_seed(0)
     module = Tapped(False)
     reference = copy.deepcopy(module)
-    applied = apply_tensor(module, plan(module), init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)))
+    undo = UndoStack()
+    apply_tensor(module, plan(module), init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",)), undo)
     for each in (module, copy.deepcopy(module)):
         torch.testing.assert_close(each(X), reference(X))
         each.tap = True
@@ -148,7 +151,7 @@ def _later():
             each(X)
     with pytest.raises(TensorPlanError, match=r"layers\.2 was called outside of"):
         module.layers[2:](torch.ones(2, 16))
-    applied.undo()
+    undo.close()
     reference.tap = True
     torch.testing.assert_close(module(X), reference(X))
 

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
@@ -41,7 +42,7 @@ def with_zero(build, loss_of, blocks_of, reshard, sequence_parallel):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = quiet_plan(module, lambda: loss_of(module, batches[0]), 2, sequence_parallel=sequence_parallel)
     assert all((unit.sequence is not None) == sequence_parallel for unit in plan.units.values())
-    applied = apply_tensor(module, plan, mesh["tensor_parallel"])
+    applied = apply_tensor(module, plan, mesh["tensor_parallel"], UndoStack())
     for block in blocks_of(module):
         fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
@@ -115,7 +116,7 @@ def recomputed(sequence_parallel):
         batch = torch.randint(0, 50, (2, 9))
         plan = quiet_plan(module, lambda m=module, b=batch: gpt_loss(m, b), 2, sequence_parallel=sequence_parallel)
         module.recompute = recompute
-        apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+        apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
         torch.manual_seed(3)
         gpt_loss(module, batch).backward()
         grads.append([local(p.grad) for p in module.parameters()])
@@ -135,11 +136,12 @@ def evaluated():
     reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
     padding = torch.zeros(2, 8, dtype=torch.bool)
     padding[1, 5:] = True
-    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)))
+    undo = UndoStack()
+    apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)), undo)
     with torch.no_grad():
         plain = (module.eval()(x) - reference.eval()(x)).abs().max().item()
         padded = module(x, src_key_padding_mask=padding) - reference(x, src_key_padding_mask=padding)
-    applied.undo()
+    undo.close()
     return plain, padded[~padding].abs().max().item(), module.use_nested_tensor
 
 
@@ -155,7 +157,7 @@ def dropout_run(seed):
     module = blocks.nano_gpt(dropout=0.3)
     x = torch.randn(2, 8, 16)
     plan = quiet_plan(module, lambda: module(x), 2)
-    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
     torch.manual_seed(seed)
     out = module(x)
     out.sum().backward()
@@ -180,7 +182,7 @@ def masks():
     assert plan.units[""].dropouts == (True,)
     seen = []
     module[1].register_forward_hook(lambda m, i, o: seen.append(o == 0))
-    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
     module(x)
     return seen[0]
 
@@ -195,7 +197,7 @@ def clipped():
     torch.manual_seed(0)
     module = blocks.nano_gpt()
     reference, x = copy.deepcopy(module), torch.randn(2, 8, 16)
-    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)))
+    applied = apply_tensor(module, quiet_plan(module, lambda: module(x), 2), init_device_mesh("cpu", (2,)), UndoStack())
     for m in (module, reference):
         m(x).square().sum().backward()
     grads = {name: full_tensor(p.grad, applied.splits.get(name)) for name, p in module.named_parameters()}

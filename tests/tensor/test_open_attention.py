@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import OpenAttention
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.patch import local_value, patch_unit
@@ -77,7 +78,7 @@ def test_a_call_that_no_proof_covered_runs_torchs_own(monkeypatch):
 
     def job(axis):
         shard = shard_copy(module, lambda name, value: local_value(plan, name, value, axis.rank))
-        patch_unit(shard, plan, axis)
+        patch_unit(shard, plan, axis, UndoStack())
         return shard(x, src_key_padding_mask=padding)
 
     for found in run_shards(2, job):

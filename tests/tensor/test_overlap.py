@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import input_half
 from lightning_3d.tensor import overlap
 from lightning_3d.tensor.apply import apply_tensor
@@ -52,7 +53,7 @@ def sharded(build, loss_of, batch, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)), **options)
-    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), ledger=ledger)
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack(), ledger=ledger)
     return module, ledger
 
 

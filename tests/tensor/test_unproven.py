@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
@@ -64,11 +65,11 @@ def in_shards(block, plan, call):
 
     def job(axis):
         shard = shard_copy(block, lambda name, value: local_value(plan, name, value, axis.rank))
-        undo = patch_unit(shard, plan, axis)
-        result = call(shard)
-        result.square().sum().backward()
-        grads = {name: p.grad for name, p in shard.named_parameters()}
-        undo.run()
+        with UndoStack() as undo:
+            patch_unit(shard, plan, axis, undo)
+            result = call(shard)
+            result.square().sum().backward()
+            grads = {name: p.grad for name, p in shard.named_parameters()}
         return result.detach(), grads
 
     (first, ours), (second, theirs) = run_shards(2, job)
@@ -127,7 +128,7 @@ def dropped(kind):
     calls = record_calls(module, lambda: forward(False))
     plan = plan_tensor(module, 2, calls=calls)
     assert any(plan.units["blocks.0"].dropouts)
-    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
     found = []
     for repeats in (False, True):
         module.zero_grad()
@@ -170,7 +171,7 @@ def repeated_by_its_own():
     module, x = nn.ModuleDict({"blocks": nn.ModuleList([Own()])}), torch.randn(2, 8, 16)
     block = module["blocks"][0]
     plan = plan_tensor(module, 2, calls=record_calls(module, lambda: block(x)))
-    apply_tensor(module, plan, init_device_mesh("cpu", (2,)))
+    apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
     block.repeats = True
     with pytest.warns(UserWarning, match="Own is called in a way"):
         out = block(x.requires_grad_(), torch.rand(32))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.simulate import run_shards
 from lightning_3d.tensor.vocabulary import patch_vocabulary
@@ -33,7 +34,7 @@ def test_an_id_out_of_range(bad):
     def look_up(axis):
         shard = copy.deepcopy(whole)
         shard.weight = nn.Parameter(local_part(whole.weight.detach(), SPLIT, axis.rank))
-        patch_vocabulary(shard, {"weight": SPLIT}, axis)
+        patch_vocabulary(shard, {"weight": SPLIT}, axis, UndoStack())
         assert torch.equal(shard(torch.tensor([0, 4, 5, 9])), whole(torch.tensor([0, 4, 5, 9])))
         return shard(torch.tensor([0, bad]))
 

@@ -1,0 +1,57 @@
+"""`UndoStack`: puts back what a run changes in the user's module, in torch and in Lightning."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+
+class ABSENT:
+    """Marks an attribute that did not exist. A class, because a deep copy keeps its identity."""
+
+
+class Change:
+    """A new value for an own attribute of a class or an object, past `nn.Module.__setattr__`."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self.owner, self.name = owner, name
+        self.before = self.now()
+        self.put(value)
+
+    def revert(self) -> None:
+        self.put(self.before)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.owner, type):
+            setattr(self.owner, self.name, value)
+        elif value is ABSENT:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = value
+
+    def now(self) -> Any:
+        return vars(self.owner).get(self.name, ABSENT)
+
+
+class UndoStack(ExitStack):
+    """Callbacks that undo changes, the last change first. A copy, also in another process, is empty."""
+
+    alone = False
+    """True once other ranks do not answer any more."""
+
+    def __reduce__(self) -> Any:
+        return UndoStack, ()
+
+    def set(self, owner: Any, name: str, value: Any) -> Change:
+        """Set an own attribute of a class or an object, past `nn.Module.__setattr__`."""
+        change = Change(owner, name, value)
+        self.callback(change.revert)
+        return change
+
+    def collective(self, function: Callable[..., Any], *args: Any) -> None:
+        """Add a callback that needs all ranks. Without them it is left out."""
+        self.callback(lambda: None if self.alone else function(*args))
+
+    def abandon(self) -> None:
+        """Undo what this rank can undo alone."""
+        self.alone = True
+        self.close()

@@ -2,18 +2,16 @@
 
 `make_plan` decides, equally on every rank. `parallelize` applies the plan in place; `ParallelModule.undo` reverts it.
 
-[Note: order] stages -> tensor -> recompute -> data.
-Stages come first, so that no rank shards a weight that it is about to drop. The stages are compared with the unsplit
-module at once if tensor ranks follow: dropout on shards gives other numbers. Tensor comes before data, so that FSDP2
-shards what a tensor rank owns. Recompute is between them: a block is computed again in shards, and gathered once for
-that and its backward. Without tensor ranks the comparison waits until the data axis is applied
-(`strategy/steps.py`): FSDP2 may cast to another dtype, and what is learnt there is kept for training.
+[Note: order] stages -> proof -> tensor -> recompute -> data.
+Stages come first, so that no rank shards a weight that it is about to drop. They are compared with the unsplit module
+at once, while blocks give the numbers of one device: dropout on shards gives others. Tensor comes before data, so that
+FSDP2 shards what a tensor rank owns. Recompute is between them: a block is computed again in shards, and gathered once
+for that and its backward.
 A new parallelism is a new folder and one more line in `parallelize`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -27,10 +25,9 @@ from torch.optim import Optimizer
 
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks, recompute_blocks
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.module.undo import UndoStack
@@ -167,8 +164,8 @@ class ParallelModule:
     recomputed: RecomputedBlocks | None = None
     split: AppliedSplit | None = None
     stages: Stages | None = None
-    make_pipeline: Callable[[Hooks], Pipeline] | None = None
-    """Builds the pipeline that runs the stages; None without stages."""
+    pipeline: Pipeline | None = None
+    """Runs the stages, once it is opened; None without stages."""
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
     changes: UndoStack = field(default_factory=UndoStack)
     """Undoes the parallelisms, and what else is put on the module until then."""
@@ -245,9 +242,20 @@ def parallelize(
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
         _apply_stages(parallel, plan.split, layout, group, device)
-        parallel.make_pipeline = partial(_pipeline, module, plan, layout, group, device, data_axis.ledger)
-        if plan.tensor is not None:
-            prove_stages(parallel, plan, Hooks(context=plugin.forward_context))
+        parallel.pipeline = pipeline = Pipeline(
+            module,
+            plan.split,
+            group,
+            device=device,
+            schedule=layout.schedule,
+            num_microbatches=layout.num_microbatches,
+            loss_scope=plan.scope.value,
+            ledger=data_axis.ledger,
+        )
+        if plan.uncut_run is not None and plan.uncut_run.compared:
+            prove_stages(pipeline, plan.uncut_run, Hooks(context=plugin.forward_context))
+        if plan.tensor is not None or layout.schedule in HALVED_BACKWARD:
+            pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
     if training:
@@ -261,18 +269,12 @@ def parallelize(
         parallel.stages.locate_parameters(module)
 
 
-def prove_stages(parallel: ParallelModule, plan: ParallelPlan, hooks: Hooks) -> None:
-    """Compare the stages with the uncut module on one microbatch. Collective; raises on every rank."""
-    if parallel.make_pipeline is not None and plan.uncut_run is not None and plan.uncut_run.compared:
-        pipeline = parallel.make_pipeline(hooks)
-        prove(pipeline, plan.uncut_run)
-        pipeline.close()
-
-
-def prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
+def prove_stages(pipeline: Pipeline, uncut_run: UncutRun, hooks: Hooks) -> None:
     """Compare one microbatch with what the uncut module computed. Collective; raises on every rank."""
     try:
-        talk.together(lambda: pipeline.prove(uncut_run), ConfigurationError)
+        with UndoStack() as undo:
+            pipeline.open(hooks, undo)
+            talk.together(lambda: pipeline.prove(uncut_run), ConfigurationError)
     except (ConfigurationError, RunError):
         raise
     except Exception as error:  # raised here at once: other ranks may wait for this one within the step
@@ -305,29 +307,6 @@ def _apply_stages(
     parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
         old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
-
-
-def _pipeline(
-    module: nn.Module,
-    plan: ParallelPlan,
-    layout: Layout,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    ledger: Ledger,
-    hooks: Hooks,
-) -> Pipeline:
-    assert plan.split is not None
-    return Pipeline(
-        module,
-        plan.split,
-        group,
-        device=device,
-        schedule=layout.schedule,
-        num_microbatches=layout.num_microbatches,
-        loss_scope=plan.scope.value,
-        hooks=hooks,
-        ledger=ledger,
-    )
 
 
 def _apply_data(

@@ -10,13 +10,14 @@ How a strategy uses it, in order::
     move_present(module, device)                           # not module.to: absent parameters cannot be moved
     ...                                                    # tensor layers, recompute, ZeRO, optimizers
     check_supported(module, optimizers)
-    pipeline = Pipeline(module, split, group, hooks=Hooks(...))    # last: its hooks must be outermost
+    pipeline = Pipeline(module, split, group)
+    pipeline.open(Hooks(...), undo)                        # last: its hooks must be outermost
 
     output = pipeline.training_step(batch, batch_idx, last=..., scale=1 / accumulate)      # adds to the gradients
     output = pipeline.eval_step("validation_step", batch, batch_idx)
 
-    pipeline.close()                                       # at teardown; not after an error, the others are gone
-    applied.undo(group, placement)                         # the full module on every rank; parameters must be plain
+    undo.close()                                           # at teardown
+    applied.undo(group, placement)                         # not after an error: it receives from the others
 
 All ranks of a pipeline must have the same batch, the same default random seed, and call these in the same order.
 

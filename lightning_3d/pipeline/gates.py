@@ -28,31 +28,30 @@ class Director(Protocol):
 
 
 class Gates:
-    """Hooks on the units of a module, idle while no director is set.
+    """Hooks on the units of a module until `undo` closes, idle while no director is set.
 
     Create it last, after the hooks of FSDP and of the tensor layers: a call is cut before any of them runs, and they
     get the arguments that the unit really gets. The user's hooks on a unit are part of the code around it. They get the
     same values as that code, on every stage.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str], undo: UndoStack) -> None:
         self.director: Director | None = None
         self.depth = 0
         self.module = module
-        self.undo = UndoStack()
         self.replaced: list[Change] = []
         """The forwards of units."""
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
             if name in absent:
-                self._mute(unit, name)
+                self._mute(unit, name, undo)
             else:
                 before, after = self._before(name), self._after(name)
-                self.undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-                self.undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
+                undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+                undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
                 _put_outside(unit)
-                self._make_skippable(unit)
+                self._make_skippable(unit, undo)
 
     def _before(self, name: str) -> Any:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -72,7 +71,7 @@ class Gates:
 
         return after
 
-    def _make_skippable(self, unit: nn.Module) -> None:
+    def _make_skippable(self, unit: nn.Module, undo: UndoStack) -> None:
         """A unit is real here but belongs to another stage of this rank when an earlier part of the step calls it."""
         forward = unit.forward
 
@@ -81,9 +80,9 @@ class Gates:
                 return None
             return forward(*args, **kwargs)
 
-        self.replaced.append(self.undo.set(unit, "forward", skippable))
+        self.replaced.append(undo.set(unit, "forward", skippable))
 
-    def _mute(self, unit: nn.Module, name: str) -> None:
+    def _mute(self, unit: nn.Module, name: str, undo: UndoStack) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.director is None:
                 raise UnsupportedError(
@@ -92,7 +91,7 @@ class Gates:
                 )
             return self.director.foreign(name, args, kwargs)
 
-        self.replaced.append(self.undo.set(unit, "forward", forward))
+        self.replaced.append(undo.set(unit, "forward", forward))
 
     @contextmanager
     def directed(self, director: Director) -> Any:

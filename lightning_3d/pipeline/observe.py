@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
@@ -127,11 +128,11 @@ def observe(
         compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
     seed = random_streams.draw()
-    gates = Gates(module, units, ())
     inside = {item for unit in units for item in module.get_submodule(unit).parameters()}
     names = {item: (name,) for name, item in module.named_parameters() if item in inside}
-    reads = NoteReads(names, lambda *_: gates.depth == 0)
-    try:
+    with UndoStack() as undo:
+        gates = Gates(module, units, (), undo)
+        reads = NoteReads(names, lambda *_: gates.depth == 0)
         with trial(module, gradients=compared, optimizers=False, inside_block=gates.inside_block):
             before = marks(module, [name for name, _ in module.named_buffers()])
             with Interceptor(reads):
@@ -140,8 +141,6 @@ def observe(
             result = fingerprint(output)
             loss = loss_of(output) if compared else None
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
-    finally:
-        gates.undo.close()
     with context():
         rounding = ROUNDING if hooked_inside(module, units) else _rounding(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
@@ -176,7 +175,8 @@ class _OtherRuns:
     def __call__(self, rows: Any, seed: int) -> StepResult | None:
         args = (rows, *self.uncut.args[1:])
         parameters = parameters_of_last_block(self.module, self.uncut.calls)
-        gates = Gates(self.module, self.units, ())
+        undo = UndoStack()
+        gates = Gates(self.module, self.units, (), undo)
         try:
             with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
                 with Interceptor(SilenceRandom()):
@@ -190,7 +190,7 @@ class _OtherRuns:
             self.failed = True
             return None
         finally:
-            gates.undo.close()
+            undo.close()
         self._refuse_random_order(tuple(other.calls))
         return result
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
@@ -34,10 +35,7 @@ _TRACES_KEPT = 256
 
 
 class Pipeline:
-    """Runs steps of a module that `apply_split` has cut.
-
-    Create it last, once tensor layers and FSDP have put their hooks on the module.
-    """
+    """Runs steps of a module that `apply_split` has cut, once it is opened."""
 
     def __init__(
         self,
@@ -49,12 +47,11 @@ class Pipeline:
         schedule: str = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         loss_scope: Literal["microbatch", "batch"] = "microbatch",
-        hooks: Hooks | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """
         Args:
-            module: the LightningModule, after `apply_split` and everything else that changes modules.
+            module: the LightningModule, after `apply_split`.
             split: the plan it was cut by.
             group: the ranks of this pipeline, in order.
             device: where activations live.
@@ -62,22 +59,15 @@ class Pipeline:
             num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
             loss_scope: "batch" computes head and loss once on the full batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
-            hooks: of the ZeRO and precision layers.
             ledger: counts the bytes that this rank sends along the pipeline.
         """
         check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
-        self.num_microbatches, self.loss_scope, self.hooks = num_microbatches, loss_scope, hooks or Hooks()
+        self.num_microbatches, self.loss_scope = num_microbatches, loss_scope
         self.wire = Wire(group, device or torch.device("cpu"), ledger)
         self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
         self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
         self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())
-        units = list(split.holders)
-        absent = [unit for unit in units if not set(split.holders[unit]) & set(self.my_stages)]
-        self.gates = Gates(module, units, absent)
-        self.recorder = LogRecorder(module, self.gates.inside_block)
-        self.locate = self.hooks.locate or module.get_parameter
-        self.ties = Ties(split, self.wire, self.stage_rank, self.locate)
         self.rows: Rows | None = None
         self.traces: dict[Any, StepTrace] = {}
         self.trained = self._trained()
@@ -88,6 +78,20 @@ class Pipeline:
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
         self.checked_heads: set[Any] = set()
         """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
+
+    def open(self, hooks: Hooks, undo: UndoStack) -> None:
+        """Put the gates on the module until `undo` closes. Tensor layers and FSDP put their hooks on it before.
+
+        Args:
+            hooks: of the ZeRO and precision layers.
+            undo: takes the way back.
+        """
+        self.hooks, units = hooks, list(self.split.holders)
+        absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
+        self.gates = Gates(self.module, units, absent, undo)
+        self.recorder = LogRecorder(self.module, self.gates.inside_block)
+        self.locate = hooks.locate or self.module.get_parameter
+        self.ties = Ties(self.split, self.wire, self.stage_rank, self.locate)
 
     @property
     def owns_last(self) -> bool:
@@ -150,10 +154,6 @@ class Pipeline:
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
-    def close(self) -> None:
-        """Remove the hooks from the module."""
-        self.gates.undo.close()
-
     def call(self, name: str, args: Sequence[Any], seed: int) -> Any:
         """The module's own method, with random streams at the start of a microbatch."""
         random_streams.restart_python(seed)
@@ -181,9 +181,13 @@ class Pipeline:
             self.traces[key] = rehearse(self, step, args, seed)
         return self.traces[key]
 
-    def prove(self, whole: UncutRun) -> None:
-        """Compare values and gradients with those of the module before it was cut. Parameters must be gathered."""
-        self.traces[self._key(whole.step, whole.args)] = rehearse(self, whole.step, whole.args, whole.seed, whole)
+    def prove(self, uncut: UncutRun) -> None:
+        """Compare values and gradients with those of the module before it was cut."""
+        self.traces[self._key(uncut.step, uncut.args)] = rehearse(self, uncut.step, uncut.args, uncut.seed, uncut)
+
+    def forget(self) -> None:
+        """Rehearse all shapes again: blocks now compute in another way."""
+        self.traces, self.proven, self.unsplit = {}, {}, set()
 
     def rows_of(self, batch: Any) -> Rows:
         """The places of the samples in a batch, decided on the first batch, which is full."""

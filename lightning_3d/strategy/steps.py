@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_3d.parallelize import ParallelModule, ParallelPlan, prove
+from lightning_3d.parallelize import ParallelModule
 from lightning_3d.pipeline.context import Hooks
-from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.strategy.step_checks import Args, StepCheck
@@ -29,9 +28,6 @@ class StepRunner(Protocol):
     def before_backward(self, loss: Tensor) -> None: ...
 
     def after_backward(self) -> None: ...
-
-    def close(self) -> None:
-        """Remove everything that was added to the module."""
 
 
 class PlainRunner:
@@ -59,8 +55,6 @@ class PlainRunner:
     def after_backward(self) -> None:
         self.data.after_backward()
 
-    def close(self) -> None: ...
-
 
 class PipelineRunner:
     """The user's step on every microbatch, on every stage, in the order of a schedule.
@@ -70,19 +64,19 @@ class PipelineRunner:
     """
 
     def __init__(self, parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D) -> None:
-        assert parallel.make_pipeline is not None
+        assert parallel.pipeline is not None
         self.parallel, self.data, self.random = parallel, parallel.data, random
         self.window, self.plugin = window, plugin
         self.early = EarlyGradients(parallel.module, window.zeroed)
-        self.pipeline = parallel.make_pipeline(
-            Hooks(
-                begin=self._begin,
-                reduce=self.data.reduce,
-                locate=self._locate,
-                evaluating=self._evaluating,
-                context=plugin.forward_context,
-            )
+        self.pipeline = parallel.pipeline
+        hooks = Hooks(
+            begin=self._begin,
+            reduce=self.data.reduce,
+            locate=self._locate,
+            evaluating=self._evaluating,
+            context=plugin.forward_context,
         )
+        self.pipeline.open(hooks, parallel.changes)
 
     def train(self, call: Call, args: Args) -> Any:
         if self.window.first:
@@ -95,21 +89,10 @@ class PipelineRunner:
         with self.random.step():
             return self.pipeline.eval_step(name, *args)
 
-    def prove(self, uncut_run: UncutRun) -> None:
-        """Compare the stages with the uncut module, with gathered parameters. Collective; raises on every rank."""
-        self._begin()
-        prove(self.pipeline, uncut_run)
-        self.data.finish_forward()
-        self.data.reshard()
-        self.data.accumulate_only(False)
-
     def before_backward(self, loss: Tensor) -> None:
         self.early.give(self.window.first, self.window.last)
 
     def after_backward(self) -> None: ...
-
-    def close(self) -> None:
-        self.pipeline.close()
 
     def _begin(self) -> None:
         self.data.accumulate_only(True)
@@ -161,16 +144,10 @@ class CheckedSteps:
     def close(self) -> None:
         for check in self.checks:
             check.close()
-        self.runner.close()
 
 
-def make_runner(
-    parallel: ParallelModule, plan: ParallelPlan, random: StepRandom, window: Window, plugin: Precision3D
-) -> StepRunner:
-    """The runner for `parallel`. Its pipeline is proven here without tensor ranks: see [Note: order]. Collective."""
-    if plan.split is None:
+def make_runner(parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D) -> StepRunner:
+    """The runner for `parallel`."""
+    if parallel.pipeline is None:
         return PlainRunner(parallel, random, window)
-    runner = PipelineRunner(parallel, random, window, plugin)
-    if plan.tensor is None and plan.uncut_run is not None and plan.uncut_run.compared:
-        runner.prove(plan.uncut_run)
-    return runner
+    return PipelineRunner(parallel, random, window, plugin)

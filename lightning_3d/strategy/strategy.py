@@ -250,7 +250,7 @@ class Strategy3D(Training):
         if fitting:
             self._undo.callback(clip_like_one_device(module, self._norm_of))
             move_states(self.optimizers, self.root_device)
-        self._prepare_steps(trainer, plan, first)
+        self._prepare_steps(trainer, first)
         return_freed_memory()
 
     def _choose_layout(self, trainer: Trainer) -> None:
@@ -308,11 +308,11 @@ class Strategy3D(Training):
             parallel.undo(self.optimizers)
             self._share_buffers()
 
-    def _prepare_steps(self, trainer: Trainer, plan: ParallelPlan, first: FirstStep | None) -> None:
+    def _prepare_steps(self, trainer: Trainer, first: FirstStep | None) -> None:
         parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
         random = StepRandom(self.layout, self.coordinate)
         window = Window(trainer, self._module, parallel.data)
-        runner = make_runner(parallel, plan, random, window, plugin)
+        runner = make_runner(parallel, random, window, plugin)
         checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))

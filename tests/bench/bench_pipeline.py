@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.split import apply_split, plan_split
+from tests.pipeline.loop import opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 
@@ -56,7 +57,7 @@ def ours(width):
     module = make(width)
     split = plan_split(module, None, 2)
     apply_split(module, split, [dist.get_rank()])
-    pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=MICROBATCHES)
+    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=MICROBATCHES)
 
     def step(tokens, targets):
         module.zero_grad()

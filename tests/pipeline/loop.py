@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
-from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
 from lightning_3d.strategy.window import EarlyGradients
 
@@ -55,7 +57,8 @@ def pipelined(
     split = plan_split(module, None, group.size() * per_rank)
     placement = stage_ranks(schedule, group.size(), per_rank)
     applied = apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
-    pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=num_microbatches, **options)
+    undo = UndoStack()
+    pipeline = opened(module, split, group, undo, schedule=schedule, num_microbatches=num_microbatches, **options)
     made = make_optimizer(module, optimizer, lr)
     early = EarlyGradients(module, lambda: set(module.parameters()))
     losses, validated = [], []
@@ -74,9 +77,16 @@ def pipelined(
             with torch.no_grad():
                 validated.append(float(loss_of(pipeline.eval_step("validation_step", batch, index))))
             module.train()
-    pipeline.close()
+    undo.close()
     applied.undo(group, placement)
     return losses, {name: value.detach().clone() for name, value in module.named_parameters()}, validated
+
+
+def opened(module: Any, split: PipelineSplit, group: dist.ProcessGroup, undo: UndoStack, **options: Any) -> Pipeline:
+    """A pipeline that runs steps of `module` until `undo` closes."""
+    pipeline = Pipeline(module, split, group, **options)
+    pipeline.open(Hooks(), undo)
+    return pipeline
 
 
 def quiet(module: nn.Module) -> None:

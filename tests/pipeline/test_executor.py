@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline import executor, wire
-from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
+from tests.pipeline.loop import opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 
@@ -62,7 +63,7 @@ def memory(microbatches):
     whole = sum(parameter.numel() for parameter in module.parameters())
     applied = apply_split(module, split, [dist.get_rank()])
     module.log = lambda *args, **kwargs: None
-    pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=microbatches)
+    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=microbatches)
     counts = {"flights": 0, "arriving": 0}
     forward = executor.Execution._forward
 
@@ -169,7 +170,7 @@ def idle(schedule, microbatches):
     split = plan_split(module, None, group.size() * per_rank)
     placement = stage_ranks(schedule, group.size(), per_rank)
     apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
-    pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=microbatches)
+    pipeline = opened(module, split, group, UndoStack(), schedule=schedule, num_microbatches=microbatches)
     batch = torch.randn(microbatches, 4)
     pipeline.trace("training_step", (batch[:1], 0), 0)
     return min(_one_step(pipeline, batch) for _ in range(2))

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
@@ -95,7 +96,8 @@ def sharded(tied, accumulate, schedule):
     fully_shard(module, mesh=data, reshard_after_forward=False, ignored_params=absent)
     zero = Sharded(module)
     hooks = Hooks(begin=zero.begin, reduce=zero.reduce, locate=zero.locate, evaluating=zero.evaluating)
-    pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=2, hooks=hooks)
+    pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=2)
+    pipeline.open(hooks, UndoStack())
     optimizer = make_optimizer(module, "AdamW")
     early = EarlyGradients(module, lambda: set(module.parameters()))
     losses, validated = [], []

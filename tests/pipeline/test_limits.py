@@ -11,9 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.limits import check_supported
-from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
+from tests.pipeline.loop import opened
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, build, vectors
 
@@ -24,7 +25,7 @@ def stepped(module, batch, timeout=None):
     split = plan_split(module, None, group.size())
     apply_split(module, split, [group.rank()])
     module.log = lambda *args, **kwargs: None
-    pipeline = Pipeline(module, split, group, num_microbatches=4)
+    pipeline = opened(module, split, group, UndoStack(), num_microbatches=4)
     pipeline.training_step(batch, 0)
     return pipeline
 

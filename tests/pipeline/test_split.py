@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.split import apply_split, move_present, plan_split
+from tests.pipeline.loop import opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, Encoder, Residual, build
 
@@ -69,7 +70,8 @@ def restored():
             parameter.fill_(float(dist.get_rank()))
     split = plan_split(module, None, 2)
     applied = apply_split(module, split, [dist.get_rank()])
-    Pipeline(module, split, dist.group.WORLD).close()
+    with UndoStack() as undo:
+        opened(module, split, dist.group.WORLD, undo)
     applied.undo(dist.group.WORLD, (0, 1))
     assert module.lm_head.weight is module.transformer.wte.weight
     assert "forward" not in module.transformer.h[0].__dict__
@@ -91,7 +93,7 @@ def carried(name):
     module.log = lambda *args, **kwargs: None
     split = plan_split(module, None, 2)
     apply_split(module, split, [dist.get_rank()])
-    pipeline = Pipeline(module, split, dist.group.WORLD, num_microbatches=2)
+    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=2)
     pipeline.training_step(batches[0], 0)
     (trace,) = pipeline.traces.values()
     return len(trace.parts[0].after)

@@ -128,7 +128,7 @@ def plan_pipeline(
     if layout.pipeline_parallel_size == 1:
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
-    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, whole=uncut_run)
+    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, uncut=uncut_run)
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:

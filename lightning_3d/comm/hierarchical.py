@@ -60,13 +60,13 @@ class Hierarchical(Collectives):
 
     def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
         size, flat = self.inside.size, single(buffer).view(-1)
-        whole = flat
+        padded = flat
         if rest := -flat.numel() % size:
-            whole = flat.new_zeros(flat.numel() + rest)
-            whole[: flat.numel()] = flat
-        own = whole.view(size, -1)[self.inside.rank]
-        self.inside.reduce_scatter(own, whole, average=average)
+            padded = flat.new_zeros(flat.numel() + rest)
+            padded[: flat.numel()] = flat
+        own = padded.view(size, -1)[self.inside.rank]
+        self.inside.reduce_scatter(own, padded, average=average)
         self.between.all_reduce(own, average=average)
-        self.inside.all_gather(whole, own)
+        self.inside.all_gather(padded, own)
         if rest:
-            flat.copy_(whole[: flat.numel()])
+            flat.copy_(padded[: flat.numel()])

@@ -66,20 +66,20 @@ def _spec(leaf: Any) -> Any:
     return Spec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def run_whole(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
+def run_together(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
     """The part of `rehearse` in which a real rank runs its own blocks and receives outputs of the others."""
 
     def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
-        whole, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
-        whole.pipeline, whole.world = pipeline, world
-        recording = pipeline.recorder.recording(record, whole.use_at_end)
-        with isolated(pipeline.module) as changes, whole, pipeline.gates.directed(whole), recording:
+        rehearsal, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
+        rehearsal.pipeline, rehearsal.world = pipeline, world
+        recording = pipeline.recorder.recording(record, rehearsal.use_at_end)
+        with isolated(pipeline.module) as changes, rehearsal, pipeline.gates.directed(rehearsal), recording:
             with torch.enable_grad():
                 result = pipeline.call(step, args, seed)
-            whole.use_at_end(result)
+            rehearsal.use_at_end(result)
         kept = join_changes([changes], [1], {})
         pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)
-        return whole, whole.trace_of_step(), []
+        return rehearsal, rehearsal.trace_of_step(), []
 
     return run
 

@@ -77,7 +77,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _outside_step(pretend, prove.rehearse)),
-        (prove, "_run_whole", lone_proof.run_whole(world)),
+        (prove, "_run_together", lone_proof.run_together(world)),
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
         (traced_tensor, "as_kind", _as_kind),

@@ -42,7 +42,7 @@ class Execution:
     """The tensors of a stage that get gradients."""
     head: Head | None = None
     """With the loss on the full batch."""
-    unsplit: Container[int] = ()
+    in_one_piece: Container[int] = ()
     """Stages that run the full backward where the schedule has the half for inputs."""
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Execution:
     def _backward_inputs(self, stage: int, index: int) -> None:
         in_flight = self.in_flight[stage, index]
         grads = self._output_grads(in_flight, stage, index)
-        if stage in self.unsplit:
+        if stage in self.in_one_piece:
             full_backward(in_flight.outputs, grads)
             in_flight.outputs = []
             return self._pass_back(in_flight, stage, index)

@@ -72,7 +72,7 @@ class Pipeline:
         self.traces: dict[Any, StepTrace] = {}
         self.trained = self._trained()
         """For each parameter, True where it gets a gradient: callbacks freeze and unfreeze them between steps."""
-        self.unsplit: set[int] = set()
+        self.in_one_piece: set[int] = set()
         """Stages whose backward must not run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
@@ -187,7 +187,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Rehearse all shapes again: blocks now compute in another way."""
-        self.traces, self.proven, self.unsplit = {}, {}, set()
+        self.traces, self.proven, self.in_one_piece = {}, {}, set()
 
     def rows_of(self, batch: Any) -> Rows:
         """The places of the samples in a batch, decided on the first batch, which is full."""

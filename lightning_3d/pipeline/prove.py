@@ -40,11 +40,11 @@ def rehearse(
         uncut: the run of the same step before the module was cut; with it gradients are compared too.
     """
     with trial(pipeline.module, gradients=True, logs=False):
-        whole, trace, result = _run_whole(pipeline, step, args, seed)
+        rehearsal, trace, result = _run_together(pipeline, step, args, seed)
     _agree(pipeline, trace, seed)
     key = (step, trace.pattern, pipeline.trained)
     if uncut is not None or key not in pipeline.proven:
-        pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, whole, trace, result, uncut)
+        pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, rehearsal, trace, result, uncut)
     return replace(trace, unreached=pipeline.proven[key])
 
 
@@ -53,16 +53,16 @@ def _run_in_stages(
     step: str,
     args: tuple[Any, ...],
     seed: int,
-    whole: Rehearsal,
+    rehearsal: Rehearsal,
     trace: StepTrace,
     result: Any,
     uncut: UncutRun | None,
 ) -> frozenset[str]:
     relay = StageRelay(pipeline, trace)
     with trial(pipeline.module, gradients=True, logs=False):
-        relay.forward(step, args, seed, whole, result)
+        relay.forward(step, args, seed, rehearsal, result)
         if uncut is not None:
-            relay.problem = _unlike_uncut(uncut, whole, result) or relay.problem or _other_buffer(pipeline, uncut)
+            relay.problem = _unlike_uncut(uncut, rehearsal, result) or relay.problem or _other_buffer(pipeline, uncut)
     _raise_if_any(pipeline, relay.problem)
     unreached = relay.unreached()
     if (uncut is not None and uncut.grads) or pipeline.schedule in HALVED_BACKWARD:
@@ -82,16 +82,18 @@ def _raise_if_any(pipeline: "Pipeline", problem: str | None) -> None:
         raise PipelineSplitError(problems[0])
 
 
-def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
-    whole = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
+def _run_together(
+    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int
+) -> tuple[Rehearsal, StepTrace, Any]:
+    rehearsal = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
     record = Record()
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
-    with whole, pipeline.gates.directed(whole), pipeline.recorder.recording(record, whole.use_at_end):
+    with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
         with isolated(pipeline.module) as changes:
             result = _call(pipeline, step, args, seed)
-        whole.use_at_end((result, list(changes.values())))
-    trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
-    return whole, trace, fingerprint(untrace(result))
+        rehearsal.use_at_end((result, list(changes.values())))
+    trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
+    return rehearsal, trace, fingerprint(untrace(result))
 
 
 def _call(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Any:
@@ -124,10 +126,10 @@ def _agree(pipeline: "Pipeline", trace: StepTrace, seed: int) -> None:
         )
 
 
-def _unlike_uncut(uncut: UncutRun, whole: Rehearsal, result: Any) -> str | None:
+def _unlike_uncut(uncut: UncutRun, rehearsal: Rehearsal, result: Any) -> str | None:
     """Describe the first difference from the module before it was cut."""
     for at, unit in enumerate(uncut.calls):
-        if at in whole.arguments and differ(whole.arguments[at], uncut.arguments[at], uncut.rounding):
+        if at in rehearsal.arguments and differ(rehearsal.arguments[at], uncut.arguments[at], uncut.rounding):
             return f"{unit!r} gets other inputs once the module is cut. {_BESIDE}"
     if differ(result, uncut.result, uncut.rounding):
         return f"The step returns another result once the module is cut. {_BESIDE}"
@@ -188,23 +190,23 @@ class StageRelay:
     problem: str | None = None
     """Description of the first error on this rank."""
 
-    def forward(self, step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, result: Any) -> None:
+    def forward(self, step: str, args: tuple[Any, ...], seed: int, rehearsal: Rehearsal, result: Any) -> None:
         """Run every stage in turn; compare its inputs and outputs with those of the full step."""
         arriving: list[Tensor] = []
         for stage in range(self._last + 1):
             if stage in self.pipeline.my_stages:
                 self.received[stage] = arriving
-                self.outputs[stage] = self._play(stage, step, args, seed, whole, result)
+                self.outputs[stage] = self._play(stage, step, args, seed, rehearsal, result)
             if stage < self._last:
                 arriving = self._pass_on(stage)
 
     def _play(
-        self, stage: int, step: str, args: tuple[Any, ...], seed: int, whole: Rehearsal, result: Any
+        self, stage: int, step: str, args: tuple[Any, ...], seed: int, rehearsal: Rehearsal, result: Any
     ) -> list[Tensor]:
         try:
             output = play(
                 self.pipeline, self.trace, self.trace.parts[stage], f"stage {stage}", step, args, seed,
-                self.received[stage], Record(), whole.arguments,
+                self.received[stage], Record(), rehearsal.arguments,
             )  # fmt: skip
             if stage < self._last:
                 return list(output)
@@ -302,7 +304,7 @@ class StageRelay:
         wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in HALVED_BACKWARD
         grads = gradients(outputs, seeds, wanted, again=halved)
         if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
-            self._keep_whole(stage)
+            self._keep_in_one_piece(stage)
         back = [
             torch.zeros_like(tensor) if grad is None else grad
             for tensor, grad in zip(entering, grads[: len(entering)], strict=True)
@@ -310,9 +312,9 @@ class StageRelay:
         own = zip(mine, grads[len(entering) :], strict=True)
         return back, {name: grad_print(grad) for name, grad in own if grad is not None}
 
-    def _keep_whole(self, stage: int) -> None:
-        if stage not in self.pipeline.unsplit:
-            self.pipeline.unsplit.add(stage)
+    def _keep_in_one_piece(self, stage: int) -> None:
+        if stage not in self.pipeline.in_one_piece:
+            self.pipeline.in_one_piece.add(stage)
             warnings.warn(
                 f"schedule={self.pipeline.schedule!r}: on stage {stage} gradients of weights cannot be computed"
                 " separately from those of inputs (a weight used at two depths, a hook on a gradient, recomputation)."
@@ -333,9 +335,9 @@ class StageRelay:
                     yield output, grad
 
     def _parameters(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        held = {id(tensor) for tensor in self.pipeline.stage_parameters(stage)}
+        mine = {id(tensor) for tensor in self.pipeline.stage_parameters(stage)}
         for name, parameter in self.pipeline.module.named_parameters():
-            if id(parameter) in held:
+            if id(parameter) in mine:
                 yield name, parameter
 
     @property

@@ -69,7 +69,7 @@ def plan_split(
     num_stages: int = 2,
     *,
     cuts: Sequence[str] | None = None,
-    whole: UncutRun | None = None,
+    uncut: UncutRun | None = None,
 ) -> PipelineSplit:
     """Cut `module` into `num_stages` stages of about equal cost.
 
@@ -78,7 +78,7 @@ def plan_split(
         anatomy: its anatomy, found if not given.
         num_stages: pipeline ranks x stages per rank.
         cuts: the user's `pipeline_split`: the name of the first block of each stage but the first.
-        whole: the run of one microbatch: the order in which units run, those that are called again, and their
+        uncut: the run of one microbatch: the order in which units run, those that are called again, and their
             parameters that other code reads. Without it, units run in the order of their declaration.
 
     A module with a single unit leaves all stages but the last empty; units that the step does not call stay with the
@@ -87,9 +87,9 @@ def plan_split(
     anatomy = anatomy or Anatomy.of(module)
     units = find_units(module, anatomy, num_stages)
     running = units
-    if whole is not None:
-        units = in_running_order(units, module, whole.calls)
-        called = {id(module.get_submodule(name)) for name in whole.calls}
+    if uncut is not None:
+        units = in_running_order(units, module, uncut.calls)
+        called = {id(module.get_submodule(name)) for name in uncut.calls}
         running = tuple(unit for unit in units if id(module.get_submodule(unit.name)) in called)
     names = tuple(unit.name for unit in units)
     if cuts is not None:
@@ -106,10 +106,10 @@ def plan_split(
         stages = _with_idle(_balance(running, num_stages), names)
     everywhere = parameters_used_everywhere(module, units)
     holders = _holders(module, stages)
-    if whole is not None:
-        everywhere = tuple(dict.fromkeys([*everywhere, *whole.read]))
-        _refuse_all_everywhere(module, whole.read)
-        holders = _with_later_calls(holders, whole.calls, anatomy)
+    if uncut is not None:
+        everywhere = tuple(dict.fromkeys([*everywhere, *uncut.read]))
+        _refuse_all_everywhere(module, uncut.read)
+        holders = _with_later_calls(holders, uncut.calls, anatomy)
     return PipelineSplit(stages, units, everywhere, _ties(module, holders, everywhere, num_stages), holders)
 
 
@@ -188,23 +188,23 @@ def _with_later_calls(
     Blocks of a chain stay where they are: a pipeline whose stages all own the chain is none. The rehearsal refuses it.
     """
     blocks = tuple(name for chain in anatomy.chains if len(chain.blocks) > 1 for name in chain.blocks)
-    held, reached = dict(holders), 0
+    owners, reached = dict(holders), 0
     for name in calls:
-        later = [stage for stage in held[name] if stage >= reached]
+        later = [stage for stage in owners[name] if stage >= reached]
         if later:
             reached = later[0]
         elif not any(name == block or name.startswith(block + ".") for block in blocks):
-            held[name] = (*held[name], reached)
-    return held
+            owners[name] = (*owners[name], reached)
+    return owners
 
 
 def _refuse_all_everywhere(module: nn.Module, read: Sequence[str]) -> None:
-    whole = sum(parameter.numel() for parameter in module.parameters())
+    total = sum(parameter.numel() for parameter in module.parameters())
     outside = sum(module.get_parameter(name).numel() for name in read)
-    if 2 * outside > whole:
+    if 2 * outside > total:
         raise PipelineSplitError(
             f"The step reads {len(read)} parameters of blocks ({read[0]}, ...) outside of these blocks: {outside:,} of"
-            f" the module's {whole:,} elements, which every stage would need. Let the block that owns them use"
+            f" the module's {total:,} elements, which every stage would need. Let the block that owns them use"
             " them (a penalty on weights: the optimizer's weight_decay), or use pipeline_parallel_size=1."
         )
 
@@ -265,19 +265,19 @@ class AppliedSplit:
     ) -> None:
         owner_name, _, leaf = name.rpartition(".")
         owner = self.module.get_submodule(owner_name)
-        held = getattr(owner, leaf)
+        tensor = getattr(owner, leaf)
         if name not in self.absent:
-            dist.broadcast(held.detach().contiguous(), group=group, group_src=source)
+            dist.broadcast(tensor.detach().contiguous(), group=group, group_src=source)
             return
-        shape, dtype = buffer or (held.shape, held.dtype)
+        shape, dtype = buffer or (tensor.shape, tensor.dtype)
         data = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(data, group=group, group_src=source)
-        if not isinstance(held, nn.Parameter):
+        if not isinstance(tensor, nn.Parameter):
             owner._buffers[leaf] = data
             return
-        if id(held) not in fresh:
-            fresh[id(held)] = nn.Parameter(data, requires_grad=held.requires_grad)
-        owner._parameters[leaf] = fresh[id(held)]
+        if id(tensor) not in fresh:
+            fresh[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        owner._parameters[leaf] = fresh[id(tensor)]
 
     @property
     def device(self) -> torch.device:

@@ -57,7 +57,7 @@ class TrainingStep:
         pipeline = self.pipeline
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.full_trace else None, pipeline.unsplit,
+            self._head if self.full_trace else None, pipeline.in_one_piece,
         )  # fmt: skip
         schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
         placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
@@ -180,7 +180,7 @@ class TrainingStep:
 _CONSTANT, _MIXED = -1, -2
 
 
-def choose_head(whole: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list[int | None]]:
+def choose_head(full: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list[int | None]]:
     """Find the last call of the last stage from which on the step can run on the full batch.
 
     The inputs of the head must be rows that join, or be the same for every batch. A first term of the loss is neither:
@@ -189,7 +189,7 @@ def choose_head(whole: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, lis
     Returns:
         Index into `StepTrace.heads`, and the dimension along which each tensor joins, None where all have the same.
     """
-    for index, head in enumerate(whole.heads):
+    for index, head in enumerate(full.heads):
         parts = [trace.heads[index].before for trace in traces]
         if any(len(part) != len(head.before) for part in parts):
             continue
@@ -204,10 +204,10 @@ def choose_head(whole: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, lis
     )
 
 
-def _joined_dim(whole: Carried, parts: Sequence[Carried]) -> int:
-    shapes, shape = [part.spec.shape for part in parts], whole.spec.shape
+def _joined_dim(full: Carried, parts: Sequence[Carried]) -> int:
+    shapes, shape = [part.spec.shape for part in parts], full.spec.shape
     if all(part == shape for part in shapes):
-        return _CONSTANT if all(part.mark == whole.mark for part in parts) else _MIXED
+        return _CONSTANT if all(part.mark == full.mark for part in parts) else _MIXED
     if any(len(part) != len(shape) for part in shapes):
         return _MIXED
     return next((dim for dim in range(len(shape)) if sum(part[dim] for part in shapes) == shape[dim]), _MIXED)

@@ -26,7 +26,7 @@ class Axes:
 
     key: Hashable
     mesh: DeviceMesh
-    whole: dist.ProcessGroup
+    data: dist.ProcessGroup
     """All data ranks."""
     shard: dist.ProcessGroup | None
     """Data ranks that share one copy, None where all do."""
@@ -80,7 +80,7 @@ def in_step(axes: Axes, moment: Hashable) -> bool:
     names = [name for name in axes.mesh.mesh_dim_names or () if name != PIPELINE_AXIS]
     groups: list[Any] = [axes.mesh.get_group(name) for name in names]  # one method is missing from torch's types
     users = axes.users.data if axes.users is not None else None
-    groups += [group for group in (axes.whole, axes.shard, axes.replicate, users) if group is not None]
+    groups += [group for group in (axes.data, axes.shard, axes.replicate, users) if group is not None]
     counts = {
         (index, *dist.get_process_group_ranks(group)): group._get_sequence_number_for_group()
         for index, group in enumerate(groups)
@@ -102,14 +102,14 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
         assert group is not None
         talk.open_hosts(group)
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
-    whole = _new_group(layout, here, timeout, lambda data: 0)
+    data = _new_group(layout, here, timeout, lambda data: 0)
     users = _users_groups(layout, rank, here, timeout)
     if shard == layout.data_parallel_size:
-        return Axes(key, mesh, whole, None, None, users)
+        return Axes(key, mesh, data, None, None, users)
     return Axes(
         key,
         mesh,
-        whole,
+        data,
         _new_group(layout, here, timeout, lambda data: data // shard),
         _new_group(layout, here, timeout, lambda data: data % shard),
         users,

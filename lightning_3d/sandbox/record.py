@@ -73,7 +73,7 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
     (or summed, or their extreme taken, as `reduce_fx` says). Metrics keep the arguments of every microbatch.
     """
     made = [{call.key: call for call in record.calls} for record in records]
-    whole = Record()
+    combined = Record()
     for key in _order(records):
         calls = [of_one.get(key) for of_one in made]
         first = next(call for call in calls if call is not None)
@@ -84,11 +84,11 @@ def combine(records: list[Record], sizes: list[int]) -> Record:
             pieces: tuple[Any, ...] = (once,) if first.what == "log" else packed(what, once)
         else:
             pieces = tuple(None if call is None else call.pieces[0] for call in calls)
-        whole.calls.append(replace(first, pieces=pieces))
-    logged_keys = {part.key for call in whole.calls if call.what == "log" for part in _computed(call.pieces)}
+        combined.calls.append(replace(first, pieces=pieces))
+    logged_keys = {part.key for call in combined.calls if call.what == "log" for part in _computed(call.pieces)}
     # other ranks need no computed value that is not logged, and computing costs (and gathers)
-    whole.calls = [call for call in whole.calls if call.what != "compute" or call.key in logged_keys]
-    return whole
+    combined.calls = [call for call in combined.calls if call.what != "compute" or call.key in logged_keys]
+    return combined
 
 
 def _order(records: list[Record]) -> list[str]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
-from lightning_3d.checkpoint.own import OwnState, find_own_state, own_state, restore_own
+from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.data.position import counted
@@ -38,14 +38,14 @@ class Saving(Processes):
     OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left")
     _parallel: ParallelModule | None = None
     _steps: CheckedSteps | None = None
-    _found = OwnState()
-    """This rank's own state in the checkpoint that the run resumes from."""
+    _found = FoundState()
+    """This rank's state in the checkpoint that the run resumes from."""
     _clones: AveragedWeights | None = None
     """Finds copies of the weights of the last `fit`: its callbacks may still have some."""
     _waiting: PendingCopies | None = None
     """States of callbacks that they get once the module is placed."""
     _left: Mapping[str, Any] = {}
-    """This rank's own state at the end of the last `fit`, for a checkpoint that is saved after it."""
+    """This rank's state at the end of the last `fit`, for a checkpoint that is saved after it."""
 
     def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
         super().__init__(**processes)
@@ -72,7 +72,7 @@ class Saving(Processes):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         flight.at(f"saving {filepath}")
-        own = self._own_state() if "optimizer_states" in checkpoint else {}
+        own = self._rank_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             copies: Mapping[int, Any] = {}
             if self._clones is not None:
@@ -90,8 +90,8 @@ class Saving(Processes):
         if self._clones is not None:
             checkpoint = self._clones.whole(checkpoint, talk.gather)
         owns = talk.gather(own)
-        whole = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
-        self._keeper.save_file(whole, filepath, self.checkpoint_io, storage_options)
+        full = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
+        self._keeper.save_file(full, filepath, self.checkpoint_io, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
@@ -99,7 +99,7 @@ class Saving(Processes):
         callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
         unsplit = {callback.state_key for callback in callbacks if isinstance(callback, AVERAGES)}
         self._waiting = PendingCopies.take(loaded, unsplit)
-        self._found = found = find_own_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
+        self._found = found = find_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:
             self._settle_samplers()
@@ -122,10 +122,10 @@ class Saving(Processes):
         super().setup_environment()
 
     def _end_of_run(self) -> None:
-        """Keep this rank's own state for a checkpoint after `fit`: code in between draws random numbers too."""
+        """Keep this rank's state for a checkpoint after `fit`: code in between draws random numbers too."""
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
-            self._left = self._own_state()
+            self._left = self._rank_state()
 
     def _load_callbacks(self) -> None:
         """Give callbacks their copies of weights, sharded like the weights, now that the module is placed."""
@@ -136,13 +136,13 @@ class Saving(Processes):
 
     # ---- the state of one rank ---------------------------------------------------------------------------------
 
-    def _own_state(self) -> Mapping[str, Any]:
+    def _rank_state(self) -> Mapping[str, Any]:
         if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
             return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
         if self._steps is None or self._data_axis is None:
             return {}
         loop = self._module.trainer.fit_loop
-        return own_state(
+        return rank_state(
             self.layout,
             self.coordinate,
             self._steps.random,
@@ -164,8 +164,8 @@ class Saving(Processes):
         assert self._steps is not None
         assert self._data_axis is not None
         random, communication, scale = self._steps.random, self._data_axis, self._loss_scale()
-        found, self._found = self._found, OwnState()
-        go_on(self._module.trainer.fit_loop, found, lambda: restore_own(found, random, communication, scale))
+        found, self._found = self._found, FoundState()
+        go_on(self._module.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
         no_new_epoch_yet(self._module.trainer)
 
     def _loss_scale(self) -> float:

@@ -55,7 +55,7 @@ def _shard(
     averaged, undo = _AveragedModule.of(copy, parallel), parallel.changes
     undo.collective(averaged.undo)
     stages = None if parallel.stages is None else _CopyStages(parallel.stages, averaged.origin)
-    full_module_state(copy, averaged.whole, averaged.part, stages, talk.meet, undo)
+    full_module_state(copy, averaged.gather_full, averaged.take_shard, stages, talk.meet, undo)
     for name in _SAVES:
         undo.set(callback, name, _within(getattr(callback, name), as_saved))
     undo.set(copy, "to", lambda *_, **__: copy)  # shards stay with those of the module; meta tensors cannot move
@@ -106,10 +106,10 @@ class _AveragedModule:
             unsplit.data = unsplit.data.new_empty(0)
         return cls(copy, parallel, {shard: here for here, shard in shards.items()}, plain, absent)
 
-    def whole(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return self.parallel.gather_full(self.origin[parameter], tensor)
 
-    def part(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         return self.parallel.take_shard(self.origin[parameter], full)
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class _AveragedModule:
     def undo(self) -> None:
         """Make the copy unsplit. Collective."""
         named = dict(self.copy.named_parameters(remove_duplicate=False))
-        full = {name: self.whole(shard, shard.detach()) for name, shard in named.items() if not shard.is_meta}
+        full = {name: self.gather_full(shard, shard.detach()) for name, shard in named.items() if not shard.is_meta}
         full |= {name: each for name, each in self.copy.named_buffers() if not each.is_meta}
         if (stages := self.parallel.stages) is not None:
             counted = {

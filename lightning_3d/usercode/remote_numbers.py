@@ -118,7 +118,7 @@ class RemoteNumbers:
 
     def _look(self, place: str) -> set[str]:
         self._meet(place)
-        self.with_gradient = self.stages.with_gradient({shard: whole for whole, shard in self.shard_of.items()})
+        self.with_gradient = self.stages.with_gradient({shard: full for full, shard in self.shard_of.items()})
         return self.with_gradient
 
     def _meet(self, place: str) -> None:

@@ -77,8 +77,8 @@ class ShardRules(TorchDispatchMode):
         here = drawn_for.device
         if drawn_for.is_meta:  # all ranks go through as many numbers
             here = next((p.device for p in self.parallel.module.parameters() if not p.is_meta), torch.device("cpu"))
-        whole = torch.empty_strided(drawn_for.shape, drawn_for.stride(), dtype=drawn_for.dtype, device=here)
-        drawn = func(whole, *args[1:], **kwargs)
+        full = torch.empty_strided(drawn_for.shape, drawn_for.stride(), dtype=drawn_for.dtype, device=here)
+        drawn = func(full, *args[1:], **kwargs)
         if drawn_for.is_meta:
             return drawn_for if name.endswith("_") else torch.empty_like(drawn, device="meta")
         if isinstance(drawn_for, DTensor):

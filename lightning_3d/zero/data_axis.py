@@ -34,7 +34,7 @@ class DataAxis:
 
     def replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients:
         """Keep `parameters` equal over the data axis."""
-        collectives = build_collectives(self.config, self.axes.whole, self.ledger, "data_parallel")
+        collectives = build_collectives(self.config, self.axes.data, self.ledger, "data_parallel")
         replicas = ReplicatedGradients(
             parameters,
             collectives,
@@ -48,7 +48,7 @@ class DataAxis:
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""
-        shard = build_collectives(self.config, self.axes.shard or self.axes.whole, self.ledger, "data_parallel")
+        shard = build_collectives(self.config, self.axes.shard or self.axes.data, self.ledger, "data_parallel")
         replicate = None
         if self.axes.replicate is not None:
             replicate = build_collectives(self.config, self.axes.replicate, self.ledger, "data_replicate")

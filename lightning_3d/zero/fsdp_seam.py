@@ -291,8 +291,8 @@ class _ReduceScatter(ReduceScatter):
         if self.seam.direct:
             self.seam.scatter(outputs, gradients, self.group, average, later)
         else:
-            whole = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
-            self.seam.scatter(output_tensor, whole, self.group, average, later)
+            joined = torch.cat([gradient.view(size, -1) for gradient in gradients], dim=1)
+            self.seam.scatter(output_tensor, joined, self.group, average, later)
         return None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from lightning_3d.checkpoint.own import OwnState, restore_own, sending
+from lightning_3d.checkpoint.rank_state import FoundState, restore_state, sending
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train
@@ -75,20 +75,20 @@ def _saved(**changes):
 
 def test_error_feedback_is_restored_in_the_same_layout():
     axis, state = Axis("int8"), _saved()
-    restore_own(OwnState(same=state, data=state, compressed=True), SimpleNamespace(states={}), axis, 1.0)
+    restore_state(FoundState(same=state, data=state, compressed=True), SimpleNamespace(states={}), axis, 1.0)
     assert axis.loaded is state["communication"]
 
 
 @pytest.mark.parametrize(("codec", "scale", "same"), [("int8", 1.0, False), ("bf16", 1.0, True), ("int8", 8.0, True)])
 def test_error_feedback_of_another_layout_codec_or_scale_starts_at_zero(codec, scale, same):
     axis, state = Axis(codec), _saved()
-    own = OwnState(same=state if same else None, data=state, compressed=True)
+    own = FoundState(same=state if same else None, data=state, compressed=True)
     with pytest.warns(UserWarning, match=r"error feedback .* starts at zero"):
-        restore_own(own, SimpleNamespace(states={}), axis, scale)
+        restore_state(own, SimpleNamespace(states={}), axis, scale)
     assert axis.loaded is None
 
 
 def test_a_damaged_state_is_an_error():
     state = _saved(streams={})
     with pytest.raises(CheckpointError, match=r"rank-local state .* cannot be restored"):
-        restore_own(OwnState(same=state, data=state), SimpleNamespace(states={}), Axis("int8"), 1.0)
+        restore_state(FoundState(same=state, data=state), SimpleNamespace(states={}), Axis("int8"), 1.0)

@@ -116,10 +116,10 @@ def test_a_unit_that_is_never_called_is_no_stage():
 
     blocks = Idle(3)
     calls = ("blocks.0", "blocks.1", "blocks.2")
-    split = plan_split(blocks, num_stages=2, whole=SimpleNamespace(calls=calls, read=()))
+    split = plan_split(blocks, num_stages=2, uncut=SimpleNamespace(calls=calls, read=()))
     assert split.stages == (("early", "blocks.0"), ("blocks.1", "blocks.2", "frozen"))
     alone = Idle(1)
-    split = plan_split(alone, num_stages=2, whole=SimpleNamespace(calls=("blocks.0",), read=()))
+    split = plan_split(alone, num_stages=2, uncut=SimpleNamespace(calls=("blocks.0",), read=()))
     assert split.solo
     with pytest.raises(PipelineSplitError, match=r"only 3 blocks to place \(blocks.0, "):
-        plan_split(blocks, num_stages=4, whole=SimpleNamespace(calls=calls, read=()))
+        plan_split(blocks, num_stages=4, uncut=SimpleNamespace(calls=calls, read=()))

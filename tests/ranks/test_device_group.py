@@ -67,7 +67,7 @@ def _replicas():
     layer, engine = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), BackgroundQueue()
     for parameter in layer.parameters():
         nn.init.ones_(parameter)
-    replicas = ReplicatedGradients(list(layer.parameters()), OnHosts(axes.whole), engine, axes.hosts)
+    replicas = ReplicatedGradients(list(layer.parameters()), OnHosts(axes.data), engine, axes.hosts)
     for step in range(4):
         layer.zero_grad()
         used = layer[0] if step == 2 and dist.get_rank() == 0 else layer  # one rank does not reach the second

@@ -18,7 +18,7 @@ from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_stre
 from lightning_3d.zero.data_axis import DataAxis
 
 RankState = Mapping[str, Any]
-"""The entry of one rank in a checkpoint, as `own_state` returned it."""
+"""The entry of one rank in a checkpoint, as `rank_state` returned it."""
 
 
 def sending(axis: DataAxis, scale: float) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def sending(axis: DataAxis, scale: float) -> dict[str, Any]:
     return {"codec": axis.config.grad_compression, "scale": scale}
 
 
-def own_state(
+def rank_state(
     layout: Layout,
     coordinate: Coordinate,
     step_random: StepRandom,
@@ -63,7 +63,7 @@ def own_state(
 
 
 @dataclass(frozen=True)
-class OwnState:
+class FoundState:
     """The rank-local states of a checkpoint that concern one rank of this run."""
 
     same: RankState | None = None
@@ -88,19 +88,19 @@ class OwnState:
         return None if self.data is None else self.data["places"]
 
 
-def find_own_state(states: Sequence[RankState], layout: Layout, coordinate: Coordinate) -> OwnState:
+def find_state(states: Sequence[RankState], layout: Layout, coordinate: Coordinate) -> FoundState:
     """Choose among the saved states of all ranks those that concern the rank at `coordinate`."""
     leaders: dict[int, RankState] = {}
     for state in states:
         if "data" in state:
             leaders.setdefault(state["data"][0], state)
     if not leaders:
-        return OwnState()
+        return FoundState()
     rank, ranks = layout.rank(coordinate), len(leaders)
     same = len(states) > rank and states[rank]["layout"] == repr(layout)
     leader = leaders.get(coordinate.data, leaders[0])
     data = materialize({key: value for key, value in leader.items() if key != "communication"})
-    return OwnState(
+    return FoundState(
         same=materialize(states[rank]) if same else None,
         data=data,
         compressed=any(any(state["communication"]["compressions"]) for state in states),
@@ -122,18 +122,18 @@ def _common_loaders(leaders: Mapping[int, RankState]) -> list[Any]:
     return []
 
 
-def restore_own(own: OwnState, step_random: StepRandom, axis: DataAxis, scale: float) -> None:
+def restore_state(found: FoundState, step_random: StepRandom, axis: DataAxis, scale: float) -> None:
     """Restore the random streams of this data rank, and in the same layout its error feedback."""
-    state = own.same or own.data
+    state = found.same or found.data
     if state is None:
         return
     try:
         set_streams(state["streams"])
-        if own.same_data_ranks and state["step"].keys() == step_random.states.keys():
+        if found.same_data_ranks and state["step"].keys() == step_random.states.keys():
             step_random.states = dict(state["step"])
-        if own.same is not None and own.same["sending"] == sending(axis, scale):
-            axis.load_state_dict(own.same["communication"])
-        elif own.compressed:
+        if found.same is not None and found.same["sending"] == sending(axis, scale):
+            axis.load_state_dict(found.same["communication"])
+        elif found.compressed:
             rank_zero_warn(
                 "The checkpoint has error feedback of grad_compression from another layout, codec or loss scale. It"
                 " starts at zero, and the rounding of one step is lost. Resume with the same settings to keep it."

@@ -37,7 +37,7 @@ from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope,
 from lightning_3d.pipeline.observe import UncutRun, observe_one_batch
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
-from lightning_3d.pipeline.split import AppliedSplit, PipelineSplit, apply_split, plan_split
+from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import shard_mesh
@@ -47,7 +47,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_gather import pass_late_gather
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
 from lightning_3d.tensor.tensor_plan import TensorPlan
-from lightning_3d.zero import DataParallel, NoData, ReplicatedData, ShardedData
+from lightning_3d.zero import DataParallel, ReplicatedData, ShardedData
 from lightning_3d.zero.data_axis import DataAxis
 
 
@@ -159,10 +159,9 @@ class ParallelModule:
     """A module and the parallelisms that were applied to it."""
 
     module: nn.Module
-    data: DataParallel = field(default_factory=NoData)
+    data: DataParallel = field(default_factory=DataParallel)
     tensor: AppliedTensor | None = None
     recomputed: RecomputedBlocks | None = None
-    split: AppliedSplit | None = None
     stages: Stages | None = None
     pipeline: Pipeline | None = None
     """Runs the stages, once it is opened; None without stages."""
@@ -180,7 +179,7 @@ class ParallelModule:
     @property
     def plain(self) -> bool:
         """True where no parallelism is applied."""
-        return isinstance(self.data, NoData) and self.tensor is None and self.split is None
+        return type(self.data) is DataParallel and self.tensor is None and self.stages is None
 
     def gather_full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """The full tensor of `shard`, which is sharded like `parameter`. Collective over the data and tensor axes."""
@@ -302,8 +301,7 @@ def _apply_stages(
     """Keep the stages of this rank. Parameters of other stages are replaced by meta tensors."""
     ranks = stage_ranks(layout.schedule, group.size(), split.num_stages // group.size())
     mine = [stage for stage, rank in enumerate(ranks) if rank == group.rank()]
-    parallel.split = applied = apply_split(parallel.module, split, mine)
-    parallel.changes.collective(applied.undo, group, ranks)
+    parallel.changes.collective(apply_split(parallel.module, split, mine).undo, group, ranks)
     parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
         old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
@@ -320,7 +318,7 @@ def _apply_data(
     undo: UndoStack,
 ) -> DataParallel:
     if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
-        return NoData()
+        return DataParallel()
     if layout.zero_stage == 0:
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
         return ReplicatedData(data_axis.replicas(here), undo)

@@ -1,6 +1,6 @@
 """Backward of one microbatch on one stage, whole or in two halves (first for the inputs, later for the weights)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,7 @@ def input_half(
     """
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     wanted = {id(tensor) for tensor in inputs if tensor.requires_grad}
-    reached = [(output, grad) for output, grad in pairs if _reaches(output, wanted)]
+    reached = [(output, grad) for output, grad in pairs if not wanted.isdisjoint(leaves_below([output]))]
     alone = [pair for pair in pairs if not any(pair[0] is output for output, _ in reached)]
     half = WeightHalf([], [output for output, _ in alone], [grad for _, grad in alone])
     if reached:
@@ -142,24 +142,15 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return bool((one - other).norm() <= (0.05 if low else 1e-3) * other.norm() + 1e-9) or bool(other.isnan().any())
 
 
-def _reaches(output: Tensor, leaves: set[int]) -> bool:
-    """Return True if a backward from `output` reaches one of `leaves` (by id)."""
-    return any(leaf in leaves for leaf in _leaves_below([output]))
-
-
 def leaves_below(outputs: Sequence[Tensor]) -> set[int]:
     """The tensors (by id) that a backward from `outputs` reaches: parameters, and received tensors."""
-    return set(_leaves_below(outputs))
-
-
-def _leaves_below(outputs: Sequence[Tensor]) -> Iterator[int]:
-    yield from (id(output) for output in outputs)
-    visited, waiting = set(), [output.grad_fn for output in outputs]
+    found, visited = {id(output) for output in outputs}, set[Any]()
+    waiting = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
-            continue
-        if (variable := getattr(node, "variable", None)) is not None:
-            yield id(variable)
-        visited.add(node)
-        waiting += [following for following, _ in node.next_functions]
+        if node is not None and node not in visited:
+            visited.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                found.add(id(variable))
+            waiting += [following for following, _ in node.next_functions]
+    return found

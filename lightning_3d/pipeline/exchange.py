@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 
@@ -86,22 +87,15 @@ class Stages:
         return result
 
     def _share(self, mine: Mapping[Any, Mapping[str, Any]], key: Any, name: str, value: Any, source: int) -> Any:
-        if not isinstance(value, _Outline):
+        if not isinstance(value, Spec):
             return value
         if source == self.rank:
-            tensor = mine[key][name].detach().to(self.device).contiguous()
+            tensor: Tensor = mine[key][name].detach().to(self.device).contiguous()
         else:
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            tensor = value.empty(self.device)
         dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
 
-class _Outline:
-    """Shape and type of a tensor that is sent separately."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-
-
 def _outline(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _Outline(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
+    return {name: Spec.of(value) if isinstance(value, Tensor) else value for name, value in entry.items()}

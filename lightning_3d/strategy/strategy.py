@@ -331,7 +331,7 @@ class Strategy3D(Training):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         parallel = self._applied
-        if parallel.split is not None:
+        if parallel.stages is not None:
             check_supported(self._module, self.optimizers)
         swap_parameters(self.optimizers, parallel.swaps)  # an optimizer built earlier still has the originals
         for optimizer in self.optimizers:
@@ -340,7 +340,7 @@ class Strategy3D(Training):
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, parallel.gather_full, parallel.take_shard, self.reduce, pipelined=parallel.split is not None
+                optimizer, parallel.gather_full, parallel.take_shard, self.reduce, pipelined=parallel.stages is not None
             )
             self._undo.callback(stepping)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))

@@ -20,7 +20,7 @@ from lightning_3d.strategy.banner import expected_states, memory_line, opening, 
 from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
 from lightning_3d.strategy.resume import Resuming
 from lightning_3d.strategy.steps import CheckedSteps
-from lightning_3d.zero import DataParallel, NoData
+from lightning_3d.zero import DataParallel
 
 
 class Training(Resuming):
@@ -51,7 +51,7 @@ class Training(Resuming):
 
     @property
     def _data(self) -> DataParallel:
-        return self._parallel.data if self._parallel is not None else NoData()
+        return self._parallel.data if self._parallel is not None else DataParallel()
 
     def training_step(self, *args: Any) -> Any:
         if self._steps is None:  # after a run the module is the user's own again

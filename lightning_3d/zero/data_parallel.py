@@ -2,19 +2,23 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 
-class DataParallel(Protocol):
-    """Gradient synchronisation over the data axis, in the order in which a step calls it."""
+class DataParallel:
+    """Gradient synchronisation over the data axis, in the order in which a step calls it.
+
+    This one is for one data rank, which has nothing to synchronise.
+    """
 
     def gather(self) -> None:
         """Gather the parameters before a forward, or start to."""
 
     def forbid_writes(self) -> AbstractContextManager[Any]:
         """Raise where the training step inside changes weights in a way that would be lost."""
+        return nullcontext()
 
     def finish_forward(self) -> None:
         """End a forward without backward (evaluation)."""
@@ -30,6 +34,7 @@ class DataParallel(Protocol):
 
     def grad_holder(self, name: str) -> Tensor | None:
         """Return the tensor whose `.grad` accumulates before it is reduced; None: the parameter."""
+        return None
 
     def accumulate_only(self, on: bool) -> None:
         """Have backwards only accumulate on this rank, or not (all but the last batch of an accumulation window)."""
@@ -42,44 +47,12 @@ class DataParallel(Protocol):
 
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         """Return each gathered parameter with its shard."""
-
-    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
-
-    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's shard of `full`, sharded like `parameter` over the data axis."""
-
-
-class NoData:
-    """The interface for one data rank, which has nothing to synchronise."""
-
-    def gather(self) -> None: ...
-
-    def forbid_writes(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def finish_forward(self) -> None: ...
-
-    def before_backward(self, loss: Tensor) -> None: ...
-
-    def after_backward(self) -> None: ...
-
-    def reduce(self) -> None: ...
-
-    def grad_holder(self, name: str) -> Tensor | None:
-        return None
-
-    def accumulate_only(self, on: bool) -> None: ...
-
-    def discard_pending(self) -> None: ...
-
-    def reshard(self) -> None: ...
-
-    def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return ()
 
     def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
         return tensor
 
     def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """Return this rank's shard of `full`, sharded like `parameter` over the data axis."""
         return full

@@ -17,6 +17,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
+from lightning_3d.zero.data_parallel import DataParallel
 from lightning_3d.zero.fsdp_seam import FullySharded
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.shard_units import shard_units, unshardable
@@ -27,7 +28,7 @@ _CLOSELY = 3
 """Steps in which each call is checked for changes of weights."""
 
 
-class ShardedData:
+class ShardedData(DataParallel):
     """Shard `module` over the data axis, in place.
 
     Args:

@@ -1,0 +1,67 @@
+"""The undo stack: the last change is undone first, and what needs other ranks is left out without them."""
+
+import copy
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_3d import Strategy3D
+from lightning_3d.module.undo import UndoStack
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo import MODULES
+
+
+class Thing:
+    kind = "class"
+
+
+def test_attributes_are_put_back_in_reverse_order():
+    thing = Thing()
+    with UndoStack() as undo:
+        undo.set(thing, "kind", "first")
+        undo.set(thing, "kind", "second")
+        undo.set(Thing, "kind", "changed")
+        assert (thing.kind, Thing.kind) == ("second", "changed")
+    assert vars(thing) == {}
+    assert thing.kind == "class"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_collective_steps_need_the_other_ranks(alone):
+    done, undo = [], UndoStack()
+    undo.callback(done.append, "own")
+    undo.collective(done.append, "of all")
+    undo.abandon() if alone else undo.close()
+    assert done == (["own"] if alone else ["of all", "own"])
+
+
+def test_a_copy_is_empty():
+    done, undo = [], UndoStack()
+    undo.callback(done.append, "own")
+    copy.deepcopy(undo).close()
+    assert done == []
+
+
+def _failed_set_up(strategy):
+    module = MODULES["GPT"]()
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    own = {name: set(vars(inner)) for name, inner in module.named_modules() if name}
+
+    def fail():
+        assert any("forward" in vars(inner) for inner in module.modules())  # it is placed by now
+        raise ZeroDivisionError
+
+    module.configure_optimizers = fail
+    chosen = Strategy3D(**strategy, quiet=True, recompute="full")
+    with pytest.raises(ZeroDivisionError):
+        Trainer(**QUIET, devices=2, strategy=chosen, max_epochs=1).fit(module)
+    after = {name: set(vars(inner)) - own[name] for name, inner in module.named_modules() if name}
+    assert {name: parameter.shape for name, parameter in module.named_parameters()} == shapes
+    assert not any(parameter.is_meta or "DTensor" in type(parameter).__name__ for parameter in module.parameters())
+    return {name: attributes for name, attributes in after.items() if attributes}
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_set_up_that_fails_leaves_nothing_on_the_module(strategy):
+    assert run(_failed_set_up, strategy, world=2) == [{}, {}]

@@ -20,6 +20,7 @@ from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.data_parallel import DataParallel
 from lightning_3d.zero.fsdp_seam import FullySharded
 from lightning_3d.zero.half_weights import HalfWeights
+from lightning_3d.zero.replicated import ReplicatedData
 from lightning_3d.zero.shard_units import shard_units, unshardable
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
@@ -84,7 +85,7 @@ class ShardedData(DataParallel):
         undo.collective(self._unshard)
         self.seam = attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
-        self.replicas = replicate(here) if here else None
+        self.replicated = ReplicatedData(replicate(here), undo) if here else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         for group in self.groups:
             for owner in fsdp_private.owners(group):
@@ -95,8 +96,6 @@ class ShardedData(DataParallel):
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
         self.streams = mesh.device_type != "cpu"
-        if self.replicas is not None:
-            undo.callback(self.replicas.detach)
         undo.callback(self._remove_ends)
         undo.collective(self.seam.detach)
         undo.collective(self.reshard)
@@ -169,8 +168,7 @@ class ShardedData(DataParallel):
 
     def after_backward(self) -> None:
         self.seam.finish()
-        if self.replicas is not None:
-            self.replicas.finish()
+        self.replicated.after_backward()
 
     def reduce(self) -> None:
         for param, stand_in in self.stand_ins.items():
@@ -179,12 +177,10 @@ class ShardedData(DataParallel):
         self.accumulate_only(False)
         fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
-        if self.replicas is not None:
-            self.replicas.reduce()
+        self.replicated.reduce()
 
     def accumulate_only(self, on: bool) -> None:
-        if self.replicas is not None:
-            self.replicas.accumulate_only(on)
+        self.replicated.accumulate_only(on)
         if self.stage == 1 or self.pipelined:
             fsdp_private.accumulate_only(self.module, self.groups, on)
 

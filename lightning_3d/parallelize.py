@@ -176,11 +176,6 @@ class ParallelModule:
         now = dict(self.module.named_parameters())
         return {old: now[name] for name, old in self.originals.items() if now[name] is not old}
 
-    @property
-    def plain(self) -> bool:
-        """True where no parallelism is applied."""
-        return type(self.data) is DataParallel and self.tensor is None and self.stages is None
-
     def gather_full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """The full tensor of `shard`, which is sharded like `parameter`. Collective over the data and tensor axes."""
         shard = self.data.gather_full(parameter, shard)
@@ -207,7 +202,7 @@ class ParallelModule:
     @torch.no_grad()
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
-        if self.plain:
+        if type(self.data) is DataParallel and self.tensor is None and self.stages is None:
             self.changes.close()
             return
         self.data.reshard()

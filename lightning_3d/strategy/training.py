@@ -160,21 +160,13 @@ class Training(Resuming):
     def on_test_end(self) -> None:
         self._data.reshard()
 
-    def on_predict_end(self) -> None:
-        self._data.reshard()
+    on_predict_end = on_test_end
 
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
-
-    def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
         self._placed_steps.evaluations += 1
         self._share_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _share_buffers(self) -> None:
         """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""

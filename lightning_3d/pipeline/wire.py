@@ -17,6 +17,7 @@ from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.links import links_of
 from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 
 
@@ -60,10 +61,11 @@ class Wire:
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
         """Start sending; the tensors are kept until they have left, at the latest until `finish`."""
         self.sending = [entry for entry in self.sending if not entry[0].is_completed()]
+        link, peer = self._link(to, tag)
         for tensor in tensors:
             data = tensor.detach().contiguous()
             with _naming(what, to):
-                work = dist.isend(data, group=self.group, group_dst=to, tag=tag)
+                work = dist.isend(data, group=link, group_dst=peer, tag=tag)
             assert work is not None
             self.count("send", data)
             self.sending.append((work, data, what))
@@ -71,11 +73,17 @@ class Wire:
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
         """Start receiving tensors of `specs`; their memory is allocated now."""
         buffers = [spec.empty(self.device) for spec in specs]
+        link, peer = self._link(source, tag)
         works = []
         for buffer in buffers:
             with _naming(what, source):
-                works.append(dist.irecv(buffer, group=self.group, group_src=source, tag=tag))
+                works.append(dist.irecv(buffer, group=link, group_src=peer, tag=tag))
         return Receipt(buffers, works, what, source)
+
+    def _link(self, peer: int, tag: int) -> tuple[dist.ProcessGroup, int]:
+        """The group for a message with `peer`, and its rank there. Gradients have odd tags."""
+        link = links_of(self.group).get((peer, tag % 2 == 1))
+        return (self.group, peer) if link is None else (link, 1 - link.rank())
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

@@ -6,16 +6,18 @@ the job ends (DTensor caches every mesh), and with NCCL each takes device memory
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
+from lightning_3d.ranks.links import open_links
 from lightning_3d.ranks.mesh import build_mesh
 from lightning_3d.ranks.users_group_private import UsersGroups
 
@@ -101,6 +103,7 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
     for group in (dist.group.WORLD, *map(mesh.get_group, AXES)):
         assert group is not None
         talk.open_hosts(group)
+    open_links(mesh.get_group(PIPELINE_AXIS), torch.device(device_type))
     here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
     data = _new_group(layout, here, timeout, lambda data: 0)
     users = _users_groups(layout, rank, here, timeout)
@@ -125,20 +128,12 @@ def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelt
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
-    """This rank's group: the data ranks with its `part` and its pipeline and tensor coordinates."""
-    mine = None
-    for pipeline in range(layout.pipeline_parallel_size):
-        for tensor in range(layout.tensor_parallel_size):
-            parts: dict[int, list[int]] = {}
-            for data in range(layout.data_parallel_size):
-                rank = layout.rank(Coordinate(pipeline=pipeline, data=data, tensor=tensor))
-                parts.setdefault(part(data), []).append(rank)
-            for key, ranks in parts.items():
-                group = dist.new_group(ranks, timeout=timeout)
-                if (here.pipeline, here.tensor, part(here.data)) == (pipeline, tensor, key):
-                    mine = group
-    assert mine is not None
-    return mine
+    """This rank's group: the data ranks with its `part` and its pipeline and tensor coordinates.
+
+    All ranks open their groups at the same time. NCCL splits the communicator of the job once for all of them.
+    """
+    peers = [replace(here, data=data) for data in range(layout.data_parallel_size) if part(data) == part(here.data)]
+    return dist.new_group([layout.rank(peer) for peer in peers], timeout, use_local_synchronization=True)
 
 
 def has_peers() -> bool:

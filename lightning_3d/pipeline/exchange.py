@@ -34,14 +34,14 @@ class Stages:
         """Parameters that some ranks do not have: their names, and the first rank with them. Equal on every rank."""
 
     def locate_parameters(self, module: nn.Module) -> None:
-        """Find the parameters, as registered now, that another rank of the pipeline counts and saves."""
-        self._elsewhere = {
+        """Find the parameters of `module`, or of a copy, that another rank of the pipeline counts and saves."""
+        self._elsewhere |= {
             parameter
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
         }
         holders = {name: self._holders(name) for name, _ in module.named_parameters()}
-        self.on_some_ranks = {
+        self.on_some_ranks |= {
             parameter: (name, holders[name][0])
             for name, parameter in module.named_parameters()
             if len(set(holders[name])) < dist.get_world_size(self.group)

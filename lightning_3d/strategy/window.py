@@ -4,7 +4,7 @@ On one device Lightning runs a step, zeroes the gradients of the window before, 
 gradients after the last batch only; until then each adds up its own, on the tensors that its backward gives them to.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ class EarlyGradients:
             makes room for the new ones.
     """
 
-    def __init__(self, module: nn.Module, zeroed: Callable[[], Collection[nn.Parameter]]) -> None:
+    def __init__(self, module: nn.Module, zeroed: Callable[[], Iterable[nn.Parameter]]) -> None:
         self.module, self.zeroed = module, zeroed
         self.new: dict[nn.Parameter, Tensor] = {}
         self.older: dict[nn.Parameter, Tensor] = {}
@@ -78,7 +78,7 @@ class EarlyGradients:
     def computing(self, first: bool) -> Iterator[None]:
         """The context of a step. In the first of a window, old gradients are there again after it."""
         if first:
-            zeroed = self.zeroed()
+            zeroed = set(self.zeroed())
             self.older = {p: grad for p, grad in self._taken().items() if p not in zeroed}
         yield
         if first:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lightning_3d.module.state_dict import full_module_state
 from lightning_3d.parallelize import ParallelModule
-from lightning_3d.pipeline.exchange import Stages
 from lightning_3d.ranks import talk
 
 AVERAGES = (WeightAveraging, StochasticWeightAveraging)
@@ -54,8 +53,9 @@ def _shard(
 ) -> None:
     averaged, undo = _AveragedModule.of(copy, parallel), parallel.changes
     undo.collective(averaged.undo)
-    stages = None if parallel.stages is None else _CopyStages(parallel.stages, averaged.origin)
-    full_module_state(copy, averaged.gather_full, averaged.take_shard, stages, talk.meet, undo)
+    if parallel.stages is not None:
+        parallel.stages.locate_parameters(copy)
+    full_module_state(copy, averaged.gather_full, averaged.take_shard, parallel.stages, talk.meet, undo)
     for name in _SAVES:
         undo.set(callback, name, _within(getattr(callback, name), as_saved))
     undo.set(copy, "to", lambda *_, **__: copy)  # shards stay with those of the module; meta tensors cannot move
@@ -128,7 +128,7 @@ class _AveragedModule:
             counted = {
                 name: {"value": value}
                 for name, value in full.items()
-                if name not in named or stages.counts(self.origin[named[name]])
+                if name not in named or stages.counts(named[name])
             }
             full |= {name: entry["value"] for name, entry in stages.exchange(counted).items()}
         for name, unsplit in self.plain.items():
@@ -140,17 +140,3 @@ class _AveragedModule:
 
 def _owner(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
-
-
-@dataclass(frozen=True)
-class _CopyStages:
-    """Answers of the pipeline stages for the parameters of a copy."""
-
-    stages: Stages
-    origin: Mapping[nn.Parameter, nn.Parameter]
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        return self.stages.counts(self.origin[parameter])
-
-    def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-        return self.stages.exchange(mine)

@@ -355,7 +355,6 @@ class Strategy3D(Training):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self.precision_plugin.clip_norm = self._clip_norm
         self.precision_plugin.around_backward = self._around_backward
 
     def model_to_device(self) -> None:

@@ -89,6 +89,7 @@ def _run_whole(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int
     with whole, pipeline.gates.directed(whole), pipeline.recorder.recording(record, whole.use_at_end):
         with isolated(pipeline.module) as changes:
             result = _call(pipeline, step, args, seed)
+        loss_of(result)  # where it has none: the error of the user's step, and not of its stages
         whole.use_at_end((result, list(changes.values())))
     trace = replace(whole.trace_of_step(), changed=changed(pipeline.module, before))
     return whole, trace, fingerprint(untrace(result))

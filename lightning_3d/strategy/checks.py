@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -164,7 +165,12 @@ def finetune_by_identity() -> Callable[[], None]:
 
     def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in known]
+        found = list(params)
+        new = [parameter for parameter in found if id(parameter) not in known]
+        if len(new) < len(found):  # one parameter that an optimizer has gives Lightning's own warning
+            one = nn.Parameter(torch.zeros(()))
+            original.__func__(torch.optim.SGD([one]), [one])
+        return new
 
     BaseFinetuning.filter_on_optimizer = staticmethod(new_ones)  # type: ignore[method-assign]
 

@@ -256,7 +256,8 @@ class Strategy3D(Training):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None:
-            self._auto.choose(trainer, self._module, self, self._to_device)
+            with self._users_alone():
+                self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
     def _check_user_code(self, trainer: Trainer) -> None:

@@ -212,3 +212,36 @@ def refused(strategy):
     module = MakesAGroup()
     made = Trainer(strategy=Strategy3D(quiet=True, **strategy), **{**QUIET, "devices": 2, "max_steps": 1})
     made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
+
+
+_sizes: list[int] = []
+"""Of the default group, as each call of a step has seen it."""
+
+
+class Counts(Blocks):
+    def training_step(self, batch, index):
+        _sizes.append(dist.get_world_size())
+        mean = self(batch[0]).mean(0)
+        dist.all_reduce(mean)
+        return mean.square().sum()
+
+
+def _sizes_under_a_chosen_layout(given):
+    warnings.simplefilter("ignore")
+    _sizes.clear()
+    made = Trainer(
+        strategy=Strategy3D(quiet=True, timeout=40, layout="auto", **given),
+        **QUIET,
+        devices=2,
+        max_steps=2,
+        max_epochs=1,
+    )
+    made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))
+    return _sizes, made.strategy.data_parallel_size
+
+
+@pytest.mark.parametrize("given", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {}])
+def test_each_rank_is_alone_while_the_layout_is_chosen(given):
+    for sizes, data in run(_sizes_under_a_chosen_layout, given, world=2):
+        assert sizes[0] == 1
+        assert sizes[-2:] == [data, data]

@@ -1,4 +1,4 @@
-"""Precision plugins for all axes: clipping over sharded, split and replicated parameters, and one overflow decision.
+"""Precision plugins for all axes: the dtypes of computation, and one overflow decision.
 
 With scaled gradients all ranks must skip a step together, so they decide together. `Trainer(precision="...")` gives the
 strategy one of Lightning's own plugins, and `convert` returns ours that does the same.
@@ -19,8 +19,6 @@ from torch.optim import LBFGS, Optimizer
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.ranks.shards import local
 
-ClipNorm = Callable[[list[torch.nn.Parameter], float], Tensor]
-
 
 class Precision3D(Precision):
     """The dtypes of computation, equal in every layout.
@@ -33,8 +31,6 @@ class Precision3D(Precision):
         scaler: the loss scaler of "16-mixed". By default one with torch's defaults.
     """
 
-    clip_norm: ClipNorm | None = None
-    """Set by the strategy: clips in place, returns the norm."""
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Set by the strategy: its end synchronises gradients, before `on_after_backward` reads them."""
     root_device: torch.device | None = None
@@ -66,17 +62,6 @@ class Precision3D(Precision):
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         with self.around_backward():
             super().backward(*args, **kwargs)
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if self.clip_norm is None:
-            super().clip_grad_by_norm(optimizer, clip_val)
-        else:
-            self.clip_norm(list(self.main_params(optimizer)), float(clip_val))
-
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        grads = [parameter.grad for parameter in self.main_params(optimizer) if parameter.grad is not None]
-        for grad in grads:
-            local(grad).clamp_(-clip_val, clip_val)
 
     def loss_scale(self) -> float:
         """The factor of the loss before backward, against underflow."""

@@ -1,5 +1,6 @@
 """Nothing in torch, Lightning or torchmetrics is replaced by the import, nor after a run, however it ends."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -112,3 +114,22 @@ def _fit(strategy, error, where, folder):
 )
 def test_a_run_leaves_nothing_replaced(strategy, error, where, tmp_path):
     assert run(_fit, strategy, error, where, str(tmp_path), world=2) == [[], []]
+
+
+def _save_fitted(strategy):
+    warnings.simplefilter("ignore")
+    module = MODULES["MLP"]()
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, timeout=60.0), max_steps=2, max_epochs=1)
+    trainer.fit(module)
+    file = io.BytesIO()
+    torch.save({"trainer": trainer, "module": trainer.model}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for name, tensor in loaded["module"].state_dict().items():
+        torch.testing.assert_close(tensor, module.state_dict()[name], rtol=0, atol=0)
+    return type(loaded["module"]).__name__, loaded["trainer"].global_step
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}])
+def test_a_fitted_trainer_and_module_can_be_pickled(strategy):
+    assert run(_save_fitted, strategy, world=2) == [("MLP", 2)] * 2

@@ -110,7 +110,6 @@ PRIVATE = {
         "_hparams_name": "sandbox/snapshot",
     },
     "torch": {
-        "_foreach_mul_": "optim/grad_norm",
         "_foreach_norm": "optim/grad_norm",
         "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",

@@ -84,6 +84,8 @@ def go_on(fit_loop: Any, was: LoopPlace, restore_streams: Callable[[], None]) ->
             _end_epoch(fit_loop, at_batch_end)
     if skip < float("inf"):
         _move(progress, skip - batches)
+    if over and at_batch_end:
+        fit_loop.reset_restart_stage()  # a new epoch begins; else Lightning calls no `on_train_epoch_start` for it
     if over and not at_batch_end:  # only the end of the epoch, after its last batch, is left
         fit_loop._data_fetcher.done = True
         restore_streams()

@@ -75,6 +75,9 @@ class Counted(Sampler[Any]):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __reduce__(self) -> Any:
+        return Counted, (self.inner, self.batched), self.__dict__  # pickle's own way refuses one of another class
+
     def __len__(self) -> int:
         return len(self.inner)
 

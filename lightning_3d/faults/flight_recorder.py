@@ -18,6 +18,8 @@ from typing import Any
 import lightning
 import torch
 
+from lightning_3d.ranks.users_group_private import users_line
+
 LENGTH = 100
 """Entries that are kept."""
 DEPTH = 12
@@ -83,7 +85,7 @@ class Flight:
 
     def failing(self, error: BaseException) -> str:
         """The place of this process when it raised `error`, in words."""
-        where = self.broken.operation if self.broken is not None else _collective(error.__traceback__)
+        where = self.broken.operation if self.broken is not None else _place_in(error.__traceback__)
         return f"step {self.step}, {self.phase}" + (f", in {where}" if where else "")
 
     def write(self, path: Path, **rest: Any) -> None:
@@ -139,21 +141,36 @@ def _main_frame() -> FrameType | None:
 
 def _place(frame: FrameType | None) -> str:
     """The collective that `frame` waits in, else the innermost line of the user's own code."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    for outer in reversed(frames):
-        if _is_collective(outer):
-            return _name(outer)
-    own = [each for each in frames if not any(library in each.f_code.co_filename for library in _LIBRARIES)]
-    nearest = [*own, *frames][:1]
-    return "".join(f"{each.f_code.co_filename}:{each.f_lineno} ({each.f_code.co_name})" for each in nearest) or "?"
+    calls = list(traceback.walk_stack(frame)) if frame is not None else []
+    return _collective(calls) or _line([*_own(calls), *calls]) or "?"
 
 
-def _collective(trace: TracebackType | None) -> str | None:
-    """The collective in which an error arose."""
-    return next((_name(frame) for frame, _ in traceback.walk_tb(trace) if _is_collective(frame)), None)
+def _place_in(trace: TracebackType | None) -> str | None:
+    """The collective in which an error arose, else the innermost line of the user's own code."""
+    calls = list(traceback.walk_tb(trace))[::-1]
+    return _collective(calls) or _line(_own(calls))
+
+
+Calls = list[tuple[FrameType, int]]
+"""Frames, the innermost first, each with its line."""
+
+
+def _own(calls: Calls) -> Calls:
+    """Those of the user's own code."""
+    return [call for call in calls if not any(library in call[0].f_code.co_filename for library in _LIBRARIES)]
+
+
+def _line(calls: Calls) -> str | None:
+    return next((f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})" for frame, line in calls), None)
+
+
+def _collective(calls: Calls) -> str | None:
+    """The outermost collective of `calls`, and the line of the user's code that called it."""
+    at = max((at for at, (frame, _) in enumerate(calls) if _is_collective(frame)), default=None)
+    if at is None:
+        return None
+    called = users_line(calls[at:])
+    return _name(calls[at][0]) + (f", called at {called}" if called else "")
 
 
 def _is_collective(frame: FrameType) -> bool:

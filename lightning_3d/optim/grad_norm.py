@@ -92,16 +92,6 @@ def _largest(norm: Tensor) -> Tensor:
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
-@torch.no_grad()
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float, counted: Counted, device: torch.device) -> Tensor:
-    """Scale the gradients of `parameters` so that their norm is at most `max_norm`; returns the norm before."""
-    norm = grad_norm(parameters, counted, 2.0, device)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for some in _alike(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
-        torch._foreach_mul_(some, factor.to(some[0]))
-    return norm
-
-
 _NORM, _GROUPED = "_get_total_norm", "_group_tensors_by_device_and_dtype"
 Norm = Callable[[list[nn.Parameter], float], Tensor]
 

@@ -91,6 +91,7 @@ def _run_together(
     with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
         with isolated(pipeline.module) as changes:
             result = _call(pipeline, step, args, seed)
+        loss_of(result)  # where it has none: the error of the user's step, and not of its stages
         rehearsal.use_at_end((result, list(changes.values())))
     trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
     return rehearsal, trace, fingerprint(untrace(result))

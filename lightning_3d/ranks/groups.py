@@ -48,14 +48,30 @@ class _Unused:
 
     world: weakref.ref[dist.ProcessGroup] | None = None
     axes: list[Axes] = []  # noqa: RUF012 (one for the process)
+    alone: dist.ProcessGroup | None = None
+    """This rank, for all runs."""
+
+
+def _follow_world() -> None:
+    """Forget groups of a job that has ended in this process."""
+    world = dist.group.WORLD
+    assert world is not None
+    if _Unused.world is None or _Unused.world() is not world:
+        _Unused.world, _Unused.axes, _Unused.alone = weakref.ref(world), [], None
+
+
+def group_alone(rank: int) -> dist.ProcessGroup:
+    """The group of this rank only. Every rank must call it: NCCL splits the communicator of the job."""
+    _follow_world()
+    if _Unused.alone is None:
+        _Unused.alone = dist.new_group([rank], use_local_synchronization=True)
+    assert _Unused.alone is not None
+    return _Unused.alone
 
 
 def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     """Axes of `layout` that no other run uses until `return_groups`. Every rank must call it."""
-    world = dist.group.WORLD
-    assert world is not None
-    if _Unused.world is None or _Unused.world() is not world:
-        _Unused.world, _Unused.axes = weakref.ref(world), []
+    _follow_world()
     key = (layout.shape, layout.zero_shard_size, rank, device_type, timeout)
     for axes in _Unused.axes:
         if axes.key == key:
@@ -123,8 +139,7 @@ def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelt
     if layout.data_parallel_size == layout.world_size:
         return None
     data = _new_group(layout, here, timeout, lambda data: 0)
-    alone = data if layout.data_parallel_size == 1 else dist.new_group([rank], timeout, use_local_synchronization=True)
-    return UsersGroups(data, alone)
+    return UsersGroups(data, data if layout.data_parallel_size == 1 else group_alone(rank))
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:

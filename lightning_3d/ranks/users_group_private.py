@@ -14,7 +14,7 @@ Read in torch 2.13: `_get_default_group`, `_canonicalize_group_rank`, the proper
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -129,6 +129,20 @@ def _call(frame: FrameType) -> tuple[FrameType, FrameType]:
             entry = frame
         frame = frame.f_back
     return entry, frame
+
+
+def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
+    """The line of code that made a call of torch.distributed; None where Lightning or this package did.
+
+    Args:
+        calls: frames from that function on, the innermost first, each with its line.
+    """
+    through = (*_C10D, *_BETWEEN)
+    for frame, line in calls:
+        name = str(frame.f_globals.get("__name__"))
+        if name not in through and not name.startswith((*_USERS, "torch.autograd")):
+            return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})" if _is_users(frame) else None
+    return None
 
 
 def _is_users(caller: FrameType) -> bool:

@@ -2,14 +2,13 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
-
-from lightning_3d.errors import UnsupportedError
 
 _SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -28,7 +27,7 @@ def children(value: Any) -> list[Any] | None:
 def rebuild(value: Any, items: list[Any]) -> Any:
     """A container like `value` with `items` as its entries."""
     if isinstance(value, Mapping):
-        if type(value) is dict:
+        if type(value) is dict or not isinstance(value, MutableMapping):
             return dict(zip(value, items, strict=True))
         result: Any = copy.copy(value)
         for key, item in zip(value, items, strict=True):
@@ -142,10 +141,8 @@ def untrace(value: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in the output of a training step."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is not None and not isinstance(loss, Tensor):
-        raise UnsupportedError(
-            f"training_step returned {type(output).__name__}: a tensor, a dict with 'loss', or None is needed."
-        )
+    """The loss in the output of a training step. Raises Lightning's own error for outputs that it refuses."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if output is not None and not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)
     return loss

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -153,9 +154,15 @@ def finetune_by_identity(undo: UndoStack) -> None:
     It compares their values. Parameters of another stage have none, and for shards that takes a collective. Its
     `filter_on_optimizer` was read in Lightning 2.6.
     """
+    original = BaseFinetuning.__dict__["filter_on_optimizer"]
 
     def new_ones(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in known]
+        found = list(params)
+        new = [parameter for parameter in found if id(parameter) not in known]
+        if len(new) < len(found):  # one parameter that an optimizer has gives Lightning's own warning
+            one = nn.Parameter(torch.zeros(()))
+            original.__func__(torch.optim.SGD([one]), [one])
+        return new
 
     undo.set(BaseFinetuning, "filter_on_optimizer", staticmethod(new_ones))

@@ -3,7 +3,8 @@
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,9 +37,9 @@ from lightning_3d.launch.lightning_private import (
 from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
-from lightning_3d.ranks.groups import has_peers, in_step, open_groups, return_groups
+from lightning_3d.ranks.groups import group_alone, has_peers, in_step, open_groups, return_groups
 from lightning_3d.ranks.random_streams import share_seeded_state
-from lightning_3d.ranks.users_group_private import show_data_ranks
+from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.zero.data_axis import DataAxis
 
@@ -233,6 +234,16 @@ class Processes(ParallelStrategy):
             self._undo.callback(show_data_ranks(axes.users))
         self._settle_samplers()
         self._warn_of_world_size()
+
+    @contextmanager
+    def _users_alone(self) -> Iterator[None]:
+        """Let the user's code see this rank only, before there is a layout."""
+        alone = group_alone(self.global_rank)
+        undo = show_data_ranks(UsersGroups(alone, alone))
+        try:
+            yield
+        finally:
+            undo()
 
     def _settle_samplers(self) -> None:
         """Keep the dataloaders' own samplers with one data rank.

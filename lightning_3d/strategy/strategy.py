@@ -255,7 +255,8 @@ class Strategy3D(Training):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None:
-            self._auto.choose(trainer, self._module, self, self._to_device)
+            with self._users_alone():
+                self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
     def _check_user_code(self, trainer: Trainer) -> None:
@@ -350,7 +351,6 @@ class Strategy3D(Training):
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self.precision_plugin.clip_norm = self._clip_norm
         self.precision_plugin.around_backward = self._around_backward
 
     def model_to_device(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
-from lightning_3d.optim.grad_norm import clip_grad_norm, counted_here, grad_norm
+from lightning_3d.optim.grad_norm import counted_here, grad_norm
 from lightning_3d.parallelize import ParallelModule, ParallelPlan
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks.talk import broadcast_tensors
@@ -109,9 +109,6 @@ class Training(Resuming):
 
     def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
         return grad_norm(parameters, self._counted, norm_type, self.root_device)
-
-    def _clip_norm(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        return clip_grad_norm(parameters, max_norm, self._counted, self.root_device)
 
     def _counted(self, parameter: nn.Parameter) -> bool:
         shard = self.layout.zero_shard_size or self.layout.data_parallel_size

@@ -145,9 +145,11 @@ class Region:
     inputs: tuple[int, ...]
     """Tensor arguments of the block used in between."""
     joints: tuple[Site, ...] = ()
-    """Products that stay unsplit and feed the region and one of its column products.
+    """Products whose results are full and feed the region and one of its column products.
 
-    Keys and values expanded from a latent, of which the heads share a part, are an example.
+    Most stay unsplit: keys and values expanded from a latent, of which the heads share a part, are an example. One that
+    is a sink too is split by rows and summed within the region: the step size, B and C of a state space are computed
+    from all channels, and all channels use them.
     """
     joined: tuple[Site, ...] = ()
     """Column products that only joints feed."""
@@ -169,11 +171,12 @@ class Flow:
 
     def regions(self) -> list[Region]:
         """Every closed region, in the order in which the products ran."""
-        found: dict[tuple[Site, ...], Region] = {}
+        found: dict[tuple[frozenset[Site], ...], Region] = {}
         for site in self.calls:
-            region = self._grow(site)
-            if region is not None:
-                found.setdefault(region.sinks, region)
+            for split_joints in (True, False):
+                region = self._grow(site, split_joints)
+                if region is not None:
+                    found.setdefault((frozenset(region.sinks), frozenset(region.joints)), region)
         return list(found.values())
 
     def leaves_block(self, region: Region) -> bool:
@@ -188,12 +191,15 @@ class Flow:
             return "the product that feeds it is also a result of the block, which must be complete"
         return "the product that feeds it also feeds the products before it"
 
-    def _grow(self, seed: Site) -> Region | None:
+    def _grow(self, seed: Site, split_joints: bool) -> Region | None:
+        """The region that ends with `seed`. With `split_joints`, only products that are sinks become joints."""
         joints = dict[Site, None]()
         while True:
             sinks, sources = self._closed(seed, joints)
             both = sources.keys() & sinks.keys()
             feeding = {feeder: None for site in both for feeder in self.sources[site] if site != seed}
+            if split_joints:
+                feeding = {site: None for site in feeding if site in both}
             if not both or not feeding or joints.keys() >= feeding.keys() or seed in both:
                 break
             joints |= feeding

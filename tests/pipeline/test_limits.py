@@ -2,18 +2,23 @@
 
 import os
 import signal
+import warnings
 from datetime import timedelta
+from types import MappingProxyType
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_3d import Strategy3D
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.split import apply_split, plan_split
+from tests.parity import QUIET
 from tests.pipeline.loop import opened
 from tests.workers import WorkerError, run
 from tests.zoo.batchless import MLP, build, vectors
@@ -79,6 +84,45 @@ def test_a_step_that_cannot_be_cut_is_refused_on_every_rank(cls, message):
         run(refused, cls, world=2, group=True)
     assert "rank 0" in str(error.value)
     assert "rank 1" in str(error.value)
+
+
+class Returns(LightningModule):
+    """Two linears, and an output of `training_step` that the test chooses."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.net, self.output = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), output
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        return MappingProxyType({"loss": loss}) if self.output == "mapping" else self.output
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_that_returns(output):
+    warnings.simplefilter("ignore")
+    strategy = Strategy3D(pipeline_parallel_size=2, quiet=True)
+    trainer = Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2, max_epochs=1)
+    try:
+        trainer.fit(Returns(output), torch.utils.data.DataLoader(torch.ones(8, 6), batch_size=4))
+    except MisconfigurationException as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [(5.0, "must return a Tensor, a dict, or None"), ({"a": 5}, "the 'loss' key needs to be present")],
+)
+def test_an_invalid_output_of_a_step_raises_lightnings_own_error_on_every_rank(output, message):
+    for said in run(fit_that_returns, output, world=2):
+        assert message in said
+
+
+def test_any_mapping_with_a_loss_is_an_output():
+    assert run(fit_that_returns, "mapping", world=2) == [2, 2]
 
 
 class ByView(nn.Module):

@@ -1,6 +1,7 @@
 """Clipping and norms over every axis: each element counted once."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -176,3 +177,44 @@ def test_clipping_by_torchs_own_functions(layout):
     for norms, got in run(_clip_by_torch, strategy, world, world=world):
         torch.testing.assert_close(norms, wanted, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-5)
+
+
+class ClippedByHand(MLP):
+    """Manual optimization: one part is clipped by Lightning's method, the other by torch's function."""
+
+    optimizer = "plain_sgd"
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part, lr=0.5) for part in (self.net[0].parameters(), self.net[2:].parameters())]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+        self.log("norm", clip_grad_norm_(self.net[2:].parameters(), 0.02))
+        for each in (first, second):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "tensor"])
+def test_clipping_in_manual_optimization(layout):
+    layouts = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
+    assert_parity(f"{__name__}:ClippedByHand", 2, layouts[layout])
+
+
+def _count_clips(strategy, algorithm, function):
+    seed_everything(7, verbose=False)
+    clipping = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
+    with mock.patch(f"torch.nn.utils.{function}", wraps=getattr(clip_grad, function)) as clips:
+        Trainer(**{**QUIET, **clipping, "devices": 2, "strategy": Strategy3D(**strategy), "max_steps": 3}).fit(MLP())
+    return clips.call_count
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(("algorithm", "function"), [("norm", "clip_grad_norm_"), ("value", "clip_grad_value_")])
+def test_clipping_calls_the_function_that_users_may_replace(strategy, algorithm, function):
+    assert run(_count_clips, strategy, algorithm, function, world=2) == [3, 3]

@@ -3,6 +3,7 @@
 The reference is Lightning's DDP on as many data ranks: it shares no code with what is tested.
 """
 
+import re
 import warnings
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
+from lightning_3d.errors import PeerError
 from tests.parity import QUIET
 from tests.workers import WorkerError, run
 
@@ -212,3 +214,74 @@ def refused(strategy):
     module = MakesAGroup()
     made = Trainer(strategy=Strategy3D(quiet=True, **strategy), **{**QUIET, "devices": 2, "max_steps": 1})
     made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
+
+
+_sizes: list[int] = []
+"""Of the default group, as each call of a step has seen it."""
+
+
+class Counts(Blocks):
+    def training_step(self, batch, index):
+        _sizes.append(dist.get_world_size())
+        mean = self(batch[0]).mean(0)
+        dist.all_reduce(mean)
+        return mean.square().sum()
+
+
+def _sizes_under_a_chosen_layout(given):
+    warnings.simplefilter("ignore")
+    _sizes.clear()
+    made = Trainer(
+        strategy=Strategy3D(quiet=True, timeout=40, layout="auto", **given),
+        **QUIET,
+        devices=2,
+        max_steps=2,
+        max_epochs=1,
+    )
+    made.fit(Counts(), DataLoader(TensorDataset(torch.ones(ROWS, 6)), batch_size=8))
+    return _sizes, made.strategy.data_parallel_size
+
+
+@pytest.mark.parametrize("given", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {}])
+def test_each_rank_is_alone_while_the_layout_is_chosen(given):
+    for sizes, data in run(_sizes_under_a_chosen_layout, given, world=2):
+        assert sizes[0] == 1
+        assert sizes[-2:] == [data, data]
+
+
+class OnOneRank(Blocks):
+    """One data rank calls a collective that the other does not."""
+
+    waits = False
+
+    def training_step(self, batch, index):
+        mean = self(batch[0]).mean()
+        if dist.get_rank() == 0 and index == 1:
+            work = dist.all_reduce(mean.detach(), async_op=self.waits)
+            if self.waits:
+                work.wait()
+        return mean.square()
+
+
+def wait_alone(strategy, waits, folder):
+    module = OnOneRank()
+    module.waits = waits
+    chosen = Strategy3D(quiet=True, timeout=3, **strategy)
+    made = Trainer(strategy=chosen, **QUIET, devices=2, max_steps=3, max_epochs=1, default_root_dir=folder)
+    try:
+        made.fit(module, DataLoader(TensorDataset(torch.randn(ROWS, 6)), batch_size=8))
+    except PeerError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "waits"),
+    [({"zero_stage": 1}, False), pytest.param({"zero_stage": 1}, True, marks=pytest.mark.long)],
+)
+def test_a_collective_that_only_one_rank_calls_is_named_with_its_line(strategy, waits, tmp_path):
+    said = run(wait_alone, strategy, waits, str(tmp_path), world=2, fresh=True, timeout=60)[0]
+    where = r"\S+test_users_messages.py:\d+ \(training_step\)"
+    assert re.search(
+        rf"training_step of batch 1, in {where}" if waits else rf"in all_reduce.*, called at {where}", said
+    )

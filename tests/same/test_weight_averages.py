@@ -16,7 +16,6 @@ from tests.checkpoint.trainings import SaveAt
 from tests.parity import QUIET, build
 from tests.workers import run
 
-STOP = 5
 LAYOUTS = {
     "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
@@ -28,6 +27,7 @@ FULL, SHARDED = {"checkpoint_format": "full"}, {"checkpoint_format": "sharded"}
 AVERAGES = {
     "ema": partial(EMAWeightAveraging, decay=0.7),
     "mean": WeightAveraging,
+    "host": partial(WeightAveraging, device="cpu"),
     "multi": partial(WeightAveraging, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)),
     "swa": partial(StochasticWeightAveraging, swa_lrs=1e-3, swa_epoch_start=1),
 }
@@ -49,15 +49,13 @@ def average_of(callback):
 
 
 def train(name, kind, world, strategy, resume=None, save=None, trainer=None):
-    """Train, or save at step `STOP` and stop; losses, weights and averages on this rank."""
+    """Train, or `save` at a step (the number and the path) and stop; losses, weights and averages on this rank."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     module, average, validate = build(name), AVERAGES[kind](), Validate()
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
     flags = {**QUIET, "limit_val_batches": 1, "max_epochs": 4, "devices": world, **(trainer or {})}
-    fit = Trainer(
-        **flags, strategy=chosen, callbacks=[average, validate, *([SaveAt(STOP, save, True)] if save else [])]
-    )
+    fit = Trainer(**flags, strategy=chosen, callbacks=[average, validate, *([SaveAt(*save, True)] if save else [])])
     fit.fit(module, ckpt_path=resume)
     fit.validate(module, verbose=False)
     return {
@@ -91,7 +89,14 @@ CASES = [
     for case in itertools.product(["ema", "mean", "swa"], ["zero1", "zero3", "tensor", "pipeline"])
     if case not in MOVED
 ]
-MORE = [("multi", "tensor"), ("multi", "pipeline"), ("multi", "zero2"), ("ema", "zero2"), *MOVED]
+MORE = [
+    *itertools.product(["host"], LAYOUTS),
+    ("multi", "tensor"),
+    ("multi", "pipeline"),
+    ("multi", "zero2"),
+    ("ema", "zero2"),
+    *MOVED,
+]
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.long) for case in MORE])
@@ -109,31 +114,38 @@ def average_in(path):
     return checkpoint["callbacks"]["StochasticWeightAveraging"]["average_model_state"], checkpoint["state_dict"], {}
 
 
+LAST, WITHIN = 5, 7
+"""Steps of a save: the last one of an epoch, and one within an epoch."""
 MOVES = [
-    ("ema", FULL, "zero3", "tensor"),
-    ("swa", FULL, "tensor", "pipeline"),
-    ("mean", FULL, "pipeline", "zero1"),
-    ("ema", SHARDED, "tensor", "zero3"),
-    ("swa", SHARDED, "zero1", "tensor"),
-    ("mean", SHARDED, "pipeline", "tensor"),
+    ("ema", FULL, "zero3", "tensor", LAST),
+    ("swa", FULL, "tensor", "pipeline", WITHIN),
+    ("mean", FULL, "pipeline", "zero1", WITHIN),
+    ("ema", SHARDED, "tensor", "zero3", WITHIN),
+    ("swa", SHARDED, "zero1", "tensor", LAST),
+    ("mean", SHARDED, "pipeline", "tensor", LAST),
+    *(("swa", FULL, layout, layout, step) for layout in ("zero1", "zero3", "tensor") for step in (LAST, WITHIN)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "before", "after"),
-    [*MOVES[::2], *(pytest.param(*move, marks=pytest.mark.long) for move in MOVES[1::2])],
+    ("kind", "form", "before", "after", "step"),
+    [
+        pytest.param(*move, marks=pytest.mark.long if at % 2 or move[2] == move[3] else ())
+        for at, move in enumerate(MOVES)
+    ],
 )
-def test_resumes_in_another_layout(tmp_path, kind, form, before, after):
-    """As one device resumes, which loses an update of SWA."""
+def test_a_resumed_run_equals_one_that_was_not_broken(tmp_path, kind, form, before, after, step):
     path, plain = str(tmp_path / "x.ckpt"), str(tmp_path / "plain.ckpt")
-    run(train, "GPT", kind, 1, None, None, plain, world=1)
-    run(train, "GPT", kind, 2, {**LAYOUTS[before], **form}, None, path, world=2)
+    run(train, "GPT", kind, 2, {**LAYOUTS[before], **form}, None, (step, path), world=2)
     if form is FULL:
+        run(train, "GPT", kind, 1, None, None, (step, plain), world=1)
         for got, expected in zip(average_in(path), average_in(plain), strict=True):
             assert_same(got, expected)
-    (wanted,) = run(train, "GPT", kind, 1, None, plain, world=1)
+    wanted = reference("GPT", kind)
     for got in run(train, "GPT", kind, 2, {**LAYOUTS[after], **form}, path, world=2):
-        assert_same(got, wanted)
+        assert len(got["losses"]) == len(wanted["losses"]) - step
+        resumed = {name: wanted[name][-len(got[name]) :] for name in ("losses", "validation")}
+        assert_same(got, wanted | resumed)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])

@@ -1,6 +1,7 @@
 """Errors of steps that a layout cannot run name the remedy that works."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET
+from tests.parity import QUIET, assert_parity
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -35,6 +36,85 @@ class Teacher(MLP):
     def on_train_batch_start(self, batch, batch_idx):
         if self.hook:
             self.follow()
+
+
+def assigned(teacher, student):
+    for mine, new in zip(teacher.parameters(), student.parameters(), strict=True):
+        mine.data = mine.data * 0.9 + new.data * 0.1
+
+
+def added(teacher, student):
+    for mine, new in zip(teacher.parameters(), student.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(new.data, alpha=0.1)
+
+
+def drawn_near(teacher, student):
+    with torch.no_grad():
+        for mine, new in zip(teacher.parameters(), student.parameters(), strict=True):
+            mine.lerp_(new, 0.1)
+
+
+def in_lists(teacher, student):
+    with torch.no_grad():
+        torch._foreach_mul_(list(teacher.parameters()), 0.9)
+        torch._foreach_add_(list(teacher.parameters()), list(student.parameters()), alpha=0.1)
+
+
+def drawn_near_in_lists(teacher, student):
+    with torch.no_grad():
+        torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+
+
+def loaded(teacher, student):
+    old = teacher.state_dict()
+    teacher.load_state_dict({name: 0.9 * old[name] + 0.1 * new for name, new in student.state_dict().items()})
+
+
+class Follows(MLP):
+    """A teacher whose result the loss depends on follows the student in a hook."""
+
+    way, hook = "assigned", "on_train_batch_start"
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def follow(self):
+        globals()[self.way](self.teacher, self.net)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.hook == "on_train_batch_start":
+            self.follow()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.hook == "on_train_batch_end":
+            self.follow()
+
+    def on_before_zero_grad(self, optimizer):
+        if self.hook == "on_before_zero_grad":
+            self.follow()
+
+
+WAYS = ("assigned", "added", "drawn_near", "in_lists", "drawn_near_in_lists", "loaded")
+ONES = {"zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}, "tensor": {"tensor_parallel_size": 2}}
+
+
+def _hooked():
+    for at, (way, layout) in enumerate(itertools.product(WAYS, ONES)):
+        hook = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")[
+            at % 2 if way == "loaded" else at % 3
+        ]
+        short = layout == ("tensor" if way == "added" else "zero1")
+        yield pytest.param(way, layout, hook, marks=() if short else pytest.mark.long, id=f"{way}-{layout}-{hook}")
+
+
+@pytest.mark.parametrize(("way", "layout", "hook"), list(_hooked()))
+def test_a_teacher_that_follows_in_a_hook_is_one_devices(way, layout, hook):
+    assert_parity(f"{__name__}:Follows", 2, ONES[layout], attributes={"way": way, "hook": hook})
 
 
 class GAN(MLP):

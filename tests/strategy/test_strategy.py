@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
@@ -26,7 +28,7 @@ import lightning_3d
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.comm.replicate import local
 from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
-from lightning_3d.strategy.checks import check_same_layout
+from lightning_3d.strategy.checks import check_same_layout, finetune_by_identity
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
@@ -397,3 +399,16 @@ def test_a_module_that_is_only_connected_can_be_saved(tmp_path):
     trainer.save_checkpoint(tmp_path / "file.ckpt")
     saved = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(saved, module.state_dict())
+
+
+def test_finetuning_warns_of_parameters_that_the_optimizer_has():
+    one, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))  # equal values
+    undo = finetune_by_identity()
+    try:
+        with pytest.warns(UserWarning, match="already exist within another group of this optimizer"):
+            assert BaseFinetuning.filter_on_optimizer(torch.optim.SGD([one]), [one, other]) == [other]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert BaseFinetuning.filter_on_optimizer(torch.optim.SGD([one]), [other]) == [other]
+    finally:
+        undo()

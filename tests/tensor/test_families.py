@@ -1,10 +1,13 @@
 """Families from the installed transformers that nobody wrote a plan for: split, or whole, and never wrong."""
 
+import re
 import warnings
 
 import pytest
 import torch
 
+from lightning_3d.layout import Layout
+from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
@@ -22,7 +25,6 @@ PARTLY = {
     "codegen": "an order of heads that its code has as a literal number",
     "diffllama": "lambdas and a norm of each head, large only in a tiny model",
     "dbrx": "experts as rows of one matrix",
-    "mamba": "a product inside of what would be divided",
     "recurrent_gemma": "gates block by block",
     "rwkv": "a gate on what leaves the second product",
     "squeezebert": "convolutions",
@@ -53,6 +55,18 @@ def test_large_matrices_are_split(name):
         plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
     share = share_of_blocks(module, plan)
     assert share > 0.55 if name in PARTLY else share <= 0.56, f"{share:.2f} of the blocks on a rank: {plan.unsplit}"
+
+
+@pytest.mark.parametrize(("name", "most"), [("mamba", 1), ("modernbert", 6)])
+def test_the_opening_line_says_how_little_stayed_whole(name, most):
+    family = FAMILIES[name]
+    module, batch = family.build().train(), BATCHES[family.inputs]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_tensor(module, 2, calls=record_calls(module, lambda: loss_of(module, batch)))
+    text = opening(module, Layout(tensor_parallel_size=2), None, plan)
+    percent = re.search(r"tensor: \d+ parameters split, .* \((\d+)%\) not split", text)
+    assert int(percent.group(1)) <= most, text
 
 
 def trained(names, size, **options):

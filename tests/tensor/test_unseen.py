@@ -46,6 +46,8 @@ SPLIT = [
     "OwnFunction",
     "Excited",
     "Decoder",
+    "StateSpace",
+    "StateSpaceWithSizes",
 ]
 PARTLY = {"MultiQuery": 0.62, "Latent": 0.6, "SharedKeys": 0.65, "Gru": 0.76}
 """Those of which something stays whole on purpose: the share of a tensor rank of two."""

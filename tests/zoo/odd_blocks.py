@@ -357,3 +357,57 @@ class Rolled(nn.Module):
     def forward(self, x):
         h = self.up(x).relu()
         return x + self.down(h + h.roll(1, -1))
+
+
+@member("tensor", because="A state space: steps, inputs and outputs of the state are computed from all its channels.")
+class StateSpace(nn.Module):
+    """The mixer of Mamba: a convolution for each channel, and a matrix that is read where its module is not called."""
+
+    def __init__(self, inner=32, state=4, rank=2, window=4):
+        super().__init__()
+        self.state, self.rank, self.window = state, rank, window
+        self.enter, self.leave = nn.Linear(WIDTH, 2 * inner, bias=False), nn.Linear(inner, WIDTH, bias=False)
+        self.conv = nn.Conv1d(inner, inner, window, groups=inner, padding=window - 1)
+        self.select, self.step = nn.Linear(inner, rank + 2 * state, bias=False), nn.Linear(rank, inner)
+        self.log_decay = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
+        self.skip = nn.Parameter(torch.ones(inner))
+
+    def forward(self, x):
+        signal, gate = self.enter(x).transpose(1, 2).chunk(2, dim=1)
+        signal = F.silu(self.conv(signal)[..., : x.shape[1]])
+        chosen = self.select(signal.transpose(1, 2).reshape(-1, signal.shape[1]))
+        low, b, c = chosen.split([self.rank, self.state, self.state], dim=-1)
+        step = (self.step.weight @ low.t()).unflatten(1, (len(x), -1)).transpose(0, 1)  # batch, channel, position
+        step = F.softplus(step + self.step.bias[:, None])
+        b, c = b.unflatten(0, (len(x), -1)), c.unflatten(0, (len(x), -1))
+        decay = torch.exp(step[..., None] * -self.log_decay.exp()[:, None])
+        driven = step[..., None] * b[:, None] * signal[..., None]
+        h, out = torch.zeros_like(driven[:, :, 0]), []
+        for at in range(x.shape[1]):
+            h = decay[:, :, at] * h + driven[:, :, at]
+            out.append((h * c[:, None, at]).sum(-1))
+        y = torch.stack(out, -1) + self.skip[:, None] * signal
+        return x + self.leave((y * F.silu(gate)).transpose(1, 2))
+
+
+@member("tensor", because="A state space that keeps its number of channels, and reads it to lay out its tensors.")
+class StateSpaceWithSizes(StateSpace):
+    """Written with sizes, as Hugging Face writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.skip.numel()
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        signal, gate = self.enter(x).transpose(1, 2).chunk(2, dim=1)
+        signal = F.silu(self.conv(signal)[..., :length])
+        low, b, c = self.select(signal.transpose(1, 2)).split([self.rank, self.state, self.state], dim=-1)
+        step = F.softplus(self.step(low)).transpose(1, 2)
+        h, out = x.new_zeros(batch, self.inner, self.state), []
+        for at in range(length):
+            decay = torch.exp(-self.log_decay.exp() * step[:, :, at, None])
+            h = decay * h + step[:, :, at, None] * b[:, at, None] * signal[:, :, at, None]
+            out.append((h @ c[:, at, :, None])[..., 0])
+        y = torch.stack(out, -1).view(batch, self.inner, length) + self.skip[:, None] * signal
+        return x + self.leave((y * F.silu(gate)).transpose(1, 2))

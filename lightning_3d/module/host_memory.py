@@ -2,6 +2,30 @@
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MMAP_THRESHOLD = -3
+"""Number of glibc's parameter (`malloc.h`): bytes from which an allocation has pages of its own."""
+_LARGE, _LARGEST = 2**20, 32 * 2**20
+"""Its value inside of `own_pages`, and the one that glibc arrives at in a process with large tensors."""
+
+
+@contextmanager
+def own_pages() -> Iterator[None]:
+    """Give each large tensor that the code inside makes pages of its own, which the system has back once it is freed.
+
+    Of what threads free, glibc keeps the end of each thread's heap (measured: 53 MB after a proof in two threads).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, _LARGEST)
 
 
 def return_freed_memory() -> None:

@@ -4,8 +4,10 @@ One microbatch through the stages, one after the other: forward, and back again 
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
-from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below
+from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
@@ -303,7 +305,9 @@ class StageRelay:
             return [torch.zeros_like(tensor) for tensor in entering], {}
         outputs, seeds = [output for output, _ in pairs], [grad for _, grad in pairs]
         wanted, halved = [*entering, *mine.values()], self.pipeline.schedule in HALVED_BACKWARD
-        grads = gradients(outputs, seeds, wanted, again=halved)
+        piecewise = halved or recomputes_reentrantly(outputs)
+        with _printed({} if piecewise else mine) as prints:
+            grads = gradients(outputs, seeds, wanted, again=halved)
         if halved and not halves_agree(outputs, seeds, self.received[stage], list(mine.values()), grads):
             self._keep_in_one_piece(stage)
         back = [
@@ -311,7 +315,7 @@ class StageRelay:
             for tensor, grad in zip(entering, grads[: len(entering)], strict=True)
         ]
         own = zip(mine, grads[len(entering) :], strict=True)
-        return back, {name: grad_print(grad) for name, grad in own if grad is not None}
+        return back, prints | {name: grad_print(grad) for name, grad in own if grad is not None and name not in prints}
 
     def _keep_in_one_piece(self, stage: int) -> None:
         if stage not in self.pipeline.in_one_piece:
@@ -344,6 +348,23 @@ class StageRelay:
     @property
     def _last(self) -> int:
         return self.pipeline.split.num_stages - 1
+
+
+@contextmanager
+def _printed(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Print]]:
+    """Replace gradients inside by their fingerprints, one after the other: all would be as large as the stage."""
+    found: dict[str, Print] = {}
+
+    def note(name: str, grad: Tensor) -> Tensor:
+        found[name] = grad_print(grad)
+        return grad.new_zeros(()).expand(grad.shape)
+
+    handles = [item.register_hook(partial(note, name)) for name, item in parameters.items() if item.requires_grad]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _text(error: Exception, stage: int) -> str:

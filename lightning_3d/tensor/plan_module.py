@@ -1,5 +1,6 @@
 """`plan_tensor`: the plan for a module, one kind of block at a time."""
 
+import gc
 import inspect
 import re
 import warnings
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
+from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_units, structure
@@ -21,7 +23,7 @@ from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Refused
 from lightning_3d.tensor.sample import Sample, shortened, working_dtype
-from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.scratch import opened_copy, scratch_copy
 from lightning_3d.tensor.tensor_plan import Attribute, TensorPlan, UnitPlan
 from lightning_3d.tensor.vocabulary import find_vocabulary, holding_heads
 from lightning_3d.tensor.written_plan import WrittenSplit, declared_plan, read_plan
@@ -74,6 +76,7 @@ def plan_tensor(
     vocabulary, headed = _vocabulary(module, written, calls, size)
     with restored_streams(), torch.compiler.set_stance("force_eager"):  # hooks must run
         torch.manual_seed(SEED)
+        studied = 0
         for name in find_units(module):
             if name in headed:
                 continue
@@ -96,6 +99,10 @@ def plan_tensor(
             if plan is not None:
                 units[name] = plan if made_up is None else replace(plan, forms=())
             unsplit |= {_join(name, inner): why for inner, why in reasons.items()}
+            if len(kinds) > studied:
+                studied = len(kinds)
+                gc.collect()  # copies of the block are in cycles
+                return_freed_memory()
     result = _with_splits(module, TensorPlan(size=size, units=units, vocabulary=vocabulary, unsplit=unsplit))
     _warn_unsplit(module, result.unsplit)
     return result
@@ -144,8 +151,10 @@ def _plan_unit(
         for call in calls[1:]:
             with suppress(Exception):  # a call that cannot run alone computes unsplit
                 samples += _samples(unit, call, most=1)
+        return_freed_memory()
         original = scratch_copy(unit, SEED, opened=False)
-        known = Study(lambda seed: scratch_copy(unit, SEED + seed), original, samples, size)
+        make = lambda seed: scratch_copy(unit, SEED + seed) if seed else opened_copy(original)  # noqa: E731
+        known = Study(make, original, samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}
     try:

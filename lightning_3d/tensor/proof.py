@@ -1,14 +1,16 @@
 """Proof of a plan: a block runs unsplit and in shards on one random input, and all results that training uses agree."""
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
@@ -27,6 +29,10 @@ split by more than 1e-2."""
 FLOOR = 5e-3
 """Gradients below this share of a block's largest are compared relative to that share of it: the gradient of a key
 bias is rounding alone."""
+
+LARGE = 2_000_000
+"""Parameters from which a block's unsplit gradients are computed again for each candidate. Those of four calls would
+be as large as four blocks."""
 
 
 @dataclass
@@ -80,17 +86,21 @@ class Prover:
     """
 
     def __init__(self, scratch: nn.Module, original: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
-        self.scratch, self.ranks = scratch, ranks
+        self.scratch, self.original, self.ranks = scratch, original, ranks
+        self.large = sum(parameter.numel() for parameter in scratch.parameters()) > LARGE
         first = samples[0].form
-        self.cases = [_case(original, training, s) for training in (True, False) for s in samples if s.form == first]
+        self.cases = [self._case(training, s) for training in (True, False) for s in samples if s.form == first]
         self.others: list[list[Case]] = []
         for form in dict.fromkeys(s.form for s in samples if s.form != first):
             with suppress(Exception):  # such a call may need an earlier one (a filled cache)
                 alike = [s for s in samples if s.form == form]
-                self.others.append([_case(original, s.training, s) for s in alike])
+                self.others.append([self._case(s.training, s) for s in alike])
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
         """`plan` with the facts of the runs: gathered outputs, dropouts, proven forms. Raises `Refused`."""
+        if self.large:
+            gc.collect()  # shards of the last candidate, which its error still refers to
+            return_freed_memory()
         plan = replace(plan, forms=())  # a call of an unproven form would compute unsplit, which proves nothing
         plan = self._agree(self.cases, plan)
         proven = [self.cases, *(cases for cases in self.others if self._covers(cases, plan))]
@@ -115,8 +125,23 @@ class Prover:
     def _agree(self, cases: Sequence["Case"], plan: UnitPlan) -> UnitPlan:
         for training, sample, unsplit in cases:
             self.scratch.train(training)
-            plan = _prove_once(self.scratch, sample, unsplit, plan, self.ranks)
+            full = self._unsplit(training, sample) if self.large else unsplit
+            with own_pages() if self.large else nullcontext():
+                plan = _prove_once(self.scratch, sample, full, plan, self.ranks)
+            del full
+            if self.large:
+                return_freed_memory()
         return plan
+
+    def _case(self, training: bool, sample: Sample) -> "Case":
+        unsplit = self._unsplit(training, sample)
+        return training, sample, replace(unsplit, parameter_grads={}) if self.large else unsplit
+
+    def _unsplit(self, training: bool, sample: Sample) -> Outcome:
+        self.original.train(training)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return outcome(shard_copy(self.original, _same), sample)
 
     def _covers(self, cases: Sequence["Case"], plan: UnitPlan) -> bool:
         try:
@@ -127,14 +152,7 @@ class Prover:
 
 
 Case = tuple[bool, Sample, Outcome]
-"""Training mode, a call, and its results in the unsplit block."""
-
-
-def _case(original: nn.Module, training: bool, sample: Sample) -> Case:
-    original.train(training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return training, sample, outcome(shard_copy(original, _same), sample)
+"""Training mode, a call, and its results in the unsplit block, for a large block without gradients of parameters."""
 
 
 def _same(_: str, value: Tensor) -> Tensor:
@@ -146,6 +164,8 @@ def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: Unit
         outputs = {**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, unsplit)}
         plan = replace(plan, outputs=outputs, results=len(unsplit.outputs))
     shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
+    if sum(parameter.numel() for parameter in scratch.parameters()) > LARGE:
+        return_freed_memory()
     for rank, shard in enumerate(shards):
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
         _compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
@@ -213,27 +233,26 @@ def _masked(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
 
 
 def _compare_parameters(unsplit: Outcome, shards: Sequence[Outcome], plan: UnitPlan) -> None:
+    largest = _largest(unsplit.parameter_grads)
     for rank, shard in enumerate(shards):
         kept = {name: grad for name, grad in unsplit.parameter_grads.items() if name not in plan.splits}
         found = {name: grad for name, grad in shard.parameter_grads.items() if name not in plan.splits}
-        _compare(f"gradient of {{}} on tensor rank {rank}", kept, found, unsplit.parameter_grads)
-    split = {name: grad for name, grad in unsplit.parameter_grads.items() if name in plan.splits}
-    gathered: dict[str, Tensor] = {}
-    for name in split:
+        _compare(f"gradient of {{}} on tensor rank {rank}", kept, found, largest)
+    for name in [name for name in unsplit.parameter_grads if name in plan.splits]:
         grads = [shard.parameter_grads.get(name) for shard in shards]
         if any(grad is None for grad in grads):
             raise Refused(f"gradient of {name} is missing on a tensor rank")
-        gathered[name] = assemble([grad for grad in grads if grad is not None], plan.splits[name])
-    _compare("gradient of {}", split, gathered, unsplit.parameter_grads)
+        gathered = assemble([grad for grad in grads if grad is not None], plan.splits[name])
+        _compare("gradient of {}", {name: unsplit.parameter_grads[name]}, {name: gathered}, largest)
 
 
 def _compare(
-    what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor], scale: Mapping[str, Tensor] | None = None
+    what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor], largest: float | None = None
 ) -> None:
     if expected.keys() != found.keys():
         odd = sorted(map(str, expected.keys() ^ found.keys()))
         raise Refused(f"{what.format(', '.join(odd))} exists only in the unsplit block or only in shards")
-    largest = max((_size(tensor) for tensor in (scale or expected).values()), default=0.0)
+    largest = _largest(expected) if largest is None else largest
     for key, tensor in expected.items():
         other = found[key]
         if tensor.shape != other.shape:
@@ -245,6 +264,10 @@ def _compare(
         difference = _size(tensor - other) / max(_size(tensor), FLOOR * largest, 1e-30)
         if not difference <= TOLERANCE:
             raise Refused(f"{what.format(key)} is off by {difference:.2g} of its largest value")
+
+
+def _largest(tensors: Mapping[Any, Tensor]) -> float:
+    return max(map(_size, tensors.values()), default=0.0)
 
 
 def _size(tensor: Tensor) -> float:

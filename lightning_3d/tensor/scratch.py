@@ -38,9 +38,17 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
             if owner is not None:
                 memo[id(owner)] = object()
     twin = copy.deepcopy(module, memo)
-    if opened:
-        use_open_attention(twin, lambda owner, name, value: owner.__dict__.update({name: value}))
-    return twin
+    return _open(twin) if opened else twin
+
+
+def opened_copy(scratch: nn.Module) -> nn.Module:
+    """A copy of `scratch` with the memory of its parameters, in which an `OpenAttention` replaces torch's attention."""
+    return _open(shard_copy(scratch, lambda _, value: value))
+
+
+def _open(scratch: nn.Module) -> nn.Module:
+    use_open_attention(scratch, lambda owner, name, value: owner.__dict__.update({name: value}))
+    return scratch
 
 
 def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn.Module:

@@ -29,6 +29,7 @@ from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.deferred import empty, lent, realize
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
@@ -98,13 +99,15 @@ def make_plan(
     if split is not None and not split.solo:
         units = [unit.name for unit in split.units]
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
-        uncut_run = observe_one_batch(
-            trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope
-        )
+        with lent(module):
+            uncut_run = observe_one_batch(
+                trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope
+            )
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
-        calls = record_one_batch(trainer, module, to_device)
+        with lent(module):
+            calls = record_one_batch(trainer, module, to_device)
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
@@ -247,7 +250,8 @@ def parallelize(
             ledger=data_axis.ledger,
         )
         if plan.uncut_run is not None and plan.uncut_run.compared:
-            prove_stages(pipeline, plan.uncut_run, Hooks(context=plugin.forward_context))
+            with lent(module):
+                prove_stages(pipeline, plan.uncut_run, Hooks(context=plugin.forward_context))
         if plan.tensor is not None or layout.schedule in HALVED_BACKWARD:
             pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves
     if plan.tensor is not None and plan.tensor.splits:
@@ -299,7 +303,7 @@ def _apply_stages(
     parallel.changes.collective(apply_split(parallel.module, split, mine).undo, group, ranks)
     parallel.stages = Stages(split, group, ranks, device)
     for old in parallel.swaps:
-        old.data = old.data.new_empty(0)  # freed, but not dropped: optimizers find their parameters by the old object
+        empty(old)  # freed, but not dropped: optimizers find their parameters by the old object
 
 
 def _apply_data(
@@ -312,6 +316,9 @@ def _apply_data(
     training: bool,
     undo: UndoStack,
 ) -> DataParallel:
+    shards = layout.data_parallel_size > 1 and layout.zero_stage > 0 and (training or layout.zero_stage == 3)
+    if not shards:
+        realize(module.parameters())
     if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
         return DataParallel()
     if layout.zero_stage == 0:

@@ -22,7 +22,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     resettable: list[nn.Module] = []
     bare: list[str] = []
     for name, child in module.named_modules():
-        absent = [_fill(tensors, device, filled) for tensors in (child._parameters, child._buffers)]
+        absent = [_fill(child, tensors, device, filled) for tensors in (child._parameters, child._buffers)]
         if any(absent):
             if callable(getattr(child, "reset_parameters", None)):
                 resettable.append(child)
@@ -38,7 +38,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def _fill(tensors: dict[str, Any], device: torch.device, filled: dict[int, Tensor]) -> bool:
+def _fill(module: nn.Module, tensors: dict[str, Any], device: torch.device, filled: dict[int, Tensor]) -> bool:
     absent = [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
     for name in absent:
         old = tensors[name]
@@ -50,5 +50,5 @@ def _fill(tensors: dict[str, Any], device: torch.device, filled: dict[int, Tenso
         if id(old) not in filled:
             new = torch.empty_like(old, device=device)
             filled[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        tensors[name] = filled[id(old)]
+        setattr(module, name, filled[id(old)])
     return bool(absent)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.deferred import RECORDED
 from lightning_3d.module.materialize import ABSENT
 
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
@@ -43,6 +44,6 @@ def absent_like(tensor: Tensor) -> Tensor:
         empty = _AbsentParameter(empty, requires_grad=tensor.requires_grad)
     elif type(empty) is Tensor:  # tensors of a dry run have a class of their own
         empty = empty.as_subclass(_AbsentBuffer)
-    empty.__dict__.update(tensor.__dict__)
+    empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name != RECORDED})
     empty.__dict__.update({ABSENT: True, "stands_on": tensor.device})
     return empty

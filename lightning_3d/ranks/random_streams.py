@@ -114,6 +114,22 @@ def share_seeded_state() -> None:
         _set_state(state)
 
 
+@contextmanager
+def drawn_like_first() -> Iterator[None]:
+    """Draw from the streams of rank 0 inside. Collective over the world once there are processes.
+
+    A rank whose streams are others has its own again afterwards.
+    """
+    mine = _state()
+    first = talk.from_first(lambda: mine)
+    other = talk.pickled(first) != talk.pickled(mine)
+    if other:
+        _set_state(first)
+    yield
+    if other:
+        _set_state(mine)
+
+
 def _state() -> tuple[int, Streams]:
     return torch.initial_seed(), main_streams()
 

@@ -19,6 +19,7 @@ from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
+from lightning_3d.module.deferred import Built
 from lightning_3d.optim.step import move_states
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
@@ -35,7 +36,9 @@ PATIENCE = 60.0
 class Saving(Processes):
     """Checkpoints of a module that may be sharded."""
 
-    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left")
+    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
+    _built: tuple[Built, ...] = ()
+    """Modules that were built since the last run."""
     _parallel: ParallelModule | None = None
     _steps: CheckedSteps | None = None
     _found = FoundState()
@@ -176,6 +179,7 @@ class Saving(Processes):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._parallel is not None:
             self._parallel.data.reshard()
+        self._built = ()  # none keeps its first value
         load_weights(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

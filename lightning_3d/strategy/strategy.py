@@ -1,5 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.batchnorm import DataBatchNorm
+from lightning_3d.module.deferred import lent, realize
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
@@ -36,7 +39,6 @@ from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom, share_random_state
-from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.strategy.checks import (
     check_callbacks,
     check_hooks,
@@ -45,6 +47,7 @@ from lightning_3d.strategy.checks import (
     evaluate_with_no_grad,
     finetune_by_identity,
 )
+from lightning_3d.strategy.first_values import built_in_parts, hold_on_host, name_whole, share_first_values
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
@@ -255,7 +258,7 @@ class Strategy3D(Training):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None:
-            with self._users_alone():
+            with self._users_alone(), lent(self._module):
                 self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
@@ -285,7 +288,11 @@ class Strategy3D(Training):
         self.precision_plugin.compute_on(self.root_device)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        broadcast_tensors([*module.parameters(), *module.buffers()], group=None)
+        share_first_values(module)
+        name_whole(module, self._built)
+        self._built = ()
+        if fitting and self._verifies_first:
+            realize(module.parameters())  # its copy needs all of them
         for axis in (TENSOR_AXIS, PIPELINE_AXIS):
             share_random_state(self.mesh.get_group(axis))
 
@@ -353,8 +360,32 @@ class Strategy3D(Training):
         super().setup_precision_plugin()
         self.precision_plugin.around_backward = self._around_backward
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules: in `configure_model`, in `trainer.init_module()`, and on meta."""
+        with super().tensor_init_context(empty_init), self._in_parts():
+            yield
+
+    @contextmanager
+    def _in_parts(self) -> Iterator[None]:
+        if not self._divides:
+            yield
+            return
+        with built_in_parts() as built:
+            yield
+        self._built = (*self._built, built)
+
+    @property
+    def _divides(self) -> bool:
+        """True where ranks are going to have parts of a module that has values."""
+        return self.num_processes * self.num_nodes > 1 and (current_world() or self._dry_world) is None
+
     def model_to_device(self) -> None:
-        materialize(self._module, self.root_device)
+        if any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers())):
+            with self._in_parts():
+                materialize(self._module, self.root_device)
+        if self._divides:
+            hold_on_host(self._module, self.root_device)
         self._module.to(self.root_device)
 
     # ---- end -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.module.deferred import empty, realize
+from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.tensor.autograd_collectives import gather_shards
@@ -79,8 +81,10 @@ def apply_tensor(
         if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
             continue
         if id(full) not in shards:
+            realize([full])
             shards[id(full)] = _shard(full, plan.splits[name], mesh)
-            full.data = full.data.new_empty(0)  # at once: full weights and shards together would be the peak of set-up
+            empty(full)  # at once: full weights and shards together would be the peak of set-up
+            return_freed_memory()
         applied.originals[name] = full
         owner._parameters[own_name] = shards[id(full)]
     for name, unit in plan.units.items():

@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm import ReplicatedGradients
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.deferred import empty, realize
+from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.zero import fsdp_private
@@ -67,6 +69,7 @@ class ShardedData(DataParallel):
         with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:
                 full = dict(unit.named_parameters())
+                realize(full.values())
                 fully_shard(
                     unit,
                     mesh=mesh,
@@ -78,6 +81,7 @@ class ShardedData(DataParallel):
                 self.originals |= {
                     now: _Spec.of(full.pop(name)) for name, now in unit.named_parameters() if now is not full[name]
                 }
+                return_freed_memory()
         fsdp_private.make_root(module)
         self.groups = fsdp_private.param_groups(module)
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
@@ -235,7 +239,7 @@ class _Spec:
     def of(cls, parameter: nn.Parameter) -> "_Spec":
         if isinstance(parameter, DTensor):
             return cls(None, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-        parameter.data = parameter.data.new_empty(0)
+        empty(parameter)
         return cls(parameter)
 
     def tensor(self, full: Tensor) -> Tensor:

@@ -27,10 +27,15 @@ class Block(nn.Module):
 class Tall(LightningModule):
     """101 MB in blocks of 8.4 MB."""
 
+    width, blocks_in_all = 512, 12
+
     def __init__(self):
         super().__init__()
-        self.first, self.head = nn.Linear(8, 512), nn.Linear(512, 4)
-        self.blocks = nn.ModuleList(Block(512) for _ in range(12))
+        self.build()
+
+    def build(self):
+        self.first, self.head = nn.Linear(8, self.width), nn.Linear(self.width, 4)
+        self.blocks = nn.ModuleList(Block(self.width) for _ in range(self.blocks_in_all))
 
     def training_step(self, batch, batch_idx):
         x = self.first(batch[0])
@@ -45,29 +50,54 @@ class Tall(LightningModule):
         return DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=8)
 
 
+class Late(Tall):
+    """157 MB in blocks of 13 MB, built for the ranks that get their parts."""
+
+    width = 640
+
+    def __init__(self):
+        LightningModule.__init__(self)
+
+    def configure_model(self):
+        self.before = _baseline()
+        self.build()
+
+
+class Larger(Late):
+    """170M parameters, 679 MB, in blocks of 28 MB."""
+
+    width, blocks_in_all = 940, 24
+
+
 def _resident(key):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
-def placed(strategy, world):
+def _baseline():
+    return_freed_memory()
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # VmHWM begins here
+    return _resident("VmRSS")
+
+
+def placed(strategy, world, kind=Tall):
     """The peak and the rest when training starts, in sizes of the module."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
-    return_freed_memory()
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")  # VmHWM begins here
-    before, found = _resident("VmRSS"), {}
+    found = {}
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
-            found.update(peak=_resident("VmHWM") - before, after=_resident("VmRSS") - before)
+            found.update(peak=_resident("VmHWM") - module.before, after=_resident("VmRSS") - module.before)
 
-    module = Tall()
-    size = sum(parameter.nbytes for parameter in module.parameters())
+    before = _baseline()
+    module = kind()
+    module.before = before
     flags = {"devices": world, "strategy": Strategy3D(quiet=True, **strategy), "max_steps": 1, "limit_val_batches": 0}
     Trainer(**{**QUIET, **flags, "callbacks": [Look()]}).fit(module)
+    size = sum(parameter.nbytes for parameter in module.parameters())
     return {name: amount / size for name, amount in found.items()}
 
 
@@ -83,4 +113,22 @@ def test_a_rank_frees_what_it_does_not_own(strategy, share):
             "tensor_parallel_size" in strategy and rank == 0
         )  # the plan of all is proven here, on copies of a block
         assert found["peak"] < (2.4 if proves else 1.9)
+        assert found["after"] < share + 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        (Late, 2, {"zero_stage": 3}),
+        pytest.param(Larger, 2, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param(Larger, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["small-zero3", "zero3", "tensor-pipeline"],
+)
+def test_a_rank_builds_no_more_than_its_shard_and_one_block(kind, world, strategy):
+    """Of a module that `configure_model` builds. Plans and proofs take no more either."""
+    run(placed, strategy, world, world=world)  # what is imported on the way does not count
+    share, block = 1 / world, 1 / kind.blocks_in_all
+    for found in run(placed, strategy, world, kind, world=world, timeout=500):
+        assert found["peak"] < 1.1 * (share + block)
         assert found["after"] < share + 0.1

@@ -1,0 +1,223 @@
+"""Parameters without memory, whose values are computed when they are used.
+
+A large module is built under `deferring`. Afterwards most of its parameters are `Deferred`: they have all but memory.
+`realize` gives a parameter its memory and its value, the same bits that it would have had. So a rank can compute one
+parameter, keep its shard, and go on with the next. `lent` computes them a few at a time, for a run of the module.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.recorded_value import Operation, Step
+from lightning_3d.module.recorder import Recorded, Recorder, memory_of
+
+SMALL = 2**16
+"""Bytes of a parameter that is not worth a record."""
+RECORDED = "lightning_3d_recorded"
+"""Attribute of a deferred parameter: what its value is computed from."""
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_WITHOUT_VALUES = frozenset(
+    {
+        *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")),
+        *map(_getter, ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version")),
+        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "is_mps", "is_xla")),
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
+        Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__,
+        Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_,
+        Tensor.__hash__, Tensor.register_hook, torch.is_floating_point, torch.is_complex, torch.numel,
+        torch._has_compatible_shallow_copy_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
+        torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
+    }
+)  # fmt: skip
+"""Functions that ask a tensor for anything but its values."""
+
+
+class Deferred(nn.Parameter):
+    """A parameter whose memory is freed. The first function that needs its value makes it an `nn.Parameter` again."""
+
+    lightning_3d_recorded: Recorded
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _WITHOUT_VALUES and not _changes_nothing(func, args, kwargs):
+            realize(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        realize([self])
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        realize([self])
+        return self.__reduce_ex__(protocol)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for the calls of `module.to(device)` where the parameter is there already."""
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0] is args[1]
+    if func is not Tensor.to or not isinstance(args[0], Deferred):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return like.to(*args[1:], **kwargs) is like
+
+
+@dataclass
+class Built:
+    """The parameters of modules that were built under `deferring`."""
+
+    deferred: list[nn.Parameter] = field(default_factory=list)
+    whole: list[tuple[nn.Parameter, str]] = field(default_factory=list)
+    """Parameters that need memory from the start, each with the reason."""
+
+
+@contextmanager
+def deferring() -> Iterator[Built]:
+    """Build modules inside. At the end the large parameters that they register are `Deferred`.
+
+    Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
+    stay as they are.
+    """
+    built, recorder = Built(), Recorder(records=True)
+    registered: dict[int, nn.Parameter] = {}
+
+    def register(module: nn.Module, name: str, parameter: Any) -> None:
+        if type(parameter) is nn.Parameter and not parameter.is_meta:
+            registered[id(parameter)] = parameter
+            recorder.free_at_need(parameter)
+
+    def register_all(module: nn.Module, name: str, child: Any) -> None:
+        for inner, parameter in child.named_parameters() if child is not None else ():  # a deep copy registers nothing
+            register(child, inner, parameter)
+
+    handles = (
+        register_module_parameter_registration_hook(register),
+        register_module_module_registration_hook(register_all),
+    )
+    try:
+        with recorder:
+            yield built
+    except BaseException:
+        for memory, recorded in recorder.known.items():
+            recorded.fill(memory)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+    _defer(list(registered.values()), recorder, built)
+    return_freed_memory()
+
+
+def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> None:
+    memories = [memory_of(parameter) for parameter in parameters]
+    recorder.here.clear()
+    for parameter, memory in zip(parameters, memories, strict=True):
+        recorded = None if memory is None else recorder.known.get(memory)
+        if memory is None or (parameter.numel() * parameter.element_size() < SMALL):
+            if recorded is not None and memory is not None:
+                recorded.fill(memory)
+            continue
+        if recorded is None:
+            why = "its memory was filled outside of the context"
+        elif memories.count(memory) > 1 or _shared(memory):
+            why = "another tensor uses its memory"
+        else:
+            why = recorded.whole or ""
+        if recorded is None or why:
+            if recorded is not None:
+                recorded.fill(memory)
+            built.whole.append((parameter, why))
+        else:
+            defer(parameter, recorded)
+            built.deferred.append(parameter)
+
+
+def _shared(memory: torch.UntypedStorage) -> bool:
+    """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
+    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
+
+
+def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
+    """Free the memory of `parameter`, whose value is `recorded`."""
+    parameter.untyped_storage().resize_(0)
+    parameter.__class__ = Deferred
+    parameter.lightning_3d_recorded = recorded  # type: ignore[attr-defined]
+
+
+def hold(parameter: nn.Parameter, device: torch.device) -> None:
+    """Keep the value of `parameter` where it is, until it is realized on `device`."""
+    value = parameter.data
+    move = Operation(_moved, (value, device), {}, None, None)
+    parameter.data = torch.empty_like(value, device=device)
+    nbytes = parameter.untyped_storage().nbytes()
+    defer(parameter, Recorded(Step(move, None, 0, b"equal on all ranks", 0), nbytes))
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device, copy=True)
+
+
+@torch.no_grad()
+def realize(parameters: Iterable[Tensor]) -> None:
+    """Give the deferred ones among `parameters` their memory and their values."""
+    for parameter in parameters:
+        if isinstance(parameter, Deferred):
+            recorded = _plain(parameter)
+            recorded.fill(parameter.untyped_storage())
+
+
+def empty(parameter: nn.Parameter) -> None:
+    """Free the memory of `parameter`, whose value is not needed any more, but not the object."""
+    if isinstance(parameter, Deferred):
+        _plain(parameter)
+    parameter.data = parameter.data.new_empty(0)
+
+
+def _plain(parameter: Deferred) -> Recorded:
+    recorded: Recorded = parameter.__dict__.pop(RECORDED)
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    return recorded
+
+
+@contextmanager
+def lent(module: nn.Module) -> Iterator[None]:
+    """Let the code inside use `module` as if its deferred parameters were there. A few are, at any time.
+
+    What the code writes to them is undone.
+    """
+    deferred = [parameter for parameter in module.parameters() if isinstance(parameter, Deferred)]
+    if not deferred:
+        yield
+        return
+    recorder = Recorder(records=False)
+    values = [_plain(parameter) for parameter in deferred]
+    for parameter, recorded in zip(deferred, values, strict=True):
+        recorder.known[parameter.untyped_storage()] = Recorded(recorded.step, recorded.nbytes)
+    try:
+        with recorder:
+            yield
+    finally:
+        recorder.here.clear()
+        for parameter, recorded in zip(deferred, values, strict=True):
+            defer(parameter, recorded)
+        return_freed_memory()

@@ -1,0 +1,162 @@
+"""The value of a tensor as the operations that made it, which can be run again.
+
+Each operation is recorded with its arguments and, where it draws random numbers, with the state of its generator. Run
+again on the same machine, it gives the same bits.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_ATEN = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    [_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default, _ATEN.new_empty.default]
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The part of its memory that a tensor sees."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """A tensor that sees this part of `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+
+    def is_all_of(self, storage: torch.UntypedStorage) -> bool:
+        """True where each byte of `storage` belongs to one element."""
+        packed, sizes = 1, sorted(zip(self.stride, self.size, strict=True))
+        for stride, size in sizes:
+            if size != 1 and stride != packed:
+                return False
+            packed *= size
+        return self.offset == 0 and packed * self.dtype.itemsize == storage.nbytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """An argument of a recorded operation: a tensor whose value is recorded too."""
+
+    step: "Step"
+    geometry: Geometry
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A call of a function of torch. `Use` stands for a tensor in `args` and `kwargs`."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: torch.Generator | None
+    """Draws the operation's random numbers."""
+    state: Tensor | None
+    """The state of `generator` before the operation."""
+
+    def run(self, tensor_of: Callable[[Use], Tensor]) -> Any:
+        """Run again on the tensors that `tensor_of` gives. The generator's state stays."""
+        args, kwargs = tree_map_only(Use, tensor_of, (self.args, self.kwargs))
+        if self.generator is None or self.state is None:
+            return self.function(*args, **kwargs)
+        before = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.generator.set_state(before)
+
+    def digest(self) -> bytes:
+        """Equal for operations that compute the same."""
+        parts: list[Any] = [str(self.function), None if self.state is None else self.state.numpy().tobytes()]
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, Use):
+                parts += [leaf.step.digest, leaf.geometry]
+            elif isinstance(leaf, Tensor):
+                parts += [Geometry.of(leaf), None if leaf.is_meta else leaf.tolist()]
+            elif not isinstance(leaf, torch.Generator):
+                parts.append(leaf.type if isinstance(leaf, torch.device) else leaf)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The value of some memory after an operation."""
+
+    operation: Operation
+    before: "Step | None"
+    """The value that the operation changed. None where the operation made the memory."""
+    output: int
+    """Which tensor of the operation's result sees new memory."""
+    digest: bytes
+    """Equal on ranks where the value is the same."""
+    depth: int
+    """The longest way to an operation without recorded arguments."""
+
+    @classmethod
+    def of(cls, operation: Operation, before: "Step | None", output: int = 0) -> "Step":
+        uses = [leaf.step for leaf in tree_leaves((operation.args, operation.kwargs)) if isinstance(leaf, Use)]
+        others = [step.depth for step in uses if step is not before]
+        seen = hashlib.blake2b(operation.digest(), digest_size=16)
+        seen.update(before.digest if before is not None else b"%d" % output)
+        depth = max([0 if before is None else before.depth, *(1 + other for other in others)])
+        return cls(operation, before, output, seen.digest(), depth)
+
+    @property
+    def first(self) -> "Step":
+        """The step that made the memory."""
+        step = self
+        while step.before is not None:
+            step = step.before
+        return step
+
+
+@torch.no_grad()
+def computed(
+    step: Step, known: dict[Step, torch.UntypedStorage] | None = None, into: torch.UntypedStorage | None = None
+) -> torch.UntypedStorage:
+    """Memory with the value after `step`. Random streams stay as they are.
+
+    Args:
+        step: from a recording.
+        known: values computed on the way, which other operations use too.
+        into: memory of the same size. It is used where the first operation only allocates.
+    """
+    known = {} if known is None else known
+    steps: list[Step] = []
+    last: Step | None = step
+    while last is not None:
+        steps.append(last)
+        last = last.before
+    storage: torch.UntypedStorage | None = None
+    for now in reversed(steps):
+        if now.before is None and into is not None and now.operation.function in _ALLOCATIONS:
+            storage = into
+            continue
+        own, changed = storage, now.before
+
+        def tensor_of(use: Use, own: Any = own, changed: Step | None = changed) -> Tensor:
+            if own is not None and use.step is changed:
+                return use.geometry.on(own)
+            if use.step not in known:
+                known[use.step] = computed(use.step, known)
+            return use.geometry.on(known[use.step])
+
+        result = now.operation.run(tensor_of)
+        if storage is None:
+            storage = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)][now.output].untyped_storage()
+    assert storage is not None
+    return storage

@@ -1,0 +1,71 @@
+"""The first values of a module: built without memory where ranks are going to have parts, equal on all ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_3d.module.deferred import SMALL, Built, Deferred, deferring, hold, realize
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.random_streams import drawn_like_first
+from lightning_3d.ranks.talk import broadcast_tensors
+
+
+@contextmanager
+def built_in_parts() -> Iterator[Built]:
+    """Build modules inside without memory for large parameters, with the random numbers of rank 0."""
+    with drawn_like_first(), deferring() as built:
+        yield built
+
+
+def name_whole(module: nn.Module, built: Sequence[Built]) -> None:
+    """Warn once of the parameters that this rank has whole, although they were built in parts."""
+    reasons = {parameter: why for each in built for parameter, why in each.whole}
+    reasons |= {
+        parameter: "its value was used before training"
+        for each in built
+        for parameter in each.deferred
+        if not isinstance(parameter, Deferred)
+    }
+    whole = {name: reasons[parameter] for name, parameter in module.named_parameters() if parameter in reasons}
+    for why in dict.fromkeys(whole.values()):
+        names = [name for name, reason in whole.items() if reason == why]
+        rank_zero_warn(
+            f"Each rank builds {', '.join(names[:5])}{', ...' if names[5:] else ''} in full before it keeps a shard"
+            f" ({len(names)} parameters): {why}."
+        )
+
+
+@torch.no_grad()
+def hold_on_host(module: nn.Module, device: torch.device) -> None:
+    """Leave large parameters in host memory until their parts move to `device`. Collective over the world.
+
+    Each one has the value of rank 0 afterwards.
+    """
+    for parameter in module.parameters():
+        if _is_on(parameter, device) or isinstance(parameter, Deferred) or parameter.nbytes < SMALL:
+            continue
+        there = parameter.detach().to(device, copy=True)
+        broadcast_tensors([there], group=None)
+        if not torch.equal(there, parameter.detach().to(device)):
+            parameter.data = there.to(parameter.device)
+        hold(parameter, device)
+
+
+def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
+    return parameter.device == device
+
+
+def share_first_values(module: nn.Module) -> None:
+    """Give parameters and buffers the values of rank 0, on every rank. Collective over the world.
+
+    A deferred parameter is computed and sent only if some rank recorded other operations for it.
+    """
+    deferred = {name: item for name, item in module.named_parameters() if isinstance(item, Deferred)}
+    everywhere = talk.gather({name: item.lightning_3d_recorded.step.digest for name, item in deferred.items()})
+    equal = {name for name, digest in everywhere[0].items() if all(there.get(name) == digest for there in everywhere)}
+    realize(item for name, item in deferred.items() if name not in equal)
+    here = [item for item in module.parameters() if not isinstance(item, Deferred)]
+    broadcast_tensors([*here, *module.buffers()], group=None)

@@ -29,7 +29,6 @@ from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.deferred import empty, lent, realize
 from lightning_3d.module.state_dict import full_optimizer_entries, swap_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
@@ -42,6 +41,7 @@ from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import shard_mesh
+from lightning_3d.sandbox.deferred import computed_on_use, empty, realize
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tensor.geometry import TensorSplit
@@ -99,14 +99,14 @@ def make_plan(
     if split is not None and not split.solo:
         units = [unit.name for unit in split.units]
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
-        with lent(module):
+        with computed_on_use(module):
             uncut_run = observe_one_batch(
                 trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope
             )
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
-        with lent(module):
+        with computed_on_use(module):
             calls = record_one_batch(trainer, module, to_device)
         tensor = talk.from_first(
             lambda: plan_tensor(
@@ -250,7 +250,7 @@ def parallelize(
             ledger=data_axis.ledger,
         )
         if plan.uncut_run is not None and plan.uncut_run.compared:
-            with lent(module):
+            with computed_on_use(module):
                 prove_stages(pipeline, plan.uncut_run, Hooks(context=plugin.forward_context))
         if plan.tensor is not None or layout.schedule in HALVED_BACKWARD:
             pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves

@@ -111,18 +111,18 @@ PRIVATE = {
     },
     "torch": {
         "_foreach_norm": "optim/grad_norm",
-        "_has_compatible_shallow_copy_type": "module/deferred",
-        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private module/deferred module/recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
+        "_has_compatible_shallow_copy_type": "sandbox/deferred",
+        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
     },
     "torch.Tensor": {
-        "_backward_hooks": "module/deferred strategy/checks verify/twin",
+        "_backward_hooks": "sandbox/deferred strategy/checks verify/twin",
         "_base": "tensor/late_gather",
-        "_cdata": "dryrun/fake_cache module/autograd_private module/deferred planner/profile_module sandbox/interceptor",
+        "_cdata": "dryrun/fake_cache module/autograd_private sandbox/deferred planner/profile_module sandbox/interceptor",
         "_make_wrapper_subclass": "comm/unallocated",
-        "_typed_storage": "module/recorder",
-        "_post_accumulate_grad_hooks": "module/deferred strategy/checks zero/fsdp_private",
-        "_version": "activations/kept_results activations/recomputed_block module/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
+        "_typed_storage": "sandbox/build_recorder",
+        "_post_accumulate_grad_hooks": "sandbox/deferred strategy/checks zero/fsdp_private",
+        "_version": "activations/kept_results activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
         " sandbox/writes usercode/hooks verify/twin zero/written",
     },
     "torch._C": {
@@ -133,7 +133,7 @@ PRIVATE = {
         "_current_graph_task_id": "module/autograd_private",
         "_disabled_torch_function_impl": "pipeline/absent",
         "_get_dispatch_mode": "dryrun/fake_device",
-        "_storage_Use_Count": "module/deferred",
+        "_storage_Use_Count": "sandbox/deferred",
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": "module/autograd_private",
@@ -142,7 +142,7 @@ PRIVATE = {
         "OpOverload": "dryrun/fake_cache",
         "_overloadname": "dryrun/fake_cache",
         "_overloadpacket": "dryrun/fake_device",
-        "_schema": "activations/kept_results dryrun/fake_cache dryrun/fake_device module/recorder planner/profile_module usercode/between_steps usercode/shard_rules"
+        "_schema": "activations/kept_results dryrun/fake_cache dryrun/fake_device sandbox/build_recorder planner/profile_module usercode/between_steps usercode/shard_rules"
         " planner/profile_module usercode/between_steps usercode/shard_rules",
     },
     "torch._subclasses.fake_tensor": {
@@ -276,13 +276,13 @@ PRIVATE = {
         "FakeStore": "dryrun/simulated_rank",
     },
     "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "activations/kept_results dryrun/fake_device module/recorder planner/profile_module usercode/shard_rules",
+        "TorchDispatchMode": "activations/kept_results dryrun/fake_device sandbox/build_recorder planner/profile_module usercode/shard_rules",
         "_disable_current_modes": "dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_leaves": "dryrun/fake_cache dryrun/fake_device module/deferred module/recorded_value module/recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
+        "tree_leaves": "dryrun/fake_cache dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
         " tensor/late_gather usercode/between_steps usercode/remote_numbers usercode/shard_rules",
-        "tree_map_only": "module/recorded_value module/recorder",
+        "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",
     },
     "torch.utils.checkpoint": {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.module.deferred import RECORDED
 from lightning_3d.module.materialize import ABSENT
+from lightning_3d.sandbox.deferred import RECORDED
 
 _DEVICE: Any = Tensor.device.__get__  # type: ignore[attr-defined]
 _INSIDE = os.path.join(os.path.dirname(torch.__file__), "_")

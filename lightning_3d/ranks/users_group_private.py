@@ -34,7 +34,6 @@ _BETWEEN = (
     "lightning_3d.sandbox.silence",
     "lightning_3d.tensor.late_gather",
     "lightning_3d.tensor.regions",
-    "lightning_3d.tensor.vocabulary",
     "lightning_3d.usercode.between_steps",
 )
 """Modules that call a function in place of the code that called it."""

@@ -19,11 +19,11 @@ from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
-from lightning_3d.module.deferred import Built
 from lightning_3d.optim.step import move_states
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox.deferred import Built
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.steps import CheckedSteps
 from lightning_3d.usercode.averages_private import AVERAGES

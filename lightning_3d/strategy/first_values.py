@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_3d.module.deferred import SMALL, Built, Deferred, deferring, hold, realize
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import drawn_like_first
 from lightning_3d.ranks.talk import broadcast_tensors
+from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, realize
 
 
 @contextmanager
@@ -20,18 +20,18 @@ def built_in_parts() -> Iterator[Built]:
         yield built
 
 
-def name_whole(module: nn.Module, built: Sequence[Built]) -> None:
-    """Warn once of the parameters that this rank has whole, although they were built in parts."""
-    reasons = {parameter: why for each in built for parameter, why in each.whole}
+def warn_of_full(module: nn.Module, built: Sequence[Built]) -> None:
+    """Warn once of the parameters that this rank builds in full, although they were built in parts."""
+    reasons = {parameter: why for each in built for parameter, why in each.in_full}
     reasons |= {
         parameter: "its value was used before training"
         for each in built
         for parameter in each.deferred
         if not isinstance(parameter, Deferred)
     }
-    whole = {name: reasons[parameter] for name, parameter in module.named_parameters() if parameter in reasons}
-    for why in dict.fromkeys(whole.values()):
-        names = [name for name, reason in whole.items() if reason == why]
+    full = {name: reasons[parameter] for name, parameter in module.named_parameters() if parameter in reasons}
+    for why in dict.fromkeys(full.values()):
+        names = [name for name, reason in full.items() if reason == why]
         rank_zero_warn(
             f"Each rank builds {', '.join(names[:5])}{', ...' if names[5:] else ''} in full before it keeps a shard"
             f" ({len(names)} parameters): {why}."
@@ -39,7 +39,7 @@ def name_whole(module: nn.Module, built: Sequence[Built]) -> None:
 
 
 @torch.no_grad()
-def hold_on_host(module: nn.Module, device: torch.device) -> None:
+def keep_on_host(module: nn.Module, device: torch.device) -> None:
     """Leave large parameters in host memory until their parts move to `device`. Collective over the world.
 
     Each one has the value of rank 0 afterwards.
@@ -51,7 +51,7 @@ def hold_on_host(module: nn.Module, device: torch.device) -> None:
         broadcast_tensors([there], group=None)
         if not torch.equal(there, parameter.detach().to(device)):
             parameter.data = there.to(parameter.device)
-        hold(parameter, device)
+        leave_on_host(parameter, device)
 
 
 def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:

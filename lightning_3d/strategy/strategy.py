@@ -26,7 +26,6 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.batchnorm import DataBatchNorm
-from lightning_3d.module.deferred import lent, realize
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
@@ -39,6 +38,7 @@ from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom, share_random_state
+from lightning_3d.sandbox.deferred import computed_on_use, realize
 from lightning_3d.strategy.checks import (
     check_callbacks,
     check_hooks,
@@ -47,7 +47,7 @@ from lightning_3d.strategy.checks import (
     evaluate_with_no_grad,
     finetune_by_identity,
 )
-from lightning_3d.strategy.first_values import built_in_parts, hold_on_host, name_whole, share_first_values
+from lightning_3d.strategy.first_values import built_in_parts, keep_on_host, share_first_values, warn_of_full
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
@@ -258,7 +258,7 @@ class Strategy3D(Training):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None:
-            with self._users_alone(), lent(self._module):
+            with self._users_alone(), computed_on_use(self._module):
                 self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
@@ -289,7 +289,7 @@ class Strategy3D(Training):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         share_first_values(module)
-        name_whole(module, self._built)
+        warn_of_full(module, self._built)
         self._built = ()
         if fitting and self._verifies_first:
             realize(module.parameters())  # its copy needs all of them
@@ -385,7 +385,7 @@ class Strategy3D(Training):
             with self._in_parts():
                 materialize(self._module, self.root_device)
         if self._divides:
-            hold_on_host(self._module, self.root_device)
+            keep_on_host(self._module, self.root_device)
         self._module.to(self.root_device)
 
     # ---- end -----------------------------------------------------------------------------------------------------

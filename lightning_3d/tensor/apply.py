@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from lightning_3d.module.deferred import empty, realize
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
+from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import ByteCounter, GroupAxis
 from lightning_3d.tensor.geometry import TensorSplit, local_part

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
@@ -109,7 +109,7 @@ class ShardedEmbedding:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.original is None:
             return self.look_up(*args, **kwargs)
-        with _LookUp(self):  # a subclass does more than look up: it may scale the rows
+        with Interceptor(_LookUp(self)):  # a subclass does more than look up: it may scale the rows
             return self.original(*args, **kwargs)
 
     def look_up(self, input: Tensor) -> Tensor:
@@ -124,18 +124,17 @@ class ShardedEmbedding:
         return reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
 
 
-class _LookUp(TorchFunctionMode):
+class _LookUp(Rule):
     """Inside an embedding's own forward, make a look-up in its weight a sharded one."""
 
     def __init__(self, sharded: ShardedEmbedding) -> None:
-        super().__init__()
         self.sharded = sharded
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-        if func is F.embedding and named["weight"] is self.sharded.module.weight:
-            return self.sharded.look_up(named["input"])
-        return func(*args, **(kwargs or {}))
+    def before(self, call: Call) -> Call:
+        named = dict(zip(("input", "weight"), call.args, strict=False)) | call.kwargs
+        if call.func is F.embedding and named["weight"] is self.sharded.module.weight:
+            return call._replace(func=self.sharded.look_up, args=(named["input"],), kwargs={})
+        return call
 
 
 class ShardedHead:

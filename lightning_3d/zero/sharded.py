@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.comm import ReplicatedGradients
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.module.deferred import empty, realize
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.zero import fsdp_private
 from lightning_3d.zero.data_parallel import DataParallel
 from lightning_3d.zero.fsdp_seam import FullySharded

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.module import deferred, recorder
-from lightning_3d.module.deferred import Deferred
+from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import first_values
 from tests.parity import QUIET
 from tests.workers import run

@@ -2,7 +2,8 @@
 
 A large module is built under `deferring`. Afterwards most of its parameters are `Deferred`: they have all but memory.
 `realize` gives a parameter its memory and its value, the same bits that it would have had. So a rank can compute one
-parameter, keep its shard, and go on with the next. `lent` computes them a few at a time, for a run of the module.
+parameter, keep its shard, and go on with the next. `computed_on_use` computes them a few at a time, for a run of the
+module.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,8 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.module.host_memory import return_freed_memory
-from lightning_3d.module.recorded_value import Operation, Step
-from lightning_3d.module.recorder import Recorded, Recorder, memory_of
+from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
+from lightning_3d.sandbox.recorded_value import Operation, Step
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -87,7 +88,7 @@ class Built:
     """The parameters of modules that were built under `deferring`."""
 
     deferred: list[nn.Parameter] = field(default_factory=list)
-    whole: list[tuple[nn.Parameter, str]] = field(default_factory=list)
+    in_full: list[tuple[nn.Parameter, str]] = field(default_factory=list)
     """Parameters that need memory from the start, each with the reason."""
 
 
@@ -142,11 +143,11 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
         elif memories.count(memory) > 1 or _shared(memory):
             why = "another tensor uses its memory"
         else:
-            why = recorded.whole or ""
+            why = recorded.in_full or ""
         if recorded is None or why:
             if recorded is not None:
                 recorded.fill(memory)
-            built.whole.append((parameter, why))
+            built.in_full.append((parameter, why))
         else:
             defer(parameter, recorded)
             built.deferred.append(parameter)
@@ -164,7 +165,7 @@ def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
     parameter.lightning_3d_recorded = recorded  # type: ignore[attr-defined]
 
 
-def hold(parameter: nn.Parameter, device: torch.device) -> None:
+def leave_on_host(parameter: nn.Parameter, device: torch.device) -> None:
     """Keep the value of `parameter` where it is, until it is realized on `device`."""
     value = parameter.data
     move = Operation(_moved, (value, device), {}, None, None)
@@ -200,7 +201,7 @@ def _plain(parameter: Deferred) -> Recorded:
 
 
 @contextmanager
-def lent(module: nn.Module) -> Iterator[None]:
+def computed_on_use(module: nn.Module) -> Iterator[None]:
     """Let the code inside use `module` as if its deferred parameters were there. A few are, at any time.
 
     What the code writes to them is undone.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_3d.module import deferred, recorder
-from lightning_3d.module.deferred import Deferred, deferring, empty, hold, lent, realize
+from lightning_3d.sandbox.deferred import Deferred, computed_on_use, deferring, empty, leave_on_host, realize
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_a_module_that_is_lent_computes_and_differentiates_the_same():
         module = _Scaled()
     tokens = torch.arange(5)
     for each in (wanted, module):
-        with lent(module):
+        with computed_on_use(module):
             x = each.embed(tokens)
             for block in each.blocks:
                 x = x + block(x)
@@ -183,7 +183,7 @@ def test_what_cannot_be_computed_again_keeps_its_memory_and_is_named():
     with deferring() as built:
         module = _Unrepeatable()
     names = {parameter: name for name, parameter in module.named_parameters()}
-    assert {names[parameter]: why for parameter, why in built.whole} == {
+    assert {names[parameter]: why for parameter, why in built.in_full} == {
         "outside": "aten.copy_.default gives it a value that was made elsewhere",
         "numpy": "code outside of torch reads or writes its memory",
         "aliased": "another tensor uses its memory",
@@ -208,7 +208,7 @@ def test_a_module_in_host_memory_moves_one_parameter_at_a_time(monkeypatch):
     module, wanted = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), None
     wanted = copy.deepcopy(module)
     for parameter in module.parameters():
-        hold(parameter, torch.device("cpu"))
+        leave_on_host(parameter, torch.device("cpu"))
     for parameter in module[0].parameters():
         empty(parameter)  # of another pipeline stage
     realize(module[1].parameters())

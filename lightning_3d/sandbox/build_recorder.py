@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.module.host_memory import return_freed_memory
-from lightning_3d.module.recorded_value import Geometry, Operation, Step, Use, computed
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
+from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use, computed
 
 ROOM = 32 * 2**20
 """Bytes of parameters that stay in memory while others are used. A larger one is there alone."""
@@ -44,7 +44,7 @@ class Recorded:
 
     step: Step
     nbytes: int
-    whole: str | None = None
+    in_full: str | None = None
     """Why its value cannot be computed again, and so is never freed."""
 
     def fill(self, storage: torch.UntypedStorage) -> None:
@@ -70,16 +70,16 @@ class Recorder(TorchDispatchMode):
         self.here: OrderedDict[torch.UntypedStorage, None] = OrderedDict()
         """Memory of parameters that is not freed, that used last at the end."""
         self._freed = 0
-        self._guard = _Guard(self)
+        self._reads = Interceptor(_Reads(self))
 
     def __enter__(self) -> "Recorder":
-        self._guard.__enter__()
+        self._reads.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._guard.__exit__(*error)
+        self._reads.__exit__(*error)
 
     def free_at_need(self, parameter: Tensor) -> None:
         """Let the memory of `parameter` be freed while it is not used."""
@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
     def _keep(self, memory: torch.UntypedStorage, why: str) -> None:
         """Never free `memory` any more."""
         recorded = self.known[memory]
-        recorded.whole = recorded.whole or why
+        recorded.in_full = recorded.in_full or why
 
     def _kept_before(self, func: Any, memory: torch.UntypedStorage, args: Any) -> Step:
         """The last value of `memory` that its next value depends on."""
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
         def recorded(tensor: Tensor) -> Any:
             memory = memory_of(tensor)
             found = None if memory is None else self.known.get(memory)
-            if found is not None and found.whole is None:
+            if found is not None and found.in_full is None:
                 return Use(before.get(memory, found.step), Geometry.of(tensor))
             if tensor.is_meta:
                 return tensor.detach()
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         for memory in list(self.here):
             if taken <= ROOM:
                 break
-            if memory not in used and self.known[memory].whole is None:
+            if memory not in used and self.known[memory].in_full is None:
                 taken -= memory.nbytes()
                 self._freed += memory.nbytes()
                 memory.resize_(0)
@@ -206,19 +206,17 @@ class Recorder(TorchDispatchMode):
             return_freed_memory()
 
 
-class _Guard(TorchFunctionMode):
+class _Reads(Rule):
     """Fill memory for methods that read it in other ways than by operations."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _READS or name in _EXPORTS:
+    def before(self, call: Call) -> Call:
+        if call.name in _READS or call.name in _EXPORTS:
             with torch._C.DisableTorchFunction():
-                self.recorder.use(_tensors((args, kwargs)), exported=name in _EXPORTS)
-        return func(*args, **(kwargs or {}))
+                self.recorder.use(call.tensors(), exported=call.name in _EXPORTS)
+        return call
 
 
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:

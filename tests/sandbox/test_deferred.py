@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.module import deferred, recorder
+from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred, computed_on_use, deferring, empty, leave_on_host, realize
 
 
 @pytest.fixture(autouse=True)
 def _free_everything(monkeypatch):
     monkeypatch.setattr(deferred, "SMALL", 0)
-    monkeypatch.setattr(recorder, "ROOM", 0)
+    monkeypatch.setattr(build_recorder, "ROOM", 0)
 
 
 class _Scaled(nn.Module):

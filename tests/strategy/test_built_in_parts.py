@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 
 from lightning_3d import Strategy3D
-from lightning_3d.module import deferred, recorder
+from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.strategy import first_values
 from tests.parity import QUIET
@@ -69,8 +69,8 @@ class Late(GPT):
 
 def _fit(world, strategy):
     warnings.simplefilter("ignore")
-    before = deferred.SMALL, recorder.ROOM
-    deferred.SMALL, recorder.ROOM = 0, 4096  # else all of a small module stays in memory
+    before = deferred.SMALL, build_recorder.ROOM
+    deferred.SMALL, build_recorder.ROOM = 0, 4096  # else all of a small module stays in memory
     try:
         seed_everything(7, verbose=False)
         module = Late()
@@ -78,7 +78,7 @@ def _fit(world, strategy):
         Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
         return {"first": module.first, "stream": module.stream, "after": module.after, "losses": module.seen}
     finally:
-        deferred.SMALL, recorder.ROOM = before
+        deferred.SMALL, build_recorder.ROOM = before
 
 
 @pytest.mark.parametrize(

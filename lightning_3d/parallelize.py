@@ -43,7 +43,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.mesh import shard_mesh
 from lightning_3d.sandbox.deferred import computed_on_use, empty, realize
 from lightning_3d.tensor.apply import AppliedTensor, apply_tensor, full_tensor, shard_of
-from lightning_3d.tensor.block_calls import record_one_batch
+from lightning_3d.tensor.block_calls import record_one_batch, records
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_gather import pass_late_gather
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
@@ -92,11 +92,13 @@ def make_plan(
     plugin: Precision3D,
 ) -> ParallelPlan:
     """Decide on the unsplit module what will be done to it, the same on every rank. Collective."""
-    compare_first_batch(trainer, layout)
     anatomy = Anatomy.of(module)
     split = plan_pipeline(module, anatomy, layout, None)
     uncut_run = None
-    if split is not None and not split.solo:
+    cut = split is not None and not split.solo
+    if cut or (layout.tensor_parallel_size > 1 and records(module)):  # a batch is read ahead of training
+        compare_first_batch(trainer, layout)
+    if split is not None and cut:
         units = [unit.name for unit in split.units]
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
         with computed_on_use(module):

@@ -53,7 +53,7 @@ PRIVATE = {
         "_device_mesh": "strategy/processes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
         "_on_before_batch_transfer": "strategy/strategy",
-        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/processes tensor/scratch usercode/hooks verify/twin"
+        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
         " strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {

@@ -99,7 +99,8 @@ class Saving(Processes):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         flight.at(f"loading {checkpoint_path}")
         loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # none before a run
+        callbacks = trainer.callbacks if trainer is not None else []
         unsplit = {callback.state_key for callback in callbacks if isinstance(callback, AVERAGES)}
         self._waiting = PendingCopies.take(loaded, unsplit)
         self._found = found = find_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)

@@ -151,6 +151,11 @@ def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., N
     return record
 
 
+def records(module: LightningModule) -> bool:
+    """Return True where `record_one_batch` runs a step."""
+    return module.automatic_optimization and bool(find_units(module))
+
+
 def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any]) -> Recording | None:
     """Run the coming step on its first batch, without gradients, and record the calls of the blocks.
 
@@ -159,7 +164,7 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     Returns:
         None where there is no block to split, or the step cannot run before training. Then inputs are made up.
     """
-    if not find_units(module) or not module.automatic_optimization:
+    if not records(module):
         return None
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])

@@ -412,3 +412,15 @@ def test_finetuning_warns_of_parameters_that_the_optimizer_has():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert BaseFinetuning.filter_on_optimizer(torch.optim.SGD([one]), [other]) == [other]
+
+
+def test_a_checkpoint_is_loaded_before_there_is_a_run(tmp_path):
+    """As callbacks and notebooks do through the strategy, with a module that no Trainer has yet, and without one."""
+    path = tmp_path / "file.ckpt"
+    saving = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    saving.strategy.connect(MLP())
+    saving.save_checkpoint(path)
+    loading = Trainer(**{**QUIET, "devices": 1, "strategy": Strategy3D()})
+    assert loading.strategy.load_checkpoint(path)["state_dict"].keys() == MLP().state_dict().keys()
+    loading.strategy.connect(MLP())
+    assert loading.strategy.load_checkpoint(path)["state_dict"].keys() == MLP().state_dict().keys()

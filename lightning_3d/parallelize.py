@@ -318,12 +318,12 @@ def _apply_data(
     training: bool,
     undo: UndoStack,
 ) -> DataParallel:
-    shards = layout.data_parallel_size > 1 and layout.zero_stage > 0 and (training or layout.zero_stage == 3)
-    if not shards:
+    several = layout.data_parallel_size > 1
+    sharded = several and (layout.zero_stage == 3 or (training and layout.zero_stage > 0))
+    if not sharded:
         realize(module.parameters())
-    if layout.data_parallel_size == 1 or not (training or layout.zero_stage == 3):
-        return DataParallel()
-    if layout.zero_stage == 0:
+        if not (several and training):
+            return DataParallel()
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
         return ReplicatedData(data_axis.replicas(here), undo)
     return ShardedData(

@@ -35,11 +35,15 @@ ANYTHING = Pins()
 def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
     """Plans that fit, fastest first; among equals the simplest. Offload is tried only where nothing fits without."""
     members = list(families(job, cluster, pins))
-    for offload in OFFLOAD if pins.offload is None else (pins.offload,):
+    for offload in _offloads(pins):
         plans = [plan for family in members for plan in fitting(job, cluster, family, pins, offload)]
         if plans:
             return sorted(plans, key=_order)
     return []
+
+
+def _offloads(pins: Pins) -> tuple[Offload, ...]:
+    return OFFLOAD if pins.offload is None else (pins.offload,)
 
 
 def can_fit(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> bool:
@@ -49,7 +53,7 @@ def can_fit(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> bool:
         leanest_of.setdefault((family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size), family)
     return any(
         _least_stage(job, cluster, family, pins, pins.recompute or "full", offload)
-        for offload in (OFFLOAD if pins.offload is None else (pins.offload,))
+        for offload in _offloads(pins)
         for family in leanest_of.values()
     )
 

@@ -6,6 +6,7 @@ parameter, keep its shard, and go on with the next. `computed_on_use` computes t
 module.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def deferring() -> Iterator[Built]:
     registered: dict[int, nn.Parameter] = {}
 
     def register(module: nn.Module, name: str, parameter: Any) -> None:
-        if type(parameter) is nn.Parameter and not parameter.is_meta:
+        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.nbytes >= SMALL:
             registered[id(parameter)] = parameter
             recorder.free_at_need(parameter)
 
@@ -131,16 +132,15 @@ def deferring() -> Iterator[Built]:
 
 def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> None:
     memories = [memory_of(parameter) for parameter in parameters]
+    users = Counter(memories)
     recorder.here.clear()
     for parameter, memory in zip(parameters, memories, strict=True):
-        recorded = None if memory is None else recorder.known.get(memory)
-        if memory is None or (parameter.numel() * parameter.element_size() < SMALL):
-            if recorded is not None and memory is not None:
-                recorded.fill(memory)
+        if memory is None:
             continue
+        recorded = recorder.known.get(memory)
         if recorded is None:
             why = "its memory was filled outside of the context"
-        elif memories.count(memory) > 1 or _shared(memory):
+        elif users[memory] > 1 or _shared(memory):
             why = "another tensor uses its memory"
         else:
             why = recorded.in_full or ""

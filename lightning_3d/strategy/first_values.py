@@ -47,9 +47,10 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
     for parameter in module.parameters():
         if _is_on(parameter, device) or isinstance(parameter, Deferred) or parameter.nbytes < SMALL:
             continue
-        there = parameter.detach().to(device, copy=True)
+        here = parameter.detach().to(device)
+        there = here.clone()
         broadcast_tensors([there], group=None)
-        if not torch.equal(there, parameter.detach().to(device)):
+        if not torch.equal(there, here):
             parameter.data = there.to(parameter.device)
         leave_on_host(parameter, device)
 

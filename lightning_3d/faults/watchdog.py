@@ -23,6 +23,8 @@ from lightning_3d.ranks.talk import StoreGone, bounded
 
 GRACE = 30.0
 """Seconds that a stuck rank may stay alive once the job has failed."""
+STILL = 0.8
+"""Part of the timeout after which a rank that does not move writes its record. NCCL aborts the process later."""
 LINGER = 10.0
 """Seconds that rank 0 stays for the others once the job has failed."""
 EXIT_CODE = 1
@@ -54,6 +56,8 @@ class Watchdog:
         self._stop = threading.Event()
         self._answered = time.monotonic()
         self._neighbour, self._changed = b"", time.monotonic()
+        self._place, self._moved = "", time.monotonic()
+        self._recorded = False
         self._server = b""
         """The last beat of rank 0, which may take the store with it when it dies."""
         self._threads = [
@@ -83,12 +87,15 @@ class Watchdog:
                 self._exchange(count)
             except RuntimeError:  # the store is gone: there is no more news
                 self._learn(self._store_lost())
+                if not self._stop.wait(2 * self.beat):
+                    self._record_once(self._message(self._store_lost(), flight.standing()))
                 return
             self._answered = time.monotonic()
 
     def _exchange(self, count: int) -> None:
-        store = self._beside
-        store.set(self._beat_of(self.rank), json.dumps([count, flight.standing(), time.time()]))
+        store, place = self._beside, flight.standing()
+        store.set(self._beat_of(self.rank), json.dumps([count, place, time.time()]))
+        self._record_before_abort(store, place)
         if store.check([f"{self.key}/ended"]):
             self._stop.set()
         if self.verdict is None and (known := self._decided(store)) is not None:
@@ -102,6 +109,24 @@ class Watchdog:
         elif self.verdict is None and time.monotonic() - self._changed > self.silence:
             lost = (self.rank + 1) % len(self.places)
             self._post(store, Verdict("lost", {lost: _standing(heard)}))
+
+    def _record_before_abort(self, store: Store, place: str) -> None:
+        """Write the record of a main thread that is stuck. An error may never reach it: NCCL aborts the process."""
+        now = time.monotonic()
+        if place != self._place:
+            self._place, self._moved = place, now
+        if self.verdict is not None and now > self.known_since + 2 * self.beat:
+            self._record_once(self._message(self.verdict, place))
+        elif self.verdict is None and now > self._moved + STILL * self.timeout:
+            places = {rank: _place_of(beat) for rank, beat in self._beats(store).items()}
+            seconds = f"Nothing has moved here for {now - self._moved:.0f} s. "
+            self._record_once(seconds + self._message(judge({}, places, {}), place))
+
+    def _record_once(self, text: str) -> None:
+        if not self._recorded and not self.failing:
+            self._recorded = True
+            self.record(text)
+            print(text, file=sys.stderr, flush=True)
 
     def _guard(self) -> None:
         """End this process if it cannot end itself. This thread calls nothing that could block."""
@@ -251,6 +276,11 @@ def _standing(beat: bytes) -> str:
         return f"{where}, {max(0.0, time.time() - at):.0f} s ago"
     except (ValueError, TypeError, RecursionError):
         return "an unknown place"
+
+
+def _place_of(beat: bytes) -> str:
+    """The place of the rank of `beat`."""
+    return _standing(beat).rpartition(", ")[0] or "an unknown place"
 
 
 def _read(store: Store, key: str) -> bytes:

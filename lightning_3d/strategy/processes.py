@@ -25,6 +25,7 @@ from lightning_3d.comm.config import CommConfig
 from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
+from lightning_3d.faults.nccl_settings import set_nccl_watchdog
 from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.launch.lightning_private import (
@@ -209,6 +210,7 @@ class Processes(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or default_process_group_backend(self.root_device)
+        set_nccl_watchdog(self._process_group_backend, flight_folder(trainer.default_root_dir))
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}

@@ -21,7 +21,7 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
     "lightning.pytorch.strategies.ParallelStrategy": {
-        "_layer_sync": "strategy/strategy",
+        "_layer_sync": "strategy/dividing",
     },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model": "usercode/averages_private",
@@ -50,14 +50,14 @@ PRIVATE = {
         "_Stateful": "launch/lightning_private",
     },
     "lightning.pytorch.LightningModule": {
-        "_device_mesh": "strategy/processes verify/twin",
+        "_device_mesh": "strategy/on_axes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
-        "_on_before_batch_transfer": "strategy/strategy",
+        "_on_before_batch_transfer": "strategy/dividing",
         "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
         " strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
-        "_accelerator_connector": "strategy/processes",
+        "_accelerator_connector": "strategy/on_axes strategy/processes",
         "_checkpoint_connector": "strategy/resume",
         "_signal_connector": "faults/preemption",
     },

@@ -24,7 +24,7 @@ from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.deferred import Built
-from lightning_3d.strategy.processes import Processes
+from lightning_3d.strategy.on_axes import OnAxes
 from lightning_3d.strategy.steps import CheckedSteps
 from lightning_3d.usercode.averages_private import AVERAGES
 
@@ -33,10 +33,10 @@ PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
 
 
-class Saving(Processes):
+class Saving(OnAxes):
     """Checkpoints of a module that may be sharded."""
 
-    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
+    OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
     _built: tuple[Built, ...] = ()
     """Modules that were built since the last run."""
     _parallel: ParallelModule | None = None

@@ -225,7 +225,9 @@ class ParallelModule:
         before = dict(self.module.named_parameters(remove_duplicate=False))
         self.changes.close()
         after = dict(self.module.named_parameters(remove_duplicate=False))
-        swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
+        # an evaluation replaces parameters too, and the optimizers of the `fit` before it have the originals
+        swaps = {old: after[name] for name, old in self.originals.items()}
+        swap_parameters(optimizers, swaps | {before[name]: after[name] for name in before}, entries)
 
 
 def parallelize(

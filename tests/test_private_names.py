@@ -241,6 +241,9 @@ PRIVATE = {
     "torch.nn.Module": {
         "_forward_hooks": "pipeline/gates",
         "_forward_pre_hooks": "pipeline/gates",
+        "_load_from_state_dict": "checkpoint/module_loading_private",
+        "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
+        "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
         "_modules": "module/metrics pipeline/units",
     },
     "torch.nn.MultiheadAttention": {

@@ -7,7 +7,7 @@ module.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
-from lightning_3d.sandbox.recorded_value import Operation, Step
+from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -172,6 +172,26 @@ def leave_on_host(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.data = torch.empty_like(value, device=device)
     nbytes = parameter.untyped_storage().nbytes()
     defer(parameter, Recorded(Step(move, None, 0, b"equal on all ranks", 0), nbytes))
+
+
+def read_later(parameter: nn.Parameter, read: Callable[[Tensor, Any], None], source: Any, device: torch.device) -> None:
+    """Let `parameter` get its value on `device` by `read(parameter, source)`, each time that the value is used."""
+    if isinstance(parameter, Deferred):
+        _plain(parameter)
+    shape = parameter.data.size(), parameter.data.stride()
+    options: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
+    parameter.data = torch.empty_strided(*shape, **options)
+    made = Step.of(Operation(torch.ops.aten.empty_strided.default, shape, options, None, None), None)
+    memory = Use(made, Geometry.of(parameter.data))
+    step = Step.of(Operation(read, (memory, source), {}, None, None), made)
+    defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
+
+
+def alone_in_memory(parameter: nn.Parameter) -> bool:
+    """Return True where no other tensor uses the memory of `parameter`."""
+    with torch._C.DisableTorchFunction():
+        memory = memory_of(parameter)
+    return memory is not None and not _shared(memory)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

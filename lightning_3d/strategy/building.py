@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_3d.dryrun import current_world
-from lightning_3d.dryrun.cluster import World
 from lightning_3d.module.materialize import materialize
 from lightning_3d.strategy.first_values import built_in_parts, keep_on_host
 from lightning_3d.strategy.training import Training
@@ -12,8 +10,6 @@ from lightning_3d.strategy.training import Training
 
 class Building(Training):
     """Builds modules in parts, in `configure_model`, in `trainer.init_module()` and on meta."""
-
-    _dry_world: World | None = None
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -29,11 +25,6 @@ class Building(Training):
         with built_in_parts() as built:
             yield
         self._built = (*self._built, built)
-
-    @property
-    def _divides(self) -> bool:
-        """True where ranks are going to have parts of a module that has values."""
-        return self.num_processes * self.num_nodes > 1 and (current_world() or self._dry_world) is None
 
     def model_to_device(self) -> None:
         if any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers())):

@@ -21,8 +21,9 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
-from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use
+from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use, computed
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -178,13 +179,35 @@ def read_later(parameter: nn.Parameter, read: Callable[[Tensor, Any], None], sou
     """Let `parameter` get its value on `device` by `read(parameter, source)`, each time that the value is used."""
     if isinstance(parameter, Deferred):
         _plain(parameter)
-    shape = parameter.data.size(), parameter.data.stride()
-    options: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
-    parameter.data = torch.empty_strided(*shape, **options)
-    made = Step.of(Operation(torch.ops.aten.empty_strided.default, shape, options, None, None), None)
-    memory = Use(made, Geometry.of(parameter.data))
+    parameter.data = torch.empty_like(parameter.data, device=device)
+    made, memory = _made(parameter.data)
     step = Step.of(Operation(read, (memory, source), {}, None, None), made)
     defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
+
+
+def _made(tensor: Tensor) -> tuple[Step, Use]:
+    """Memory like that of `tensor`."""
+    options = {"dtype": tensor.dtype, "device": tensor.device}
+    allocation = Operation(torch.ops.aten.empty_strided.default, (tensor.shape, tensor.stride()), options, None, None)
+    made = Step.of(allocation, None)
+    return made, Use(made, Geometry.of(tensor))
+
+
+def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter) -> None:
+    """Free the memory of `shard`. Once it is realized, it gets the value `part(full)`.
+
+    `full` itself has no value any more.
+    """
+    recorded, memory = _plain(full), local(shard)
+    made, use = _made(memory)
+    operation = Operation(_cut, (use, recorded.step, Geometry.of(full.data), part), {}, None, None)
+    shard.__dict__[RECORDED] = Recorded(Step(operation, made, 0, b"", 0), memory.untyped_storage().nbytes())
+    memory.untyped_storage().resize_(0)
+    empty(full)
+
+
+def _cut(out: Tensor, step: Step, geometry: Geometry, part: Callable[[Tensor], Tensor]) -> None:
+    out.copy_(part(geometry.on(computed(step))))
 
 
 def alone_in_memory(parameter: nn.Parameter) -> bool:
@@ -200,11 +223,13 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def realize(parameters: Iterable[Tensor]) -> None:
-    """Give the deferred ones among `parameters` their memory and their values."""
+    """Give the deferred ones among `parameters`, and shards of such, their memory and their values."""
     for parameter in parameters:
         if isinstance(parameter, Deferred):
             recorded = _plain(parameter)
             recorded.fill(parameter.untyped_storage())
+        elif (cut := parameter.__dict__.pop(RECORDED, None)) is not None:
+            cut.fill(local(parameter).untyped_storage())
 
 
 def empty(parameter: nn.Parameter) -> None:

@@ -22,6 +22,7 @@ from tests.zoo.language import GPT, Block
 LAYOUTS = {
     "zero3": (2, {"zero_stage": 3}),
     "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tensor-zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
     "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
     "pipeline": (2, {"pipeline_parallel_size": 2}),
     "zero0": (2, {"zero_stage": 0}),

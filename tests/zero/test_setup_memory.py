@@ -121,9 +121,10 @@ def test_a_rank_frees_what_it_does_not_own(strategy, share):
     [
         (Late, 2, {"zero_stage": 3}),
         pytest.param(Larger, 2, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param(Larger, 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param(Larger, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
     ],
-    ids=["small-zero3", "zero3", "tensor-pipeline"],
+    ids=["small-zero3", "zero3", "tensor-zero3", "tensor-pipeline"],
 )
 def test_a_rank_builds_no_more_than_its_shard_and_one_block(kind, world, strategy):
     """Of a module that `configure_model` builds. Plans and proofs take no more either."""

@@ -112,7 +112,7 @@ PRIVATE = {
     "torch": {
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/deferred",
-        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
+        "_C": "checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
     },
     "torch.Tensor": {

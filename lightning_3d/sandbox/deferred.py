@@ -8,7 +8,7 @@ module.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,11 +95,14 @@ class Built:
 
 
 @contextmanager
-def deferring() -> Iterator[Built]:
+def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None = None) -> Iterator[Built]:
     """Build modules inside. At the end the large parameters that they register are `Deferred`.
 
     Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
     stay as they are.
+
+    Args:
+        around: makes a context for the code inside.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -118,7 +121,7 @@ def deferring() -> Iterator[Built]:
         register_module_module_registration_hook(register_all),
     )
     try:
-        with recorder:
+        with recorder, nullcontext() if around is None else around(recorder):
             yield built
     except BaseException:
         for memory, recorded in recorder.known.items():
@@ -134,6 +137,7 @@ def deferring() -> Iterator[Built]:
 def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> None:
     memories = [memory_of(parameter) for parameter in parameters]
     users = Counter(memories)
+    free: set[torch.UntypedStorage] = set()
     recorder.here.clear()
     for parameter, memory in zip(parameters, memories, strict=True):
         if memory is None:
@@ -152,6 +156,10 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
         else:
             defer(parameter, recorded)
             built.deferred.append(parameter)
+            free.add(memory)
+    for memory, recorded in list(recorder.known.items()):
+        if memory not in free:  # a buffer, or what the user has besides the module
+            recorded.fill(memory)
 
 
 def _shared(memory: torch.UntypedStorage) -> bool:
@@ -191,6 +199,20 @@ def _made(tensor: Tensor) -> tuple[Step, Use]:
     allocation = Operation(torch.ops.aten.empty_strided.default, (tensor.shape, tensor.stride()), options, None, None)
     made = Step.of(allocation, None)
     return made, Use(made, Geometry.of(tensor))
+
+
+def move_later(parameter: Deferred, device: torch.device) -> None:
+    """Let `parameter` get its value on `device`."""
+    recorded, geometry = _plain(parameter), Geometry.of(parameter.data)
+    parameter.data = torch.empty_like(parameter.data, device=device)
+    made, use = _made(parameter.data)
+    operation = Operation(_cut, (use, recorded.step, geometry, _unchanged), {}, None, None)
+    step = Step(operation, made, 0, recorded.step.digest, 0)
+    defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
+
+
+def _unchanged(value: Tensor) -> Tensor:
+    return value
 
 
 def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter) -> None:

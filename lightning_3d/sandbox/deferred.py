@@ -252,6 +252,7 @@ def realize(parameters: Iterable[Tensor]) -> None:
             recorded.fill(parameter.untyped_storage())
         elif (cut := parameter.__dict__.pop(RECORDED, None)) is not None:
             cut.fill(local(parameter).untyped_storage())
+            return_freed_memory()  # at once: full weights of all would be the peak of set-up
 
 
 def empty(parameter: nn.Parameter) -> None:

@@ -173,6 +173,8 @@ class ParallelModule:
     originals: Mapping[str, nn.Parameter] = field(default_factory=dict)
     changes: UndoStack = field(default_factory=UndoStack)
     """Undoes the parallelisms, and what else is put on the module until then."""
+    fitted: UndoStack = field(default_factory=UndoStack)
+    """Undoes what the last fit has put on its optimizers."""
     splits: Mapping[nn.Parameter, TensorSplit] = field(default_factory=dict)
 
     @property
@@ -202,11 +204,19 @@ class ParallelModule:
 
     def abandon(self) -> None:
         """Remove hooks and patches once other ranks do not answer any more. The parameters stay sharded."""
+        self.fitted.abandon()
         self.changes.abandon()
+
+    def rest(self) -> None:
+        """End a run after which the module stays in shards."""
+        self.data.reshard()
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     @torch.no_grad()
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module plain and unsplit again, and give `optimizers` its parameters and full states. Collective."""
+        self.fitted.close()
         if type(self.data) is DataParallel and self.tensor is None and self.stages is None:
             self.changes.close()
             return
@@ -215,7 +225,9 @@ class ParallelModule:
         before = dict(self.module.named_parameters(remove_duplicate=False))
         self.changes.close()
         after = dict(self.module.named_parameters(remove_duplicate=False))
-        swap_parameters(optimizers, {before[name]: after[name] for name in before}, entries)
+        # an evaluation replaces parameters too, and the optimizers of the `fit` before it have the originals
+        swaps = {old: after[name] for name, old in self.originals.items()}
+        swap_parameters(optimizers, swaps | {before[name]: after[name] for name in before}, entries)
 
 
 def parallelize(

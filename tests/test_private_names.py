@@ -21,7 +21,7 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
     "lightning.pytorch.strategies.ParallelStrategy": {
-        "_layer_sync": "strategy/strategy",
+        "_layer_sync": "strategy/dividing",
     },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model": "usercode/averages_private",
@@ -50,14 +50,14 @@ PRIVATE = {
         "_Stateful": "launch/lightning_private",
     },
     "lightning.pytorch.LightningModule": {
-        "_device_mesh": "strategy/processes verify/twin",
+        "_device_mesh": "strategy/on_axes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
-        "_on_before_batch_transfer": "strategy/strategy",
+        "_on_before_batch_transfer": "strategy/dividing",
         "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
         " strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
-        "_accelerator_connector": "strategy/processes",
+        "_accelerator_connector": "strategy/on_axes strategy/processes",
         "_checkpoint_connector": "strategy/resume",
         "_signal_connector": "faults/preemption",
     },
@@ -112,7 +112,7 @@ PRIVATE = {
     "torch": {
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/deferred",
-        "_C": "dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
+        "_C": "checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
         " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
     },
     "torch.Tensor": {
@@ -241,6 +241,9 @@ PRIVATE = {
     "torch.nn.Module": {
         "_forward_hooks": "pipeline/gates",
         "_forward_pre_hooks": "pipeline/gates",
+        "_load_from_state_dict": "checkpoint/module_loading_private",
+        "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
+        "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
         "_modules": "module/metrics pipeline/units",
     },
     "torch.nn.MultiheadAttention": {

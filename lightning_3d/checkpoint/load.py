@@ -1,32 +1,47 @@
 """Put a stored state into live modules and optimizers: each rank reads its part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.collect import parameter_names, parameters_of, to_numbers
+from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_as_torch
 from lightning_3d.checkpoint.placement import Splits, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
+from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
+from lightning_3d.sandbox import deferred
+from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
 
-BATCH_BYTES = 2**30
+BATCH_BYTES = 2**27
 """Largest number of bytes of weights in memory at a time, in addition to the module."""
 
 
-def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """`module.load_state_dict`, a gigabyte at a time where `state` is still on disk."""
-    batches = list_of_batches(state)
-    if len(batches) == 1:
+def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, device: torch.device | None = None) -> None:
+    """`module.load_state_dict`. Of a `state` on disk, some megabytes at a time are in memory.
+
+    Args:
+        module: the module.
+        state: by name.
+        strict: raise for missing and unexpected names.
+        device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
+    """
+    later = _read_later(module, state, device) if device is not None and isinstance(state, StoredDict) else set()
+    batches = list_of_batches(state, [key for key in state if key not in later])
+    if len(batches) == 1 and not later:
         module.load_state_dict(_read(state, batches[0]), strict=strict)
         return
-    missing, unexpected = set(module.state_dict().keys()) if strict else set(), set()
+    missing: set[str] | None = None
+    unexpected: set[str] = set()
     for keys in batches:
         result = module.load_state_dict(_read(state, keys), strict=False)
-        missing &= set(result.missing_keys)
+        missing = set(result.missing_keys) if missing is None else missing & set(result.missing_keys)
         unexpected |= set(result.unexpected_keys)
+    missing = (missing or set()) - later
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}: missing keys {sorted(missing)}, unexpected"
@@ -34,11 +49,45 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         )
 
 
-def list_of_batches(state: Mapping[str, Any]) -> list[list[str]]:
-    """Keys of `state` in groups of at most `BATCH_BYTES`, or one key."""
+def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> set[str]:
+    """Let parameters of `module` be read from `state` once they are used. Returns their names.
+
+    Code of the user that changes what is loaded gets all of it at once instead.
+    """
+    if not loads_as_torch(module):
+        return set()
+    names: dict[nn.Parameter, list[str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        if copies_parameters(owner):
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+    found = set()
+    for parameter, own in names.items():
+        stored = state.stored(own[-1]) if own[-1] in state else None  # of a tie, the last name is loaded last
+        if (
+            isinstance(stored, StoredTensor)
+            and type(parameter) in (nn.Parameter, Deferred)
+            and not parameter.is_meta
+            and stored.shape == parameter.shape
+            and parameter.nbytes >= deferred.SMALL
+            and (isinstance(parameter, Deferred) or alone_in_memory(parameter))
+        ):
+            read_later(parameter, _read_into, stored, device)
+            found |= {name for name in own if name in state}
+    return_freed_memory()
+    return found
+
+
+def _read_into(out: torch.Tensor, stored: StoredTensor) -> None:
+    stored.read_into(out)
+
+
+def list_of_batches(state: Mapping[str, Any], keys: Iterable[str]) -> list[list[str]]:
+    """`keys` of `state` in groups of at most `BATCH_BYTES`, or one key."""
     batches: list[list[str]] = [[]]
     size = 0
-    for key in state:
+    for key in keys:
         value = state.stored(key) if isinstance(state, StoredDict) else None
         size += value.nbytes if isinstance(value, StoredTensor) else 0
         if size > BATCH_BYTES and batches[-1]:

@@ -4,6 +4,7 @@ The `safetensors` library copies every tensor into one buffer before it writes, 
 gigabytes. This file writes the same format. That library and others read it.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -168,7 +169,8 @@ def _read(slot: Slot, at: int, raw: Tensor) -> None:
     """Fill the bytes `raw` with those at `at` of the file."""
     with open(slot.file, "rb", buffering=0) as file:
         file.seek(at)
-        view = memoryview(raw.numpy())  # type: ignore[arg-type]
+        # not by `numpy()`, after which torch frees the memory only together with the tensor
+        view = memoryview((ctypes.c_char * raw.numel()).from_address(raw.data_ptr())).cast("B")
         while len(view):
             count = file.readinto(view)
             if not count:

@@ -6,7 +6,7 @@ an operation uses it.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,6 +87,18 @@ class Recorder(TorchDispatchMode):
             storage = memory_of(parameter)
         if storage is not None and storage in self.known:
             self.here[storage] = None
+
+    def read_later(self, tensor: Tensor, read: Callable[[Tensor, Any], None], source: Any) -> None:
+        """Free the memory of a new `tensor`. `read(tensor, source)` fills it when it is used."""
+        with torch._C.DisableTorchFunction():
+            memory = memory_of(tensor)
+            if memory is not None and memory in self.known:
+                recorded = self.known[memory]
+                use = Use(recorded.step, Geometry.of(tensor))
+                recorded.step = Step.of(Operation(read, (use, source), {}, None, None), recorded.step)
+                memory.resize_(0)
+            else:  # this thread is not recorded
+                read(tensor, source)
 
     def use(self, tensors: Iterable[Tensor], exported: bool = False) -> list[torch.UntypedStorage]:
         """Fill the memory of `tensors`, and return it."""

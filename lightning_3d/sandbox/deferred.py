@@ -7,8 +7,8 @@ module.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
-from lightning_3d.sandbox.recorded_value import Operation, Step
+from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use, computed
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -94,11 +95,14 @@ class Built:
 
 
 @contextmanager
-def deferring() -> Iterator[Built]:
+def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None = None) -> Iterator[Built]:
     """Build modules inside. At the end the large parameters that they register are `Deferred`.
 
     Values and random streams are those of a module that is built without it. Where the code inside fails, parameters
     stay as they are.
+
+    Args:
+        around: makes a context for the code inside.
     """
     built, recorder = Built(), Recorder(records=True)
     registered: dict[int, nn.Parameter] = {}
@@ -117,7 +121,7 @@ def deferring() -> Iterator[Built]:
         register_module_module_registration_hook(register_all),
     )
     try:
-        with recorder:
+        with recorder, nullcontext() if around is None else around(recorder):
             yield built
     except BaseException:
         for memory, recorded in recorder.known.items():
@@ -133,6 +137,7 @@ def deferring() -> Iterator[Built]:
 def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> None:
     memories = [memory_of(parameter) for parameter in parameters]
     users = Counter(memories)
+    free: set[torch.UntypedStorage] = set()
     recorder.here.clear()
     for parameter, memory in zip(parameters, memories, strict=True):
         if memory is None:
@@ -151,6 +156,10 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
         else:
             defer(parameter, recorded)
             built.deferred.append(parameter)
+            free.add(memory)
+    for memory, recorded in list(recorder.known.items()):
+        if memory not in free:  # a buffer, or what the user has besides the module
+            recorded.fill(memory)
 
 
 def _shared(memory: torch.UntypedStorage) -> bool:
@@ -174,17 +183,76 @@ def leave_on_host(parameter: nn.Parameter, device: torch.device) -> None:
     defer(parameter, Recorded(Step(move, None, 0, b"equal on all ranks", 0), nbytes))
 
 
+def read_later(parameter: nn.Parameter, read: Callable[[Tensor, Any], None], source: Any, device: torch.device) -> None:
+    """Let `parameter` get its value on `device` by `read(parameter, source)`, each time that the value is used."""
+    if isinstance(parameter, Deferred):
+        _plain(parameter)
+    parameter.data = torch.empty_like(parameter.data, device=device)
+    made, memory = _made(parameter.data)
+    step = Step.of(Operation(read, (memory, source), {}, None, None), made)
+    defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
+
+
+def _made(tensor: Tensor) -> tuple[Step, Use]:
+    """Memory like that of `tensor`."""
+    options = {"dtype": tensor.dtype, "device": tensor.device}
+    allocation = Operation(torch.ops.aten.empty_strided.default, (tensor.shape, tensor.stride()), options, None, None)
+    made = Step.of(allocation, None)
+    return made, Use(made, Geometry.of(tensor))
+
+
+def move_later(parameter: Deferred, device: torch.device) -> None:
+    """Let `parameter` get its value on `device`."""
+    recorded, geometry = _plain(parameter), Geometry.of(parameter.data)
+    parameter.data = torch.empty_like(parameter.data, device=device)
+    made, use = _made(parameter.data)
+    operation = Operation(_cut, (use, recorded.step, geometry, _unchanged), {}, None, None)
+    step = Step(operation, made, 0, recorded.step.digest, 0)
+    defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
+
+
+def _unchanged(value: Tensor) -> Tensor:
+    return value
+
+
+def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter) -> None:
+    """Free the memory of `shard`. Once it is realized, it gets the value `part(full)`.
+
+    `full` itself has no value any more.
+    """
+    recorded, memory = _plain(full), local(shard)
+    made, use = _made(memory)
+    operation = Operation(_cut, (use, recorded.step, Geometry.of(full.data), part), {}, None, None)
+    shard.__dict__[RECORDED] = Recorded(Step(operation, made, 0, b"", 0), memory.untyped_storage().nbytes())
+    memory.untyped_storage().resize_(0)
+    empty(full)
+
+
+def _cut(out: Tensor, step: Step, geometry: Geometry, part: Callable[[Tensor], Tensor]) -> None:
+    out.copy_(part(geometry.on(computed(step))))
+
+
+def alone_in_memory(parameter: nn.Parameter) -> bool:
+    """Return True where no other tensor uses the memory of `parameter`."""
+    with torch._C.DisableTorchFunction():
+        memory = memory_of(parameter)
+    return memory is not None and not _shared(memory)
+
+
 def _moved(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, copy=True)
 
 
 @torch.no_grad()
 def realize(parameters: Iterable[Tensor]) -> None:
-    """Give the deferred ones among `parameters` their memory and their values."""
+    """Give the deferred ones among `parameters`, and shards of such, their memory and their values."""
     for parameter in parameters:
         if isinstance(parameter, Deferred):
             recorded = _plain(parameter)
             recorded.fill(parameter.untyped_storage())
+        elif (cut := parameter.__dict__.pop(RECORDED, None)) is not None:
+            cut.fill(local(parameter).untyped_storage())
+            return_freed_memory()  # at once: full weights of all would be the peak of set-up
 
 
 def empty(parameter: nn.Parameter) -> None:

@@ -17,6 +17,8 @@ from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
+from lightning_3d.dryrun import current_world
+from lightning_3d.dryrun.cluster import World
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
 from lightning_3d.optim.step import move_states
@@ -24,7 +26,7 @@ from lightning_3d.parallelize import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.deferred import Built
-from lightning_3d.strategy.processes import Processes
+from lightning_3d.strategy.on_axes import OnAxes
 from lightning_3d.strategy.steps import CheckedSteps
 from lightning_3d.usercode.averages_private import AVERAGES
 
@@ -33,10 +35,11 @@ PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
 
 
-class Saving(Processes):
+class Saving(OnAxes):
     """Checkpoints of a module that may be sharded."""
 
-    OF_PROCESS = (*Processes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
+    _dry_world: World | None = None
+    OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
     _built: tuple[Built, ...] = ()
     """Modules that were built since the last run."""
     _parallel: ParallelModule | None = None
@@ -68,6 +71,11 @@ class Saving(Processes):
         """Return shards for a sharded checkpoint, full states for a single file."""
         sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
         return state_dict.as_shards() if sharded else nullcontext()
+
+    @property
+    def _divides(self) -> bool:
+        """True where ranks are going to have parts of a module that has values."""
+        return self.num_processes * self.num_nodes > 1 and (current_world() or self._dry_world) is None
 
     @property
     def _splits(self) -> Splits:
@@ -181,7 +189,10 @@ class Saving(Processes):
         if self._parallel is not None:
             self._parallel.data.reshard()
         self._built = ()  # none keeps its first value
-        load_weights(self._module, checkpoint["state_dict"], strict)
+        whole = self._parallel is None and self._divides
+        if whole:
+            self.precision_plugin.convert_module(self._module)  # before there are values to convert
+        load_weights(self._module, checkpoint["state_dict"], strict, self.root_device if whole else None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):

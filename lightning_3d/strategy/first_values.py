@@ -7,16 +7,17 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import drawn_like_first
 from lightning_3d.ranks.talk import broadcast_tensors
-from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, realize
+from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 
 
 @contextmanager
 def built_in_parts() -> Iterator[Built]:
     """Build modules inside without memory for large parameters, with the random numbers of rank 0."""
-    with drawn_like_first(), deferring() as built:
+    with drawn_like_first(), deferring(read_on_use) as built:
         yield built
 
 
@@ -45,7 +46,10 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
     Each one has the value of rank 0 afterwards.
     """
     for parameter in module.parameters():
-        if _is_on(parameter, device) or isinstance(parameter, Deferred) or parameter.nbytes < SMALL:
+        if _is_on(parameter, device) or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
+            continue
+        if isinstance(parameter, Deferred):
+            move_later(parameter, device)
             continue
         here = parameter.detach().to(device)
         there = here.clone()

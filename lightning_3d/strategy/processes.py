@@ -3,8 +3,7 @@
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.comm.config import CommConfig
 from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
@@ -33,16 +31,13 @@ from lightning_3d.launch.lightning_private import (
     default_process_group_backend,
     init_dist_connection,
     is_local_file_protocol,
-    sync_ddp_if_available,
 )
-from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
+from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
-from lightning_3d.ranks.groups import group_alone, has_peers, in_step, open_groups, return_groups
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.random_streams import share_seeded_state
-from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.strategy.checks import check_same_layout
-from lightning_3d.zero.data_axis import DataAxis
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
@@ -51,10 +46,9 @@ StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 class Processes(ParallelStrategy):
     """The part of `Strategy3D` about processes, whatever they compute."""
 
-    OF_PROCESS: tuple[str, ...] = ("_mesh", "_data_axis", "_watch")
+    OF_PROCESS: tuple[str, ...] = ("_mesh", "_watch")
     """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
     _mesh: DeviceMesh | None = None
-    _data_axis: DataAxis | None = None
     _watch: Watchdog | None = None
     _wants_sampler = True
     """The user's `use_distributed_sampler`."""
@@ -83,8 +77,6 @@ class Processes(ParallelStrategy):
         self._world_asked_by: str | None = None
         """The user's method that creates data and reads `trainer.world_size`."""
         self._world_warned = False
-        self._chooses = False
-        """True where `setup` chooses the layout, from the module and its data. There is no mesh until then."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in self.OF_PROCESS}
@@ -113,10 +105,6 @@ class Processes(ParallelStrategy):
         return self._mesh
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group(DATA_AXIS)
-
-    @property
     def cluster_environment(self) -> ClusterEnvironment | None:  # type: ignore[override]
         """The launcher of the processes, also one that Lightning does not know."""
         return self._cluster_environment
@@ -137,10 +125,6 @@ class Processes(ParallelStrategy):
     @property
     def process_group_backend(self) -> str | None:
         return self._process_group_backend
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.data_parallel_size, "rank": self.coordinate.data}
 
     @property
     def data_parallel_size(self) -> int:
@@ -224,66 +208,11 @@ class Processes(ParallelStrategy):
         layout = check_same_layout(lambda: self.layout, self.world_size)
         self._watch = self._start_watch(layout)
         self._mesh = None
-        if not self._chooses:
-            self._open_axes()
-
-    def _open_axes(self) -> None:
-        """Open the mesh and the groups of the layout. Every rank must call it."""
-        axes = open_groups(self.layout, self.global_rank, self.root_device.type, self._timeout)
-        self._mesh, self._data_axis = axes.mesh, DataAxis(axes, self._comm_config(), streams=self._streams)
-        self._module._device_mesh = self._mesh
-        if axes.users is not None:
-            self._undo.callback(show_data_ranks(axes.users))
-        self._settle_samplers()
-        self._warn_of_world_size()
-
-    @contextmanager
-    def _users_alone(self) -> Iterator[None]:
-        """Let the user's code see this rank only, before there is a layout."""
-        alone = group_alone(self.global_rank)
-        undo = show_data_ranks(UsersGroups(alone, alone))
-        try:
-            yield
-        finally:
-            undo()
-
-    def _settle_samplers(self) -> None:
-        """Keep the dataloaders' own samplers with one data rank.
-
-        Lightning's sampler shuffles every dataloader of `fit`, also one whose author did not ask for it, and draws from
-        another seed than on one device.
-        """
-        several = self.layout.data_parallel_size > 1 or self._shares_order
-        self._module.trainer._accelerator_connector.use_distributed_sampler = self._wants_sampler and several
 
     def _before_layout(self) -> None:
         """Prepare what the layout depends on. Called once processes can send messages."""
 
-    @property
-    def _streams(self) -> bool:
-        """True where the backend overlaps communication by itself (CUDA). Else a thread of ours does."""
-        return self.root_device.type != "cpu"
-
-    @abstractmethod
-    def _comm_config(self) -> CommConfig:
-        """Settings of the data axis's communication."""
-
-    @property
-    def data_axis(self) -> DataAxis:
-        assert self._data_axis is not None, "the data axis is open once the layout is chosen"
-        return self._data_axis
-
     # ---- talk ----------------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers have the same values."""
-        if not isinstance(tensor, Tensor) or self._mesh is None:
-            return tensor
-        if group is None:
-            if self.layout.data_parallel_size == 1:
-                return tensor
-            group = self.data_group
-        return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from every rank of the world, on all axes, or from `group` if given."""
@@ -377,26 +306,12 @@ class Processes(ParallelStrategy):
             talk.leave()
 
     def teardown(self) -> None:
-        self._close_data_axis()
         if self._failed:
             return  # the module stays sharded, and cannot be moved to the CPU
         if self._watch is not None:
             self._watch.close(ended=True)
             self._watch = None
         super().teardown()
-
-    @abstractmethod
-    def _moment(self) -> tuple[int, int] | None:
-        """This rank's place in the run. None inside a step, whose messages may be under way."""
-
-    def _close_data_axis(self) -> None:
-        if self._data_axis is not None:
-            self._data_axis.close()
-            axes, moment = self._data_axis.axes, self._moment() if self._data_axis.engine.idle else None
-            # after an error, even one of all ranks, one rank may have sent more messages than another
-            if not self._judged or (not self._failed and in_step(axes, moment)):
-                return_groups(axes)
-            self._data_axis = None
 
 
 _NO_FAILURES = (TunerExitException, SIGTERMException, GeneratorExit)

@@ -19,6 +19,7 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.strategy.checkpoints import Saving
+from lightning_3d.strategy.in_shards import shards_of
 from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, folders_of, leave_note, preempted_path, refit
 
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class Resuming(Saving):
         self._earlier = self._refitted = None
         if self._auto is not None:
             self._auto.data = None
+            if (in_shards := shards_of(self._module)) is not None:
+                self._auto.chosen = in_shards.settings.layout
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._resume != "auto" or not fitting or self._given_path is not None or trainer.global_step > 0:
             return

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallelize import ParallelModule
 from lightning_3d.pipeline.context import Hooks
 from lightning_3d.precision import Precision3D
@@ -63,7 +64,9 @@ class PipelineRunner:
     loss; that call gives the parameters their gradients.
     """
 
-    def __init__(self, parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D) -> None:
+    def __init__(
+        self, parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D, undo: UndoStack
+    ) -> None:
         assert parallel.pipeline is not None
         self.parallel, self.data, self.random = parallel, parallel.data, random
         self.window, self.plugin = window, plugin
@@ -76,7 +79,7 @@ class PipelineRunner:
             evaluating=self._evaluating,
             context=plugin.forward_context,
         )
-        self.pipeline.open(hooks, parallel.changes)
+        self.pipeline.open(hooks, undo)
 
     def train(self, call: Call, args: Args) -> Any:
         if self.window.first:
@@ -146,8 +149,10 @@ class CheckedSteps:
             check.close()
 
 
-def make_runner(parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D) -> StepRunner:
-    """The runner for `parallel`."""
+def make_runner(
+    parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D, undo: UndoStack
+) -> StepRunner:
+    """The runner for `parallel`. `undo` ends the run."""
     if parallel.pipeline is None:
         return PlainRunner(parallel, random, window)
-    return PipelineRunner(parallel, random, window, plugin)
+    return PipelineRunner(parallel, random, window, plugin, undo)

@@ -1,20 +1,16 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_3d import parallelize, precision
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.activations.recompute_choice import Recompute, RecomputeMode
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
@@ -24,21 +20,20 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout, Offload, Schedule, ZeroStage
-from lightning_3d.module.batchnorm import DataBatchNorm
+from lightning_3d.layout import Layout, Offload, Schedule, ZeroStage
 from lightning_3d.module.host_memory import return_freed_memory
-from lightning_3d.module.materialize import materialize
 from lightning_3d.module.metrics import gather_over
-from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
+from lightning_3d.module.state_dict import full_optimizer_state, swap_parameters
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.optim.grad_norm import clip_like_one_device
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
-from lightning_3d.parallelize import ParallelModule, ParallelPlan, UserChoices
+from lightning_3d.parallelize import UserChoices
 from lightning_3d.pipeline.limits import check_automatic, check_supported
 from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.random_streams import StepRandom, share_random_state
-from lightning_3d.sandbox.deferred import computed_on_use, realize
+from lightning_3d.ranks.random_streams import StepRandom
+from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.strategy.checks import (
     check_callbacks,
     check_hooks,
@@ -47,21 +42,24 @@ from lightning_3d.strategy.checks import (
     evaluate_with_no_grad,
     finetune_by_identity,
 )
-from lightning_3d.strategy.first_values import built_in_parts, keep_on_host, share_first_values, warn_of_full
+from lightning_3d.strategy.dividing import Dividing
+from lightning_3d.strategy.in_shards import (
+    Teardown,
+    check_teardown,
+    shards_of,
+)
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
 from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
-from lightning_3d.strategy.training import Training
 from lightning_3d.strategy.window import Window
-from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
 
 
-class Strategy3D(Training):
+class Strategy3D(Dividing):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -96,6 +94,9 @@ class Strategy3D(Training):
             at a time. The next save raises the error of the last one; the end of training waits for the last save.
         resume: "auto" resumes from the newest undamaged checkpoint of this run if `fit` is given no `ckpt_path`, also
             on another number of ranks, with the same global batch.
+        teardown: "whole" makes the module whole on every rank at the end of a run. "sharded" leaves each rank its
+            shards, with which the next run of the same settings goes on. "auto" is "whole" while weights and optimizer
+            states of all ranks of a host, whole, fit in half of its memory, and those of a rank in half of its GPU's.
         quiet: print no overview of ranks, blocks and memory at the start of `fit`.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares them; "replicas" compares copies of parameters every 25 batches. Both raise a DivergenceError.
@@ -134,6 +135,7 @@ class Strategy3D(Training):
         checkpoint_format: CheckpointFormat = "auto",
         async_checkpoint: bool = False,
         resume: Resume | None = None,
+        teardown: Teardown = "auto",
         quiet: bool = False,
         verify: Verify | None = None,
         dry_run: str | None = None,
@@ -146,7 +148,6 @@ class Strategy3D(Training):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        self._default_precision = precision.convert(None)
         super().__init__(
             resume=resume, checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, timeout=timeout,
             start_method=start_method, process_group_backend=process_group_backend, accelerator=accelerator,
@@ -173,7 +174,6 @@ class Strategy3D(Training):
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
-        self._verifies_first = verify == "first_step"
         data = None if data_parallel_size == "auto" else data_parallel_size
         given = Fixed(data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage)
         self._auto = auto_layout(layout, self._wanted, given)
@@ -184,6 +184,8 @@ class Strategy3D(Training):
         self._grad_compression = grad_compression
         CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
         self._quiet = quiet
+        check_teardown(teardown)
+        self._teardown: Teardown = teardown
         self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
 
     def _configure_launcher(self) -> None:
@@ -212,17 +214,6 @@ class Strategy3D(Training):
             ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
         )
 
-    @property
-    def precision_plugin(self) -> precision.Precision3D:
-        plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
-        assert isinstance(plugin, precision.Precision3D)
-        return plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        # None stays None: Lightning takes any plugin for the user's choice, and then refuses `precision=`
-        self._precision_plugin = None if plugin is None else precision.convert(plugin)
-
     # ---- describe -> place -> apply ------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
@@ -238,14 +229,12 @@ class Strategy3D(Training):
         if fitting:
             self._check_user_code(trainer)
         self._adapt_user_code(trainer, fitting)
-        self._place_unsplit(module, fitting)
-        first = FirstStep(module, self.precision_plugin.forward_context) if fitting and self._verifies_first else None
-        plan = parallelize.make_plan(
-            trainer, module, self.layout, self._choices, self._to_device, self.precision_plugin
-        )
-        if fitting:
-            self._announce(plan)
-        self._apply(module, plan, fitting)
+        self._stays = self._will_stay(trainer)
+        first = None
+        if self._in_shards is None:
+            first = self._divide(trainer, fitting)
+        else:
+            self._go_on(self._in_shards, fitting)
         if fitting:
             self._load_callbacks()
             self.setup_optimizers(trainer)
@@ -257,14 +246,15 @@ class Strategy3D(Training):
         return_freed_memory()
 
     def _choose_layout(self, trainer: Trainer) -> None:
-        if self._auto is not None:
+        if self._auto is not None and self._in_shards is None:
             with self._users_alone(), computed_on_use(self._module):
                 self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
     def _check_user_code(self, trainer: Trainer) -> None:
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        check_hooks(self._module, self.layout)
+        if self._in_shards is None:  # else our own hooks are there too
+            check_hooks(self._module, self.layout)
         if self.layout.pipeline_parallel_size > 1:
             check_automatic(self._module)  # first: later checks assume automatic optimization
         check_callbacks(callbacks, self._module, self.layout)
@@ -278,49 +268,11 @@ class Strategy3D(Training):
         evaluate_with_no_grad(trainer, self._undo)
         self._undo.callback(gather_over(self.data_group, self.layout))
 
-    def _place_unsplit(self, module: LightningModule, fitting: bool) -> None:
-        """Convert the module, move it to the device, and give every rank equal weights and equal random streams."""
-        sync = self._layer_sync
-        if fitting and sync is not None:
-            sync = DataBatchNorm(self.data_group) if isinstance(sync, TorchSyncBatchNorm) else sync
-            sync.apply(module)
-            self._undo.callback(sync.revert, module)
-        self.precision_plugin.compute_on(self.root_device)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        share_first_values(module)
-        warn_of_full(module, self._built)
-        self._built = ()
-        if fitting and self._verifies_first:
-            realize(module.parameters())  # its copy needs all of them
-        for axis in (TENSOR_AXIS, PIPELINE_AXIS):
-            share_random_state(self.mesh.get_group(axis))
-
-    def _apply(self, module: LightningModule, plan: ParallelPlan, fitting: bool) -> None:
-        self._parallel = parallel = ParallelModule(module)
-        self._undo.callback(self._restore_module, parallel)
-        plugin, device = self.precision_plugin, self.root_device
-        parallelize.parallelize(
-            parallel, plan, self.layout, self.mesh, self.data_axis, plugin, device, training=fitting
-        )
-        full_module_state(
-            module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
-        )
-        callbacks: Any = module.trainer.callbacks  # type: ignore[attr-defined]
-        shard_averages(callbacks, parallel, self._as_saved)
-
-    def _restore_module(self, parallel: ParallelModule) -> None:
-        if self._failed:
-            parallel.abandon()
-        else:
-            parallel.undo(self.optimizers)
-            self._share_buffers()
-
     def _prepare_steps(self, trainer: Trainer, first: FirstStep | None) -> None:
         parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
         random = StepRandom(self.layout, self.coordinate)
         window = Window(trainer, self._module, parallel.data)
-        runner = make_runner(parallel, random, window, plugin)
+        runner = make_runner(parallel, random, window, plugin, self._undo)
         checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
@@ -331,14 +283,11 @@ class Strategy3D(Training):
         self._steps = CheckedSteps(runner, checks, window, random)
         self._undo.callback(self._steps.close)
 
-    def _to_device(self, batch: Any) -> Any:
-        batch = self._module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
-        return self.batch_to_device(batch)  # which calls the other two hooks
-
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         parallel = self._applied
+        parallel.fitted.close()
         if parallel.stages is not None:
             check_supported(self._module, self.optimizers)
         swap_parameters(self.optimizers, parallel.swaps)  # an optimizer built earlier still has the originals
@@ -353,50 +302,27 @@ class Strategy3D(Training):
             self._undo.callback(stepping)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
             full_optimizer_state(
-                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
+                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.fitted
             )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         self.precision_plugin.around_backward = self._around_backward
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build modules: in `configure_model`, in `trainer.init_module()`, and on meta."""
-        with super().tensor_init_context(empty_init), self._in_parts():
-            yield
-
-    @contextmanager
-    def _in_parts(self) -> Iterator[None]:
-        if not self._divides:
-            yield
-            return
-        with built_in_parts() as built:
-            yield
-        self._built = (*self._built, built)
-
-    @property
-    def _divides(self) -> bool:
-        """True where ranks are going to have parts of a module that has values."""
-        return self.num_processes * self.num_nodes > 1 and (current_world() or self._dry_world) is None
-
-    def model_to_device(self) -> None:
-        if any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers())):
-            with self._in_parts():
-                materialize(self._module, self.root_device)
-        if self._divides:
-            keep_on_host(self._module, self.root_device)
-        self._module.to(self.root_device)
-
     # ---- end -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Undo what the run changed. The module is then plain and unsplit on every rank, as after one device."""
+        """Undo what the run changed. The module is then plain and whole on every rank, or each has its shards."""
         if not self._failed and self._steps is not None:
             self._end_of_run()
         self._undo.close()
-        self._parallel, self._steps = None, None
-        super().teardown()
+        self._steps = None
+        with UndoStack() as undo:
+            shards = shards_of(self._module)
+            self._parallel = None if shards is None else shards.parallel
+            if shards is not None:
+                undo.set(self._module, "cpu", lambda: self._module)  # shards stay where the next run uses them
+            super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

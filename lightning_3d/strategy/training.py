@@ -4,23 +4,31 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import explain_shard_errors
+from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
 from lightning_3d.optim.grad_norm import counted_here, grad_norm
+from lightning_3d.optim.moments import moments
 from lightning_3d.parallelize import ParallelModule, ParallelPlan
 from lightning_3d.planner.states import StateBytes
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.sandbox.first_batch import loader_batch_size
-from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line
+from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line, with_states
+from lightning_3d.strategy.memory_report import MemoryReport, gradient_bytes, rank_memory
 from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
 from lightning_3d.strategy.resume import Resuming
 from lightning_3d.strategy.steps import CheckedSteps
 from lightning_3d.zero import DataParallel
+
+_FIRST_STEPS = 3
+"""Optimizer steps whose gradients are counted. Lightning drops them at the end of an epoch."""
 
 
 class Training(Resuming):
@@ -30,6 +38,12 @@ class Training(Resuming):
     """Seconds of a step and memory of the last `fit`."""
     _expected: Sequence[StateBytes] = ()
     """Bytes of each pipeline rank, counted before the module is placed."""
+    _reports_memory = False
+    """True until the memory of the first epoch is printed."""
+    _first_epoch = _first_step = 0
+    """Of this `fit`."""
+    _gradients = 0
+    """The most bytes of gradients after an optimizer step."""
     _in_step = False
     _quiet = False
 
@@ -96,6 +110,8 @@ class Training(Resuming):
             self._data.reshard()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._data.reshard()
+        if self._module.trainer.global_step < self._first_step + _FIRST_STEPS:
+            self._gradients = max(self._gradients, gradient_bytes(self._module))
         if self._in_step:  # the rest of the user's step uses the new parameters
             self._data.gather()
         return output
@@ -127,16 +143,41 @@ class Training(Resuming):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._meter = StepMeter(self.root_device)
+        self._reports_memory = not self._quiet and has_peers()
+        self._first_epoch = self._module.trainer.current_epoch
+        self._first_step, self._gradients = self._module.trainer.global_step, 0
         if not self._quiet:
             trainer = self._module.trainer
             if self.global_rank == 0:
                 rank_zero_info(memory_line(self._expected, self.optimizers))
             rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
 
+    def memory_report(self) -> MemoryReport:
+        """The memory of every rank during `fit`. Call it on every rank, between steps."""
+        if self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING:
+            raise RunError(
+                "memory_report() was called outside of fit, where ranks have no gradients and no steps. Call it in a"
+                " hook or a callback, for example in on_train_epoch_end."
+            )
+        self._data.reshard()
+        kept = moments(self.optimizers) or 0.0
+        planned = with_states(self._expected, kept)[self.coordinate.pipeline]
+        mine = rank_memory(self._module, self.optimizers, self._gradients, planned, self.root_device)
+        return MemoryReport(tuple(talk.gather(mine)))
+
+    def _after_first_epoch(self) -> None:
+        """Print the memory of the fullest rank, once."""
+        if self._reports_memory:
+            self._reports_memory = False
+            rank_zero_info(self.memory_report().line)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._meter.batch()
+        if self._module.trainer.current_epoch > self._first_epoch:
+            self._after_first_epoch()
 
     def on_train_end(self) -> None:
+        self._after_first_epoch()
         trainer = self._module.trainer
         self.measured = self._meter.end(trainer.accumulate_grad_batches)
         folder = job_folder()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
-from lightning_3d.sandbox.deferred import empty, realize
+from lightning_3d.sandbox.deferred import Deferred, cut_later, empty, realize
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import ByteCounter, GroupAxis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
@@ -51,6 +51,7 @@ class AppliedTensor:
             if shard is None or not isinstance(shard, DTensor):
                 continue
             if id(shard) not in gathered:
+                realize([shard])
                 original = self.originals[name]
                 original.data = full_tensor(shard, self.plan.splits[name])
                 original.requires_grad_(shard.requires_grad)
@@ -81,10 +82,7 @@ def apply_tensor(
         if full is None or full.is_meta or isinstance(full, DTensor):  # DTensor: done under another name of the owner
             continue
         if id(full) not in shards:
-            realize([full])
             shards[id(full)] = _shard(full, plan.splits[name], mesh)
-            empty(full)  # at once: full weights and shards together would be the peak of set-up
-            return_freed_memory()
         applied.originals[name] = full
         owner._parameters[own_name] = shards[id(full)]
     for name, unit in plan.units.items():
@@ -144,13 +142,31 @@ def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:
 def shard_of(full: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
     """This tensor rank's shard of `full`."""
     local = local_part(full, split, mesh.get_local_rank()).clone(memory_format=torch.contiguous_format)
+    return _on_mesh(local, full, split, mesh)
+
+
+def _on_mesh(local: Tensor, full: Tensor, split: TensorSplit, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Shard(split.dim)], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _shard(full: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Parameter:
-    parameter = nn.Parameter(shard_of(full.detach(), split, mesh), requires_grad=full.requires_grad)
-    parameter.__dict__.update(full.__dict__)
-    return parameter
+    """This tensor rank's shard of `full`, which is empty afterwards.
+
+    The shard of a deferred parameter gets its value later: ZeRO shards it again, and all of them are too much.
+    """
+    trained, rank = full.requires_grad, mesh.get_local_rank()
+    if isinstance(full, Deferred):
+        shape = list(full.shape)
+        shape[split.dim] = split.local_size(rank)
+        memory = torch.empty(shape, dtype=full.dtype, device=full.device)
+        shard = nn.Parameter(_on_mesh(memory, full, split, mesh), requires_grad=trained)
+        cut_later(full, lambda value: local_part(value, split, rank), shard)
+    else:
+        shard = nn.Parameter(shard_of(full.detach(), split, mesh), requires_grad=trained)
+        empty(full)  # at once: full weights and shards together would be the peak of set-up
+        return_freed_memory()
+    shard.__dict__.update(full.__dict__)
+    return shard
 
 
 def _owners(module: nn.Module, splits: Mapping[str, TensorSplit]) -> Iterator[tuple[str, nn.Module, str]]:

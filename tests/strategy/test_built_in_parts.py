@@ -22,6 +22,7 @@ from tests.zoo.language import GPT, Block
 LAYOUTS = {
     "zero3": (2, {"zero_stage": 3}),
     "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tensor-zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
     "tensor-zero2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
     "pipeline": (2, {"pipeline_parallel_size": 2}),
     "zero0": (2, {"zero_stage": 0}),
@@ -166,8 +167,8 @@ def test_ranks_that_build_otherwise_begin_with_the_values_of_rank_0():
     assert [name for name, value in one["first"].items() if not torch.equal(other["first"][name], value)] == []
 
 
-def _held_on_host(strategy):
-    """A module of `__init__` whose ranks compute elsewhere: here on the same CPU, to which parts are copied."""
+def _held_on_host(strategy, kind=None):
+    """A module whose ranks compute elsewhere: here on the same CPU, to which parts are copied."""
     before = deferred.SMALL, deferred._moved, first_values._is_on
     first_values.SMALL = 0
     moved = []
@@ -180,7 +181,7 @@ def _held_on_host(strategy):
     warnings.simplefilter("ignore")
     try:
         seed_everything(7, verbose=False)
-        module = Early()
+        module = (kind or Early)()
         chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
         Trainer(**QUIET, devices=1 if strategy is None else 2, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(
             module
@@ -202,3 +203,14 @@ def test_parts_of_a_module_in_host_memory_move_to_the_device(strategy):
             assert got["moved"] == got["names"] - 1  # each once, to be sharded; the head is tied
         else:
             assert got["moved"] > 0
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"zero_stage": 3}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long)]
+)
+def test_values_that_are_computed_on_the_host_move_to_the_device(strategy):
+    (wanted,) = run(_held_on_host, None, Late, world=1)
+    for got in run(_held_on_host, strategy, Late, world=2):
+        assert [name for name, value in wanted["first"].items() if not torch.equal(got["first"][name], value)] == []
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-5, atol=1e-5)
+        assert got["moved"] == 0

@@ -121,9 +121,10 @@ def test_a_rank_frees_what_it_does_not_own(strategy, share):
     [
         (Late, 2, {"zero_stage": 3}),
         pytest.param(Larger, 2, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param(Larger, 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param(Larger, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
     ],
-    ids=["small-zero3", "zero3", "tensor-pipeline"],
+    ids=["small-zero3", "zero3", "tensor-zero3", "tensor-pipeline"],
 )
 def test_a_rank_builds_no_more_than_its_shard_and_one_block(kind, world, strategy):
     """Of a module that `configure_model` builds. Plans and proofs take no more either."""
@@ -132,3 +133,92 @@ def test_a_rank_builds_no_more_than_its_shard_and_one_block(kind, world, strateg
     for found in run(placed, strategy, world, kind, world=world, timeout=500):
         assert found["peak"] < 1.1 * (share + block)
         assert found["after"] < share + 0.1
+
+
+class Evaluated(Late):
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self.training_step(batch, batch_idx))
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def build(self):
+        if not hasattr(self, "blocks"):
+            super().build()
+
+
+def after_fit(strategy, folder):
+    """The peak from the end of `fit` on, through a validation and a save, in sizes of the module."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seed_everything(0, verbose=False)
+    before = []
+
+    class Look(Callback):
+        def on_train_end(self, trainer, module):
+            _baseline()
+            before.append(module.before)
+
+    module = Evaluated()
+    chosen = Strategy3D(quiet=True, checkpoint_format="sharded", **strategy)
+    trainer = Trainer(**{**QUIET, "callbacks": [Look()]}, devices=2, strategy=chosen, max_steps=1, limit_val_batches=1)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.save_checkpoint(f"{folder}/last.ckpt")
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return_freed_memory()
+    peak, rest = _resident("VmHWM") - before[0], _resident("VmRSS") - before[0]
+    return peak / size, rest / size
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=["zero3", "pipeline"])
+def test_after_fit_no_rank_has_the_whole(strategy, tmp_path):
+    """At its end `fit` has shards of weights and of gradients, half a module each."""
+    run(after_fit, strategy, str(tmp_path), world=2)  # what is imported on the way does not count
+    for peak, rest in run(after_fit, {**strategy, "teardown": "sharded"}, str(tmp_path), world=2):
+        assert peak < 1.1 * (0.5 + 0.5 + 1 / Late.blocks_in_all)
+        assert rest < 0.5 + 2.2 / Late.blocks_in_all  # the ring has room for a block to send and one to receive
+
+
+class Early(Tall):
+    """Built in `__init__`, 157 MB."""
+
+    width = 640
+
+
+def loaded(strategy, kind, path):
+    """The peak from before a module is built in `configure_model` and loaded until training starts, in sizes of the module."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found, before = [], []
+
+    class Look(Callback):
+        def on_fit_start(self, trainer, module):
+            found.append(_resident("VmHWM") - before[0])
+
+        def setup(self, trainer, module, stage):
+            before.append(_baseline())
+
+    chosen = Strategy3D(quiet=True, checkpoint_format="sharded", **strategy)
+    trainer = Trainer(**{**QUIET, "callbacks": [Look()]}, devices=2, strategy=chosen, max_steps=2, limit_val_batches=0)
+    module = kind()
+    trainer.fit(module, ckpt_path=path)
+    return found[0] / sum(parameter.nbytes for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "most"),
+    [
+        ({"zero_stage": 3}, Late, 1.1 * (1 / 2 + 1 / 12)),
+        # blocks that ran stay up to 32 MB
+        pytest.param({"pipeline_parallel_size": 2}, Late, 1 / 2 + 1 / 4, marks=pytest.mark.long),
+        # over the module, whose values are freed before those of the checkpoint are read
+        ({"zero_stage": 3}, Early, 1 / 4),
+    ],
+    ids=["zero3", "pipeline", "built-before"],
+)
+def test_a_checkpoint_is_loaded_in_shards(strategy, kind, most, tmp_path):
+    run(after_fit, strategy, str(tmp_path), world=2)
+    run(loaded, strategy, kind, f"{tmp_path}/last.ckpt", world=2)  # what is imported on the way does not count
+    for peak in run(loaded, strategy, kind, f"{tmp_path}/last.ckpt", world=2):
+        assert peak < most

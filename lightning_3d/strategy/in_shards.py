@@ -1,0 +1,186 @@
+"""Modules that stay in shards between runs, since a rank has no room for all of them."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.checkpoint.keeper import state_bytes
+from lightning_3d.errors import ConfigurationError, UnsupportedError
+from lightning_3d.layout import Layout
+from lightning_3d.parallelize import ParallelModule, ParallelPlan, UserChoices
+from lightning_3d.planner.local_cluster import machine_memory
+from lightning_3d.planner.show import show_bytes
+from lightning_3d.ranks import talk
+from lightning_3d.usercode.averages_private import AVERAGES
+from lightning_3d.zero.data_axis import DataAxis
+
+Teardown = Literal["whole", "sharded", "auto"]
+IN_SHARDS = "lightning_3d_in_shards"
+"""Attribute of a module that is in shards after a run."""
+AGAIN = "Build the module again and load a checkpoint of it with ckpt_path=."
+SHARE = 0.5
+"""Share of the memory of a host, and of a device, that whole modules may take after a run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the division of a module depends on."""
+
+    layout: Layout
+    choices: UserChoices
+    precision: str
+
+    def differences(self, other: "Settings") -> str:
+        """The settings in which `other` differs, as text."""
+        pairs: list[tuple[Any, Any]] = [(self, other), (self.layout, other.layout), (self.choices, other.choices)]
+        return ", ".join(
+            f"{each.name}={getattr(there, each.name)!r} (was {getattr(here, each.name)!r})"
+            for here, there in pairs
+            for each in fields(here)
+            if each.name not in ("layout", "choices") and getattr(here, each.name) != getattr(there, each.name)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class InShards:
+    """A divided module between two runs, with the groups through which its ranks exchange shards."""
+
+    parallel: ParallelModule
+    plan: ParallelPlan
+    settings: Settings
+    mesh: DeviceMesh
+    data_axis: DataAxis
+    world: weakref.ref[dist.ProcessGroup]
+    parameters: Mapping[str, nn.Parameter]
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of the module has no groups
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelModule, plan: ParallelPlan, settings: Settings, mesh: DeviceMesh, data_axis: DataAxis
+    ) -> "InShards":
+        world = dist.group.WORLD
+        assert world is not None
+        parameters = dict(parallel.module.named_parameters())
+        return cls(parallel, plan, settings, mesh, data_axis, weakref.ref(world), parameters)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raise if a run with `settings` cannot use these shards."""
+        name = type(self.parallel.module).__name__
+        if self.world() is not dist.group.WORLD:
+            raise ConfigurationError(
+                f"An earlier run has left {name} in shards, and the process group of that run has ended. Without it no"
+                f" rank can use the shards of others. {AGAIN}"
+            )
+        if differences := self.settings.differences(settings):
+            raise ConfigurationError(
+                f"An earlier run has left {name} in shards, which this run would divide otherwise: {differences}. Use"
+                " the same settings. For others, save it with trainer.save_checkpoint, build the module again, and"
+                ' pass the checkpoint as ckpt_path=. A run with the same settings and teardown="whole" makes it whole.'
+            )
+
+    def check_parameters(self) -> None:
+        """Raise if user code has put other parameters into the module since the last run."""
+        module = self.parallel.module
+        now = dict(module.named_parameters())
+        other = [name for name in {**self.parameters, **now} if now.get(name) is not self.parameters.get(name)]
+        if other:
+            raise ConfigurationError(
+                f"An earlier run has left {type(module).__name__} in shards. Since then {other[0]!r} is another"
+                f" parameter ({len(other)} in all), which is not in shards. Does configure_model() build the module"
+                " again? Lightning calls it in each run: return at once where the layers are there."
+            )
+
+
+def check_goes_on(module: nn.Module, callbacks: Sequence[Callback], verify: str | None) -> None:
+    """Raise for a callback or setting that needs the whole module where it is in shards."""
+    needs = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
+    needs += ['verify="first_step"'] * (verify == "first_step")
+    if needs:
+        raise UnsupportedError(
+            f"An earlier run has left {type(module).__name__} in shards, and {needs[0]} copies the whole module. Leave"
+            ' it out, or use teardown="whole" in the earlier run.'
+        )
+
+
+def _nothing() -> None:
+    """The copy of an `InShards`."""
+
+
+def shards_of(module: nn.Module) -> InShards | None:
+    """What an earlier run has left of `module`, None where it is whole."""
+    found: InShards | None = vars(module).get(IN_SHARDS)
+    return found
+
+
+def put_shards(module: nn.Module, in_shards: InShards | None) -> None:
+    """Note that `module` stays in shards, or that it does not."""
+    vars(module).pop(IN_SHARDS, None)
+    if in_shards is not None:
+        vars(module)[IN_SHARDS] = in_shards
+
+
+def check_teardown(teardown: object) -> None:
+    """Raise for a value that is none."""
+    if teardown not in get_args(Teardown):
+        raise ConfigurationError(f"teardown={teardown!r} is none of {', '.join(map(repr, get_args(Teardown)))}.")
+
+
+def stays_in_shards(
+    teardown: Teardown,
+    module: LightningModule,
+    layout: Layout,
+    callbacks: Sequence[Callback],
+    *,
+    ends: bool,
+    ranks_of_host: int,
+    device: torch.device,
+) -> bool:
+    """Return True if the module is to stay in shards after this run. Equal on every rank. Collective.
+
+    Args:
+        teardown: the user's setting. "auto" compares the memory of whole modules with that of the host and device.
+        module: before it is divided, or in shards.
+        layout: of the run.
+        callbacks: the Trainer's.
+        ends: True where the processes of the job end with the run.
+        ranks_of_host: ranks that share the memory of a host.
+        device: of this rank.
+    """
+    if teardown == "whole" or not layout.holds_parts:
+        return False
+    averages = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
+    reason = ""
+    if ends:
+        reason = "the processes of this run end with it, and their shards too. Start the script with torchrun, or"
+    elif averages:
+        reason = f"{averages[0]} copies the whole module at the start of each run. Leave it out, or"
+    if teardown == "sharded" and reason:
+        raise UnsupportedError(f'teardown="sharded": {reason} use teardown="whole".')
+    if teardown == "sharded" or reason:
+        return not reason
+    if shards_of(module) is not None:
+        return True
+    size = state_bytes(module)
+    room = [SHARE * machine_memory() / ranks_of_host]
+    if device.type == "cuda":
+        room.append(SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return any(talk.gather(size > min(room)))
+
+
+def why_in_shards(module: nn.Module) -> str:
+    """One line for the user of teardown="auto"."""
+    return (
+        f"{type(module).__name__} stays in shards: with optimizer states each rank would need"
+        f" {show_bytes(state_bytes(module))} for the whole. fit, validate, test, predict and"
+        " trainer.save_checkpoint go on with the shards. For one file, save a checkpoint and run `lightning-3d"
+        ' consolidate` or `lightning-3d export`; for the whole in memory, use teardown="whole".'
+    )

@@ -1,0 +1,181 @@
+"""Modules that `configure_model` loads from safetensors files: tensors are read where their shards are computed."""
+
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+
+from lightning_3d import Strategy3D
+from lightning_3d.checkpoint import pretrained_private
+from lightning_3d.checkpoint.pretrained_private import read_on_use
+from lightning_3d.errors import CheckpointError
+from lightning_3d.sandbox import build_recorder, deferred
+from lightning_3d.sandbox.deferred import Deferred, deferring, realize
+from tests.parity import QUIET
+from tests.workers import WorkerError, run
+from tests.zoo.base import Base
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 37, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+KINDS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4)),
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(kind="llama"):
+        seed_everything(1, verbose=False)
+        model = KINDS[kind]()
+        model.save_pretrained(tmp_path / kind, max_shard_size="20KB")
+        assert len(list((tmp_path / kind).glob("*.safetensors"))) > 2
+        return model, tmp_path / kind
+
+    return save
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL", 0)
+    monkeypatch.setattr(build_recorder, "ROOM", 0)
+
+
+def _deferred(build):
+    with deferring(read_on_use):
+        return build()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypatch):
+    model, folder = saved(kind)
+    opened, read = sys.modules["transformers.modeling_utils"].safe_open, []
+    monkeypatch.setattr(pretrained_private, "read_box", _counted(read))
+    module = _deferred(lambda: type(model).from_pretrained(folder, dtype=dtype))
+    assert all(isinstance(parameter, Deferred) for parameter in module.parameters())
+    if kind == "llama" and dtype is None:
+        assert read == []  # experts are merged, and other dtypes converted, once before they are freed
+    realize(module.parameters())
+    wanted = type(model).from_pretrained(folder, dtype=dtype)
+    for name, value in wanted.state_dict().items():
+        assert value.dtype == module.state_dict()[name].dtype
+        assert torch.equal(module.state_dict()[name], value), name
+    for mine, other in zip(module.buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(mine, other)
+    assert sys.modules["transformers.modeling_utils"].safe_open is opened
+
+
+def _counted(read):
+    original = pretrained_private.read_box
+
+    def read_box(slot, offset, size, out):
+        read.append(out.nbytes)
+        original(slot, offset, size, out)
+
+    return read_box
+
+
+def test_load_file_and_load_state_dict(saved, small):
+    import safetensors.torch
+
+    _, folder = saved()
+    file = sorted(folder.glob("*.safetensors"))[0]
+
+    def build():
+        tensors = safetensors.torch.load_file(file)
+        module = nn.ParameterDict({name.replace(".", "/"): torch.zeros_like(value) for name, value in tensors.items()})
+        module.load_state_dict({name.replace(".", "/"): value for name, value in tensors.items()})
+        return module, tensors
+
+    module, tensors = _deferred(build)
+    assert all(isinstance(parameter, Deferred) for parameter in module.parameters())
+    wanted = safetensors.torch.load_file(file)
+    assert all(torch.equal(tensors[name], value) for name, value in wanted.items())
+    assert all(torch.equal(module[name.replace(".", "/")], value) for name, value in wanted.items())
+
+
+class Pretrained(Base):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.model = folder, None
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def tensors(self):
+        return (torch.randint(0, 37, (self.samples, 8), generator=torch.Generator().manual_seed(3)),)
+
+    def loss(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+def _fit(folder, world, strategy):
+    warnings.simplefilter("ignore")
+    before = deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box
+    read = []
+    deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box = 0, 4096, _counted(read)
+    try:
+        module = Pretrained(folder)
+        chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
+        Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
+        return {"losses": module.seen, "read": sum(read)}
+    finally:
+        deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box = before
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        ("llama", 2, {"zero_stage": 3}),
+        ("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("mixtral", 2, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param("mixtral", 2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved):
+    model, folder = saved(kind)
+    (wanted,) = run(_fit, str(folder), 1, None, world=1)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    for got in run(_fit, str(folder), world, strategy, world=world):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
+        if kind == "llama" and "zero_stage" in strategy:
+            assert got["read"] == size  # each parameter once
+
+
+def _broken(folder, world):
+    deferred.SMALL, before = 0, deferred.SMALL
+    warnings.simplefilter("ignore")
+    try:
+        strategy = Strategy3D(quiet=True, zero_stage=3)
+        Trainer(**QUIET, devices=world, strategy=strategy, max_steps=1, limit_val_batches=0).fit(Pretrained(folder))
+    finally:
+        deferred.SMALL = before
+
+
+def test_a_file_that_was_cut_short_is_named_on_every_rank(saved):
+    _, folder = saved()
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WorkerError) as raised:
+        run(_broken, str(folder), 2, world=2)
+    found = re.findall(rf"CheckpointError: {re.escape(str(file))} is damaged or was cut short", str(raised.value))
+    assert len(found) >= 2
+    with pytest.raises(CheckpointError, match="was cut short"):
+        _deferred(lambda: transformers.LlamaForCausalLM.from_pretrained(folder))
+
+
+def test_another_shape_is_an_error_on_every_rank(saved):
+    _, folder = saved()
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 37', '"vocab_size": 41'))
+    with pytest.raises(WorkerError, match=r"(?s)rank 0.*size mismatch.*rank 1.*size mismatch|ignore_mismatched_sizes"):
+        run(_broken, str(folder), 2, world=2)

@@ -1,0 +1,135 @@
+"""Weights of a sharded checkpoint are read when they are used, and are those of a plain `load_state_dict`."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import nn
+
+from lightning_3d import Strategy3D
+from lightning_3d.checkpoint import load
+from lightning_3d.checkpoint.load import load_weights
+from lightning_3d.checkpoint.stored import Opened
+from lightning_3d.sandbox import deferred
+from lightning_3d.sandbox.deferred import Deferred, computed_on_use, realize
+from tests.checkpoint.made import save
+from tests.checkpoint.trainings import build, train
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.language import GPT
+
+
+class Odd(nn.Module):
+    """A tie, another dtype, a view, a transposed weight and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.second.weight = self.first.weight
+        self.narrow = nn.Linear(4, 3).bfloat16()
+        self.seen = nn.Linear(4, 3)
+        self.view = self.seen.weight.data[1]
+        self.turned = nn.Parameter(torch.randn(5, 7).t())
+        self.norm = nn.BatchNorm1d(3)
+
+
+def _state(directory):
+    return Opened.open(directory).state()["state_dict"]
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(deferred, "SMALL", 0)
+    seed_everything(3, verbose=False)
+    saved = Odd()
+    state = {name: value.float() if value.is_floating_point() else value for name, value in saved.state_dict().items()}
+    save(tmp_path / "one.ckpt", state)
+    return saved, tmp_path / "one.ckpt"
+
+
+def test_values_are_those_of_load_state_dict(stored):
+    saved, path = stored
+    module = Odd()
+    stride = module.turned.stride()
+    load_weights(module, _state(path), True, torch.device("cpu"))
+    later = {name for name, parameter in module.named_parameters() if isinstance(parameter, Deferred)}
+    assert later == {name for name, _ in saved.named_parameters()} - {"seen.weight", "norm.weight", "norm.bias"}
+    with computed_on_use(module), torch.no_grad():
+        assert torch.equal(module.narrow(torch.ones(4).bfloat16()), saved.narrow(torch.ones(4).bfloat16()))
+    realize(module.parameters())
+    for name, value in saved.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert module.second.weight is module.first.weight
+    assert module.view.data_ptr() == module.seen.weight[1].data_ptr()
+    assert module.turned.stride() == stride
+
+
+def test_missing_unexpected_and_other_shapes_are_errors(stored):
+    _, path = stored
+    module = Odd()
+    del module.narrow
+    module.more = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"missing keys \['more.bias', 'more.weight'\], unexpected keys \['narrow"):
+        load_weights(module, _state(path), True, torch.device("cpu"))
+    load_weights(module, _state(path), False, torch.device("cpu"))
+    module = Odd()
+    module.turned = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(RuntimeError, match="size mismatch for turned"):
+        load_weights(module, _state(path), True, torch.device("cpu"))
+
+
+def test_code_of_the_user_gets_all_of_it(stored):
+    _, path = stored
+    module = Odd()
+    seen = []
+    module.first.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: seen.append(state[f"{prefix}weight"]))
+    load_weights(module, _state(path), True, torch.device("cpu"))
+    assert len(seen) == 1
+    assert not any(isinstance(parameter, Deferred) for parameter in module.parameters())
+
+
+def _resumed(strategy, world, path):
+    deferred.SMALL, before = 0, deferred.SMALL
+    calls, original = [], load.read_later
+    load.read_later = lambda *given: (calls.append(given[0]), original(*given))
+    try:
+        return {**train("GPT", world, strategy, 10, path), "later": len(calls)}
+    finally:
+        deferred.SMALL, load.read_later = before, original
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param({"pipeline_parallel_size": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_resumes_in_another_layout(strategy, tmp_path):
+    path = str(tmp_path / "d.ckpt")
+    (wanted,) = run(train, "GPT", 1, None, 10, world=1)
+    run(train, "GPT", 2, {"zero_stage": 3, "checkpoint_format": "sharded"}, 5, None, path, world=2)
+    for got in run(_resumed, strategy, 4, path, world=4):
+        assert got["later"] == len(list(GPT().parameters()))
+        torch.testing.assert_close(got["losses"], wanted["losses"][5:], rtol=1e-5, atol=1e-5)
+
+
+def _saved_after_validation(path):
+    warnings.simplefilter("ignore")
+    module = build("GPT")
+    strategy = Strategy3D(pipeline_parallel_size=2, checkpoint_format="sharded", teardown="whole")
+    trainer = Trainer(**QUIET, devices=2, strategy=strategy, max_steps=5, limit_val_batches=1)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
+    trainer.save_checkpoint(path)
+
+
+def test_after_a_validation_optimizers_have_the_parameters_of_the_module(tmp_path):
+    """A pipeline replaces the parameters of other stages, in an evaluation too."""
+    path = str(tmp_path / "d.ckpt")
+    (wanted,) = run(train, "GPT", 1, None, 10, world=1)
+    run(_saved_after_validation, path, world=2)
+    (got,) = run(train, "GPT", 1, {}, 10, path, world=1)
+    torch.testing.assert_close(got["losses"], wanted["losses"][5:], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,212 @@
+"""`teardown`: after a run the module stays in shards, and the next run goes on with them."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import WeightAveraging
+
+from lightning_3d import Strategy3D
+from lightning_3d.checkpoint.full_files import consolidate
+from lightning_3d.errors import ConfigurationError, UnsupportedError
+from lightning_3d.layout import Layout
+from lightning_3d.strategy import dividing, in_shards
+from lightning_3d.strategy.in_shards import shards_of
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo.language import GPT
+
+LAYOUTS = {
+    "zero3": (2, {"zero_stage": 3}),
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "tensor-pipeline": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "tensor-zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),
+    "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+    "zero1": (2, {"zero_stage": 1}),
+}
+SHORT = ("zero3", "tensor-pipeline")
+
+
+class Net(GPT):
+    """Also evaluates."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(torch.arange(8)[None] + batch_idx).abs().sum()
+
+    def test_dataloader(self):
+        return self._loader()
+
+    def predict_dataloader(self):
+        return self._loader()
+
+
+def _trainer(world, strategy, **settings):
+    chosen = "auto" if strategy is None else Strategy3D(quiet=True, **strategy)
+    return Trainer(**{**QUIET, **settings}, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=1)
+
+
+def _runs(world, strategy, folder):
+    """Evaluate, fit, evaluate in another Trainer, fit again, and load the last checkpoint into a whole module."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = Net()
+    here = [_bytes(module)]
+    trainer = _trainer(world, strategy)
+    first = trainer.validate(module, verbose=False)
+    here.append(_bytes(module))
+    trainer.fit(module)
+    here.append(_bytes(module))
+    trainer.save_checkpoint(f"{folder}/between.ckpt")
+    second = trainer.validate(module, verbose=False)
+    other = _trainer(world, strategy)
+    third = other.test(module, verbose=False)
+    predicted = torch.stack(other.predict(module))
+    other.fit(module)
+    here.append(_bytes(module))
+    other.save_checkpoint(f"{folder}/end.ckpt")
+    fourth = other.validate(module, ckpt_path=f"{folder}/between.ckpt", verbose=False)
+    here.append(_bytes(module))
+    fifth = other.validate(module, ckpt_path=f"{folder}/end.ckpt", verbose=False)
+    state = module.state_dict()
+    return {
+        "results": [result[0]["val_loss"] for result in (first, second, third, fourth, fifth)],
+        "predicted": predicted,
+        "losses": module.seen,
+        "state": {name: value.clone() for name, value in state.items()},
+        "bytes": here,
+        "module": {name: tuple(each.shape) for name, each in module.named_parameters()},
+    }
+
+
+def _bytes(module):
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
+    return sum(each.untyped_storage().nbytes() for each in local if each.device.type != "meta" and not each.is_meta)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in LAYOUTS]
+)
+def test_runs_go_on_with_shards_as_one_device_does_with_the_module(layout, tmp_path):
+    world, strategy = LAYOUTS[layout]
+    (tmp_path / "one").mkdir()
+    (wanted,) = run(_runs, 1, None, str(tmp_path / "one"), world=1)
+    sharded = layout in ("tensor-pipeline", "zero1")
+    strategy = {**strategy, "teardown": "sharded", "checkpoint_format": "sharded" if sharded else "full"}
+    everywhere = run(_runs, world, strategy, str(tmp_path), world=world, timeout=120)
+    for got in everywhere:
+        torch.testing.assert_close(got["results"], wanted["results"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got["predicted"], wanted["predicted"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got["state"], wanted["state"], rtol=1e-4, atol=1e-5)
+        assert got["module"] == wanted["module"]
+        whole, *later = got["bytes"]
+        assert max(later) < 0.9 * whole
+    for name in ("between.ckpt", "end.ckpt"):
+        if sharded:
+            (tmp_path / name).rename(tmp_path / "directory")
+            consolidate(tmp_path / "directory", tmp_path / name)
+            (tmp_path / "directory").rename(tmp_path / f"{name}.directory")
+        states = [torch.load(tmp_path / folder / name, weights_only=False)["state_dict"] for folder in (".", "one")]
+        torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-5)
+
+
+def _changed(change):
+    """What a second run says, of which something is changed."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = Net()
+    _trainer(2, {"zero_stage": 3, "teardown": "sharded"}).fit(module)
+    strategy, settings = {"zero_stage": 3, "teardown": "sharded"}, {}
+    if change == "layout":
+        strategy = {"tensor_parallel_size": 2}
+    if change == "built again":
+        module.configure_model = lambda: setattr(module, "norm", torch.nn.LayerNorm(16))
+    if change == "average":
+        settings = {"callbacks": [WeightAveraging()]}
+    if change == "verify":
+        strategy["verify"] = "first_step"
+    try:
+        _trainer(2, strategy, **settings).fit(module)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    vars(module).pop("configure_model", None)
+    trainer = _trainer(2, {"zero_stage": 3, "teardown": "whole"})
+    if change == "built again":
+        return said
+    trainer.validate(module, verbose=False)
+    assert shards_of(module) is None
+    assert [each.shape for each in module.parameters() if type(each.data) is torch.Tensor and not each.is_meta] == [
+        each.shape for each in Net().parameters()
+    ]
+    _trainer(2, {"tensor_parallel_size": 2}).fit(module)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("layout", r"would divide otherwise: .*tensor_parallel_size=2 \(was 1\).*teardown=\"whole\" makes it whole"),
+        pytest.param("built again", "'norm.weight' is another parameter", marks=pytest.mark.long),
+        pytest.param("average", "WeightAveraging copies the whole module", marks=pytest.mark.long),
+        pytest.param("verify", 'verify="first_step" copies the whole module', marks=pytest.mark.long),
+    ],
+)
+def test_another_division_is_refused_and_a_last_run_makes_the_module_whole(change, text):
+    for said in run(_changed, change, world=2):
+        assert re.search(text, said)
+
+
+def _after_error():
+    warnings.simplefilter("ignore")
+    module = Net()
+    module.on_train_end = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        _trainer(2, {"zero_stage": 3, "teardown": "sharded"}).fit(module)
+    return shards_of(module) is None
+
+
+def test_after_an_error_there_are_no_shards_to_go_on_with():
+    assert all(run(_after_error, world=2))
+
+
+def _auto(share):
+    warnings.simplefilter("ignore")
+    before, in_shards.SHARE = in_shards.SHARE, share
+    said = []
+    dividing.rank_zero_info, info = said.append, dividing.rank_zero_info
+    try:
+        module, trainer = Net(), _trainer(2, {"zero_stage": 3})
+        trainer.fit(module)
+        found = [shards_of(module) is not None]
+        in_shards.SHARE = before  # what is in shards stays so
+        trainer.validate(module, verbose=False)
+        return [*found, shards_of(module) is not None], said
+    finally:
+        in_shards.SHARE, dividing.rank_zero_info = before, info
+
+
+def test_auto_leaves_shards_where_the_whole_has_no_room_and_says_so_once():
+    assert run(_auto, in_shards.SHARE, world=2) == [([False, False], [])] * 2
+    for found, said in run(_auto, 1e-9, world=2):
+        assert found == [True, True]
+        assert len(said) == 1
+        assert "Net stays in shards" in said[0]
+
+
+def test_processes_that_end_leave_no_shards():
+    run_ends = {"ends": True, "ranks_of_host": 2, "device": torch.device("cpu")}
+    layout = Layout(data_parallel_size=2, zero_stage=3)
+    with pytest.raises(UnsupportedError, match=r"the processes of this run end with it.*torchrun"):
+        in_shards.stays_in_shards("sharded", Net(), layout, [], **run_ends)
+    assert not in_shards.stays_in_shards("auto", Net(), layout, [], **run_ends)
+
+
+def test_unknown_values_are_refused():
+    with pytest.raises(ConfigurationError, match="teardown='none' is none of 'whole', 'sharded', 'auto'"):
+        Strategy3D(teardown="none")

@@ -19,8 +19,8 @@ class Hooks:
 
     With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
     `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
-    registered as a forward method: a cut step would never reach the root's hook after it. Parameters must be
-    sharded again whenever a training step begins, because older gradients are dropped then.
+    registered as a forward method: a cut step would never reach the root's hook after it, in an evaluation either.
+    Parameters must be sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing

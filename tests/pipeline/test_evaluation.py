@@ -195,6 +195,22 @@ def test_stages_of_other_layouts(strategy):
     assert compare(Net, strategy) == ([STAGED, STAGED], [])
 
 
+class CallsItself(Net):
+    """A microbatch leaves the module's own forward, which has hooks of FSDP2, before its end."""
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        self.log("loss", F.cross_entropy(logits, batch["y"]))
+        self.meter.update(1.0, len(logits))
+        self.kept.append(logits.sum())
+        return {"logits": logits}
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_training_goes_on_with_its_weights_after_an_evaluation_in_stages(stage):
+    assert compare(CallsItself, TWO | {"data_parallel_size": 2, "zero_stage": stage}, "fit") == ([STAGED, STAGED], [])
+
+
 class WritesIntoItsBatch(Net):
     def validation_step(self, batch, batch_idx):
         batch["x"].mul_(2)

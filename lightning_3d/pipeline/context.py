@@ -1,11 +1,12 @@
 """Callbacks of other layers around a pipelined step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch import distributed as dist
 
 
 def _nothing() -> None:
@@ -18,8 +19,8 @@ class Hooks:
 
     With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
     `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
-    registered as a forward method: a cut step would never reach the root's hook after it. Parameters must be
-    sharded again whenever a training step begins, because older gradients are dropped then.
+    registered as a forward method: a cut step would never reach the root's hook after it, in an evaluation either.
+    Parameters must be sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing
@@ -28,6 +29,8 @@ class Hooks:
     """After the schedule, on the last batch of an accumulation window: gradients reduced over data ranks."""
     locate: Callable[[str], Tensor] | None = None
     """The tensor whose `.grad` holds the not yet reduced gradient of a parameter, by name; for tied parameters."""
+    peers: Sequence[dist.ProcessGroup] = ()
+    """Groups of the ranks on other axes that run the same batches with this one."""
     evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around an evaluation step: parameters gathered inside, sharded again after it."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -42,6 +42,8 @@ class Execution:
     """The tensors of a stage that get gradients."""
     head: Head | None = None
     """With the loss on the full batch."""
+    trains: bool = True
+    """False where only forwards run: nothing is kept for a backward."""
     in_one_piece: Container[int] = ()
     """Stages that run the full backward where the schedule has the half for inputs."""
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class Execution:
     def _forward(self, stage: int, index: int) -> None:
         inputs = self._inputs(stage, index)
         outputs = self.forward(stage, index, inputs)
-        self.in_flight[stage, index] = InFlight(inputs, outputs)
+        if self.trains:
+            self.in_flight[stage, index] = InFlight(inputs, outputs)
         if stage < self.last:
             if self._local(stage + 1):
                 self.passed_on[stage + 1, index] = [output.detach() for output in outputs]

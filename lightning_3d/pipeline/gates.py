@@ -126,6 +126,13 @@ def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
     ]
 
 
+def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
+    """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
+    inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
+    hooks = (hooks for each in inside.values() for hooks in (each._forward_hooks, each._forward_pre_hooks))
+    return any(_is_users(hook) for some in hooks for hook in some.values())
+
+
 def _is_users(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func

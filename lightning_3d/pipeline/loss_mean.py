@@ -164,3 +164,10 @@ def norms_on_running_statistics(module: nn.Module, units: Sequence[str]) -> Iter
     finally:
         for norm in norms:
             norm.training = True
+
+
+def rounding_of(module: nn.Module) -> float:
+    """The largest difference of two computations of the same values, relative to them."""
+    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
+    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING

@@ -31,6 +31,7 @@ from lightning_3d.pipeline.loss_mean import (
     compare_halves,
     norms_on_running_statistics,
     parameters_of_last_block,
+    rounding_of,
     step_result,
     training_only,
 )
@@ -142,7 +143,7 @@ def observe(
             loss = loss_of(output) if compared else None
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     with context():
-        rounding = ROUNDING if hooked_inside(module, units) else _rounding(module)
+        rounding = ROUNDING if hooked_inside(module, units) else rounding_of(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
     return UncutRun(
         step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared,
@@ -223,12 +224,6 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Print]:
     for name, item in module.named_parameters():
         note(name, item)
     return found
-
-
-def _rounding(module: nn.Module) -> float:
-    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
-    low = {parameter.dtype for parameter in module.parameters()} & {torch.bfloat16, torch.float16}
-    return 0.05 if low or torch.is_autocast_enabled(device) else ROUNDING
 
 
 _NO_MEAN = (

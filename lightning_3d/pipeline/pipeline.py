@@ -1,7 +1,4 @@
-"""`Pipeline`: the user's own steps, run over the stages of one pipeline.
-
-In evaluation every rank runs the user's step. Each unit runs on the rank that owns it, and its output is shared.
-"""
+"""`Pipeline`: the user's own steps, run over the stages of one pipeline."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,6 +10,8 @@ from torch import Tensor
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
+from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.gates import Gates
 from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.microbatch import Rows, signature
@@ -76,6 +75,7 @@ class Pipeline:
         """Stages whose backward must not run in two halves."""
         self.proven: dict[Any, frozenset[str]] = {}
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
+        self.evaluations = Evaluations()
         self.checked_heads: set[Any] = set()
         """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
@@ -136,21 +136,15 @@ class Pipeline:
     def eval_step(self, name: str, *args: Any) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on a batch of any size, on every rank.
 
-        Each unit runs on the rank that owns it, and its output is shared. The user's own code runs everywhere with the
-        real values: its results, logs and attributes are the same on every rank.
+        The user's own code runs on every rank with the real values of the full batch: its results, logs and attributes
+        are the same everywhere. The stages compute the blocks before, on microbatches where that changes nothing.
         """
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it reads the parameters of absent blocks
         seed = random_streams.draw()
         try:
-            director = EvalDirector(self.split, self.wire, self.stage_rank, seed)
-            with (
-                random_streams.restored_streams(),
-                self.hooks.evaluating(),
-                self.gates.directed(director),
-                self.recorder.outside(),
-            ):
-                return self.call(name, args, seed)
+            with random_streams.restored_streams(), self.hooks.evaluating():
+                return EvaluationStep(self, name, args, seed).run()
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -187,7 +181,7 @@ class Pipeline:
 
     def forget(self) -> None:
         """Rehearse all shapes again: blocks now compute in another way."""
-        self.traces, self.proven, self.in_one_piece = {}, {}, set()
+        self.traces, self.proven, self.in_one_piece, self.evaluations = {}, {}, set(), Evaluations()
 
     def rows_of(self, batch: Any) -> Rows:
         """The places of the samples in a batch, decided on the first batch, which is full."""
@@ -231,32 +225,3 @@ def _with_loss(output: Any) -> Any:
     if loss is not None:
         loss.requires_grad_()
     return output
-
-
-class EvalDirector:
-    """A `Director` that gives every rank the real output of every unit."""
-
-    skipping = False
-
-    def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
-        self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
-        self.calls = 0
-        self.reached = 0
-
-    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        random_streams.restart(self.seed, 2 * self.calls)
-        return args, kwargs
-
-    def leave(self, unit: str, output: Any) -> Any:
-        return self._share(unit, output)
-
-    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
-        return self._share(unit, None)
-
-    def _share(self, unit: str, output: Any) -> Any:
-        holders = self.split.holders[unit]
-        self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
-        self.calls += 1
-        shared = self.wire.share(output, self.stage_rank[self.reached], ("call", self.calls))
-        random_streams.restart(self.seed, 2 * self.calls - 1)
-        return shared

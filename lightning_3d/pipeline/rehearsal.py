@@ -68,6 +68,8 @@ class StepTrace:
     """Buffers outside of units that the step changes."""
     unreached: frozenset[str] = frozenset()
     """Parameters of this rank that run in the step but that the loss does not depend on."""
+    tail: tuple[Carried, ...] = ()
+    """In evaluation: the tensors that the step uses behind its blocks."""
 
     def specs(self, cut: int) -> list[Spec]:
         """Specs of the tensors that cross from stage `cut` to the next one."""
@@ -84,6 +86,10 @@ class StepTrace:
         last, chosen = self.parts[-1], self.heads[head]
         return replace(self, parts=(*self.parts[:-1], replace(last, stop=chosen.start, after=chosen.before)))
 
+    def without_tail(self) -> "StepTrace":
+        """This trace with a last stage that ends behind its last call."""
+        return replace(self, parts=(*self.parts[:-1], replace(self.parts[-1], after=self.tail)))
+
     def origin(self, node: Node) -> str:
         return f"computed after {self.calls[node[0] - 1].unit!r}" if node[0] else "computed before the first block"
 
@@ -99,7 +105,8 @@ class Rehearsal(StepTape):
         self.calls: list[BlockCall] = []
         self.specs: dict[Node, Spec] = {}
         self.marks: dict[Node, list[list[float]]] = {}
-        self.last_use: dict[Node, int] = {}
+        self.last_use: dict[Node, float] = {}
+        """The calls that have begun before a tensor is last used; those of its own use as an argument count half."""
         self.reads: list[tuple[int, Node, str]] = []
         self.recomputed: list[tuple[FrameType, str, int]] = []
         """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
@@ -107,7 +114,7 @@ class Rehearsal(StepTape):
         """By index of the call, for units that run here: fingerprints of the arguments."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._use((args, kwargs), self.call + 1)
+        self._use((args, kwargs), self.call + 0.5)
         args, kwargs = untrace(args), untrace(kwargs)
         if self._begin(unit):
             self.arguments[self.call - 1] = fingerprint((args, kwargs))
@@ -117,7 +124,7 @@ class Rehearsal(StepTape):
         return self._share(output)
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
-        self._use((args, kwargs), self.call + 1)
+        self._use((args, kwargs), self.call + 0.5)
         self._begin(unit)
         return self._share(None)
 
@@ -170,7 +177,7 @@ class Rehearsal(StepTape):
     def on_made(self, node: Node, value: Tensor) -> None:
         self.specs[node], self.marks[node] = Spec.of(value), fingerprint(value)
 
-    def on_use(self, node: Node, when: int) -> None:
+    def on_use(self, node: Node, when: float) -> None:
         self.last_use[node] = max(when, self.last_use.get(node, -1))
 
     def on_read(self, inputs: list[TracedTensor], missing: list[TracedTensor], name: str) -> None:
@@ -184,7 +191,7 @@ class Rehearsal(StepTape):
         """Record that `value` is returned or logged."""
         self._use(value, _END)
 
-    def _use(self, value: Any, when: int) -> None:
+    def _use(self, value: Any, when: float) -> None:
         traced = [leaf for leaf in leaves(value) if isinstance(leaf, TracedTensor)]
         self.refresh(traced)
         for leaf in traced:
@@ -216,7 +223,10 @@ class Rehearsal(StepTape):
 
     def _carried(self, cut: int) -> tuple[Carried, ...]:
         nodes = sorted(node for node, when in self.last_use.items() if node[0] <= cut < when)
-        return tuple(Carried(node, self.specs[node], self.marks[node]) for node in nodes)
+        return tuple(map(self.carried, nodes))
+
+    def carried(self, node: Node) -> Carried:
+        return Carried(node, self.specs[node], self.marks[node])
 
 
 def _checkpointed_region() -> FrameType | None:

@@ -77,6 +77,13 @@ def actions(
     return lower(order, stage_ranks(schedule, ranks, per_rank))
 
 
+@lru_cache(maxsize=64)
+def forwards(schedule: str, ranks: int, per_rank: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each rank in an evaluation: forwards of all microbatches, stage after stage."""
+    placement = stage_ranks(schedule, ranks, per_rank)
+    return lower(_fill(placement, ranks, microbatches), placement)
+
+
 def lower(order: dict[int, list[Any]], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
     """Torch's lowering: sends and receives put where they cannot wait for each other in a circle."""
     lowered = torch_schedules._add_send_recv(
@@ -132,9 +139,15 @@ def _stage(index: int, ranks: int, stages: int) -> Any:
 def _fill_and_drain(schedule: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
     placement = stage_ranks(schedule, ranks, per_rank)
     make, kinds = torch_schedules._Action, torch_schedules._ComputationType
+    order = _fill(placement, ranks, microbatches)
+    for stage, rank in reversed(list(enumerate(placement))):
+        order[rank] += [make(stage, kinds.FULL_BACKWARD, index) for index in range(microbatches)]
+    return order
+
+
+def _fill(placement: tuple[int, ...], ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    make, kinds = torch_schedules._Action, torch_schedules._ComputationType
     order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
     for stage, rank in enumerate(placement):
         order[rank] += [make(stage, kinds.FORWARD, index) for index in range(microbatches)]
-    for stage, rank in reversed(list(enumerate(placement))):
-        order[rank] += [make(stage, kinds.FULL_BACKWARD, index) for index in range(microbatches)]
     return order

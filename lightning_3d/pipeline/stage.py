@@ -15,7 +15,10 @@ from lightning_3d.sandbox.trees import leaves, map_leaves
 
 
 class Cut(BaseException):
-    """Ends a step at the first call that belongs to a later stage. Not an Exception: users' handlers let it pass."""
+    """Ends a step at the first call that belongs to a later stage, or behind the last call of an evaluation.
+
+    Not an Exception: users' handlers let it pass.
+    """
 
 
 class StagePlay(StepTape):
@@ -32,7 +35,7 @@ class StagePlay(StepTape):
         self.step_trace, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
         self.earlier = earlier
         self.skipping = False
-        self.final = part.stop == len(trace.calls)
+        self.final = part.stop == len(trace.calls) and not part.after
         self.expected: dict[int, list[list[float]]] | None = None
         """In the proof: fingerprints of the arguments that this part's units must get."""
 
@@ -52,7 +55,10 @@ class StagePlay(StepTape):
             return self._placeholder()
         self._restart(2 * self.call - 1)
         self.tracing = not self.final
-        return self.trace(output, absent=False) if self.tracing else output
+        output = self.trace(output, absent=False) if self.tracing else output
+        if not self.final and self.call == len(self.step_trace.calls):
+            raise Cut
+        return output
 
     def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
         self._refresh_arguments(args, kwargs)

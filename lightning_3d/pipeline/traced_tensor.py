@@ -185,7 +185,7 @@ class StepTape:
         if node in self.wanted:
             self.made[node] = value
 
-    def on_use(self, node: Node, when: int) -> None:
+    def on_use(self, node: Node, when: float) -> None:
         """Called where a traced tensor is used after `when` calls of units."""
 
     def on_written(self, inputs: list[TracedTensor], missing: list[TracedTensor]) -> None:

@@ -57,7 +57,7 @@ class TrainingStep:
         pipeline = self.pipeline
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.full_trace else None, pipeline.in_one_piece,
+            self._head if self.full_trace else None, in_one_piece=pipeline.in_one_piece,
         )  # fmt: skip
         schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
         placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
@@ -108,8 +108,7 @@ class TrainingStep:
         assert self.full_trace is not None
         part, dims, record = self.full_trace.heads[self.head], self.dims, Record()
         columns = list(zip(*activations, strict=True))
-        joined = [torch.cat([item.detach() for item in column], dim) if dim is not None else column[0].detach()
-                  for column, dim in zip(columns, dims, strict=True)]  # fmt: skip
+        joined = join(columns, dims)
         for tensor, carried in zip(joined, part.before, strict=True):
             tensor.requires_grad_(carried.spec.requires_grad)
         if self.full_trace.pattern not in self.pipeline.checked_heads:
@@ -190,12 +189,9 @@ def choose_head(full: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list
         Index into `StepTrace.heads`, and the dimension along which each tensor joins, None where all have the same.
     """
     for index, head in enumerate(full.heads):
-        parts = [trace.heads[index].before for trace in traces]
-        if any(len(part) != len(head.before) for part in parts):
-            continue
-        dims = [_joined_dim(carried, [part[at] for part in parts]) for at, carried in enumerate(head.before)]
-        if _MIXED not in dims:
-            return index, [None if dim == _CONSTANT else dim for dim in dims]
+        dims = joined_dims(head.before, [trace.heads[index].before for trace in traces])
+        if dims is not None:
+            return index, dims
     raise PipelineSplitError(
         "the loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
         " begins with values that each microbatch has computed from its own rows (a mean, say), so that they do not"
@@ -204,10 +200,32 @@ def choose_head(full: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list
     )
 
 
+def joined_dims(full: Sequence[Carried], parts: Sequence[Sequence[Carried]]) -> list[int | None] | None:
+    """The dimension along which each tensor of the microbatches joins, None for one that all of them share.
+
+    None where the tensors do not join to those of the full batch.
+    """
+    if any(len(part) != len(full) for part in parts):
+        return None
+    dims = [_joined_dim(carried, [part[at] for part in parts]) for at, carried in enumerate(full)]
+    return None if _MIXED in dims else [None if dim == _CONSTANT else dim for dim in dims]
+
+
+def join(columns: Sequence[Sequence[Tensor]], dims: Sequence[int | None]) -> list[Tensor]:
+    """The tensors of the full batch; `columns` has those of all microbatches for each."""
+    pairs = zip(columns, dims, strict=True)
+    return [torch.cat([item.detach() for item in column], dim) if dim is not None else column[0].detach()
+            for column, dim in pairs]  # fmt: skip
+
+
 def _joined_dim(full: Carried, parts: Sequence[Carried]) -> int:
     shapes, shape = [part.spec.shape for part in parts], full.spec.shape
     if all(part == shape for part in shapes):
         return _CONSTANT if all(part.mark == full.mark for part in parts) else _MIXED
     if any(len(part) != len(shape) for part in shapes):
         return _MIXED
-    return next((dim for dim in range(len(shape)) if sum(part[dim] for part in shapes) == shape[dim]), _MIXED)
+    for dim in range(len(shape)):
+        others = {(*part[:dim], *part[dim + 1 :]) for part in (shape, *shapes)}
+        if len(others) == 1 and sum(part[dim] for part in shapes) == shape[dim]:
+            return dim
+    return _MIXED

@@ -130,18 +130,32 @@ class LogRecorder:
             yield
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Let calls of `log` and of metrics through, and refuse them inside of blocks."""
+    def outside(self, noted: Callable[[Any], None] = lambda _: None) -> Iterator[None]:
+        """Let calls of `log` and of metrics through, and refuse them inside of blocks.
+
+        Args:
+            noted: called first, with every value.
+        """
 
         own = self.module.log
 
         def log(name: str, *args: Any, **kwargs: Any) -> None:
             self._refuse_inside("log", name)
-            own(name, *args, **kwargs)
+            noted((args, kwargs))
+            own(name, *untrace(args), **untrace(kwargs))
+
+        def let_through(metric: Any, name: str, method: str) -> Callable[..., Any]:
+            watched = self._watched(metric, name, method)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                noted((args, kwargs))
+                return watched(*untrace(args), **untrace(kwargs))
+
+            return call
 
         self.find_metrics()
         every = [(name, metric, method) for name, metric in self.metrics.items() for method in _METHODS]
-        replacements = [(metric, method, self._watched(metric, name, method)) for name, metric, method in every]
+        replacements = [(metric, method, let_through(metric, name, method)) for name, metric, method in every]
         with instead([(self.module, "log", log), *replacements]):
             yield
 

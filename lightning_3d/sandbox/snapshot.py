@@ -147,7 +147,7 @@ class Watched:
         self.module, self.copies = module, Copies()
         self.before = {name: self.copies.of(value) for name, value in plain_attributes(module).items()}
         self.known = {
-            key: (duplicate, original._version if isinstance(original, Tensor) else 0)
+            key: (duplicate, _version(original) if isinstance(original, Tensor) else 0)
             for key, (original, duplicate) in self.copies.pairs.items()
         }
 
@@ -207,12 +207,18 @@ class _Differences:
 
     def _is_unchanged(self, value: Any) -> bool:
         before, version = self.known[id(value)]
-        return bool(value.tobytes() == before.tobytes() if isinstance(value, np.ndarray) else value._version == version)
+        if isinstance(value, np.ndarray):
+            return bool(value.tobytes() == before.tobytes())
+        return _version(value) == version
 
     def _resolved(self, value: Any) -> Any:
         """The original of a copy that was moved to another place and is unchanged."""
         moved = isinstance(value, Tensor | np.ndarray) and id(value) in self.known and self._is_unchanged(value)
         return self.known[id(value)][0] if moved else value
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # one of inference mode counts no changes
 
 
 def _begins_with(now: Any, before: Any) -> bool:
@@ -270,7 +276,7 @@ def open_buffers(module: nn.Module, units: Sequence[str]) -> list[str]:
 def marks(module: nn.Module, names: Sequence[str]) -> dict[str, Mark]:
     """Marks of buffers, which differ once one is replaced or changed in place."""
     buffers = dict(module.named_buffers())
-    return {name: (id(buffers[name]), buffers[name]._version) for name in names if name in buffers}
+    return {name: (id(buffers[name]), _version(buffers[name])) for name in names if name in buffers}
 
 
 def changed(module: nn.Module, before: Mapping[str, Mark]) -> tuple[str, ...]:

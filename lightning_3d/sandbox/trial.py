@@ -87,7 +87,7 @@ def _restored_state(module: Any) -> Iterator[None]:
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     copies = Copies()
     with ExitStack() as stack:
-        for holder in list(_holders(module)):
+        for holder in list(holders(module)):
             stack.enter_context(on_copies(holder, copies))
         stack.enter_context(isolated_buffers(module, buffers))
         yield
@@ -99,7 +99,7 @@ _MANY = 100
 """Entries of a container beyond which it is data, in which no objects are looked for."""
 
 
-def _holders(module: nn.Module) -> Iterator[Any]:
+def holders(module: nn.Module) -> Iterator[Any]:
     """The modules, and the objects of the user's classes that are reached from their attributes."""
     visited = set[int]()
     waiting: list[Any] = list(module.modules())

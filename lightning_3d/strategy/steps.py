@@ -76,6 +76,7 @@ class PipelineRunner:
             begin=self._begin,
             reduce=self.data.reduce,
             locate=self._locate,
+            peers=() if parallel.tensor is None else (parallel.tensor.mesh.get_group(),),
             evaluating=self._evaluating,
             context=plugin.forward_context,
         )

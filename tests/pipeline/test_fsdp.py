@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.module.undo import UndoStack
@@ -55,6 +56,9 @@ class Sharded:
     def evaluating(self):
         self.begin()
         yield
+        for state in fully_shard.state(self.module)._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group._training_state = TrainingState.IDLE  # a step that was cut has not reached the root's hook
         for part in self.parts:
             part.reshard()
 

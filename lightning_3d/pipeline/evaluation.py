@@ -1,0 +1,333 @@
+"""Evaluation in stages: the blocks of a validation, test or predict step on microbatches, forward only.
+
+The stages compute the first pass of the step, each its own blocks, on microbatches. Its results are joined and sent to
+every rank, and every rank runs the rest of the step on the full batch: see `first_pass`.
+
+That is right only where the blocks compute each row by itself. So batches of a shape run in three ways, one after the
+other. The first shows which blocks run, and the second which tensors the rest needs. Both give every rank the output of
+every block, as all batches of a step do that cannot be cut. Then the stages compute the second batch again, on
+microbatches. From the third on they compute alone, if that gave the same tensors.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_3d.errors import Lightning3DError, PipelineSplitError, RunError, UnsupportedError
+from lightning_3d.pipeline.executor import Execution
+from lightning_3d.pipeline.first_pass import BlockFailure, EvalDirector, PassRehearsal, Rest, first_pass
+from lightning_3d.pipeline.gates import users_hooks
+from lightning_3d.pipeline.loss_mean import rounding_of
+from lightning_3d.pipeline.microbatch import Rows, microbatch_sizes, signature, split_batch
+from lightning_3d.pipeline.play import play
+from lightning_3d.pipeline.rehearsal import StepTrace
+from lightning_3d.pipeline.schedule import forwards
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.stage import Cut
+from lightning_3d.pipeline.traced_tensor import refuse_placeholders
+from lightning_3d.pipeline.training_step import join, joined_dims
+from lightning_3d.pipeline.wire import Wire
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
+from lightning_3d.sandbox.fingerprint import differ, fingerprint
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
+from lightning_3d.sandbox.trees import map_leaves, unshared
+from lightning_3d.sandbox.trial import holders, trial
+
+if TYPE_CHECKING:
+    from lightning_3d.pipeline.pipeline import Pipeline
+
+_SHAPES_KEPT = 256
+
+
+@dataclass(frozen=True)
+class StagedPass:
+    """The first pass of a step, in stages, for batches of one shape."""
+
+    rows: Rows
+    sizes: tuple[int, ...]
+    trace: StepTrace
+    """Of the full batch."""
+    pieces: tuple[StepTrace, ...]
+    """One per microbatch; the last stage ends behind the pass."""
+    dims: tuple[int | None, ...]
+    """The dimension along which each tensor of the rest joins, None for one that all microbatches share."""
+
+
+@dataclass
+class Evaluations:
+    """The known shapes of the batches of evaluation steps."""
+
+    shapes: dict[Any, "tuple[str, ...] | StagedPass | None"] = field(default_factory=dict)
+    """By step and shape: the units of the first pass, then the way to run it. None where it cannot be cut."""
+    warned: set[str] = field(default_factory=set)
+    """Steps that cannot be cut."""
+
+    def put(self, key: Any, found: "tuple[str, ...] | StagedPass | None") -> None:
+        while len(self.shapes) >= _SHAPES_KEPT:
+            del self.shapes[next(iter(self.shapes))]
+        self.shapes[key] = found
+
+
+@dataclass
+class EvaluationStep:
+    """A batch on its way through a validation, test or predict step."""
+
+    pipeline: "Pipeline"
+    name: str
+    args: tuple[Any, ...]
+    seed: int
+    problem: str | None = None
+    """The first error in microbatches on this rank."""
+    results: dict[int, list[Tensor]] = field(default_factory=dict)
+    """On the last stage, by microbatch: the tensors that the rest uses."""
+
+    def run(self) -> Any:
+        """The result of the step on the full batch, with its logs and metrics, on every rank."""
+        module, known = self.pipeline.module, self.pipeline.evaluations
+        key = (self.name, module.training, signature(self.args[0] if self.args else None))
+        if key not in known.shapes:
+            director = EvalDirector(*self._around)
+            output = self._unsplit(director)
+            known.put(key, first_pass(director.units, self.pipeline.split) if self._is_cut() else None)
+            return output
+        found = known.shapes[key]
+        if isinstance(found, StagedPass):
+            received = self._run_stages(found)
+            if received is not None:
+                return self._run_rest(found, received)
+            self._give_up(key, self._first(self.problem))
+        if isinstance(found, tuple):
+            return self._learn(key, found)
+        return self._unsplit(EvalDirector(*self._around))
+
+    @property
+    def _around(self) -> tuple[PipelineSplit, Wire, tuple[int, ...], int]:
+        return self.pipeline.split, self.pipeline.wire, self.pipeline.stage_rank, self.seed
+
+    def _unsplit(self, director: EvalDirector) -> Any:
+        with self.pipeline.gates.directed(director), self.pipeline.recorder.outside():
+            return self.pipeline.call(self.name, self.args, self.seed)
+
+    def _run_rest(self, staged: StagedPass, received: list[Tensor]) -> Any:
+        rest = Rest(*self._around, staged.trace, received)
+        pipeline = self.pipeline
+        try:
+            with rest, pipeline.gates.directed(rest), pipeline.recorder.outside(refuse_placeholders):
+                output = pipeline.call(self.name, self.args, self.seed)
+                refuse_placeholders(output)
+                return output
+        except PipelineSplitError as error:
+            raise PipelineSplitError(
+                f"{self.name} uses a result of an early block that it did not use in an earlier batch of these shapes,"
+                " as code for some batches only does (`if batch_idx == 0`). The stages compute the blocks on"
+                " microbatches and send on what is used. Use that result in every batch, or set num_microbatches=1,"
+                " with which evaluation runs one block after the other on full batches."
+            ) from error
+
+    def _is_cut(self) -> bool:
+        """True where the batch has rows for several microbatches, and several ranks have blocks."""
+        if not has_peers() or self.pipeline.split.solo or not self.args:
+            return False
+        try:
+            return len(self._rows_and_sizes()[1]) > 1
+        except UnsupportedError:  # samples that are no rows
+            return False
+
+    def _rows_and_sizes(self) -> tuple[Rows, tuple[int, ...]]:
+        pipeline = self.pipeline
+        rows = Rows.of(self.args[0], None, pipeline.module)
+        return rows, tuple(microbatch_sizes(self.args[0], pipeline.num_microbatches, pipeline.wire.size, rows))
+
+    def _learn(self, key: Any, units: tuple[str, ...]) -> Any:
+        """Run the step unsplit, and find out whether the stages would have computed the same."""
+        pipeline, batch = self.pipeline, _copied(self.args[0])
+        buffers = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
+        rehearsal = PassRehearsal(*self._around, units)
+        with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.outside(rehearsal.use_at_end):
+            output = pipeline.call(self.name, self.args, self.seed)
+            rehearsal.use_at_end((output, [list(own(holder).values()) for holder in holders(pipeline.module)]))
+        self.args = (batch, *self.args[1:])  # as it was before the step
+        found: list[StagedPass] = []
+        with _no_graph():
+            problem = self._first(self._attempt(lambda: found.append(self._plan(rehearsal, buffers))))
+            if problem is None:
+                problem = self._first(self._attempt(lambda: self._prove(found[0], rehearsal)))
+        if problem is None:
+            pipeline.evaluations.put(key, found[0])
+        else:
+            self._give_up(key, problem)
+        return output
+
+    def _attempt(self, run: Any) -> str | None:
+        """The problem that `run` has with microbatches, None where it has none."""
+        try:
+            run()
+        except (RunError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # reported by `_give_up`, on every rank
+            return _text(error)
+        return None
+
+    def _first(self, problem: str | None) -> str | None:
+        """The first problem of all ranks that run this batch: they must go on in the same way."""
+        for group in (self.pipeline.wire.group, *self.pipeline.hooks.peers):
+            problem = next((text for text in talk.gather(problem, group) if text is not None), None)
+        return problem
+
+    def _give_up(self, key: Any, problem: str | None) -> None:
+        known = self.pipeline.evaluations
+        known.put(key, None)
+        if self.name not in known.warned:
+            known.warned.add(self.name)
+            rank_zero_warn(
+                f"{self.name} runs one block after the other over the stages, on full batches: in microbatches it would"
+                f" not compute the same, or not at all ({problem}). The results are right, but a pipeline is no faster"
+                " than one device in it."
+            )
+
+    def _plan(self, rehearsal: PassRehearsal, buffers: Any) -> StagedPass:
+        """The pass in stages. Raises where it cannot be cut. Collective."""
+        pipeline = self.pipeline
+        if users_hooks(pipeline.module, list(pipeline.split.holders)):
+            raise PipelineSplitError("blocks have forward hooks, which would be called for each microbatch")
+        trace = rehearsal.trace_of_pass()
+        trace = replace(trace, changed=changed(pipeline.module, buffers))
+        rows, sizes = self._rows_and_sizes()
+        pieces: dict[Any, StepTrace] = {}
+        each = []
+        for piece in split_batch(self.args[0], list(sizes), rows):
+            shape = signature(piece)
+            if shape not in pieces:
+                pieces[shape] = self._rehearse(piece, trace, rehearsal.units)
+            each.append(pieces[shape])
+        dims = joined_dims(trace.tail, [piece.tail for piece in each])
+        if dims is None:
+            raise PipelineSplitError("results of its blocks do not join to those of the full batch")
+        return StagedPass(rows, sizes, trace, tuple(piece.without_tail() for piece in each), tuple(dims))
+
+    def _rehearse(self, piece: Any, full: StepTrace, units: tuple[str, ...]) -> StepTrace:
+        """The trace of a microbatch. Every rank runs the step up to the end of the pass, as a trial."""
+        pipeline = self.pipeline
+        rehearsal = PassRehearsal(*self._around, units, stops=True)
+        with (
+            trial(pipeline.module, gradients=False, logs=False),
+            rehearsal,
+            pipeline.gates.directed(rehearsal),
+            pipeline.recorder.recording(Record()),
+        ):
+            try:
+                pipeline.call(self.name, (_copied(piece), *self.args[1:]), self.seed)
+            except Cut:
+                return rehearsal.trace_like(full)
+            except Exception as error:
+                if rehearsal.pending:
+                    sent = BlockFailure(_text(error))
+                    pipeline.wire.share(sent, pipeline.wire.rank, ("rehearsal", rehearsal.call))
+                raise
+        raise PipelineSplitError("on a microbatch it ends before its last block")
+
+    def _prove(self, staged: StagedPass, rehearsal: PassRehearsal) -> None:
+        """Compare the results of the stages with those of the full batch. Collective."""
+        module = self.pipeline.module
+        with trial(module, gradients=False, logs=False):
+            kept = [(holder, Watched(holder)) for holder in holders(module) if holder is not module]
+            buffers = marks(module, [name for name, buffer in module.named_buffers() if not buffer.is_meta])
+            received = self._run_stages(staged)
+            for holder, watched in kept:
+                for name, *_ in watched.changes():
+                    raise PipelineSplitError(f"{type(holder).__name__} keeps {name!r} for later")
+            for name in changed(module, buffers):
+                raise PipelineSplitError(f"a block changes the buffer {name!r}")
+        if received is None:
+            raise PipelineSplitError(self.problem or "another stage fails")
+        with self.pipeline.hooks.context():
+            rounding = rounding_of(module)
+        own_outputs = {(len(staged.trace.calls), at): full for at, full in enumerate(rehearsal.last_output)}
+        for carried, tensor in zip(staged.trace.tail, received, strict=True):
+            full = own_outputs.get(carried.node)
+            same = _alike(tensor, full, rounding) if full is not None else _same_print(tensor, carried.mark, rounding)
+            if not same:
+                raise PipelineSplitError(
+                    "blocks compute other values for a row in a microbatch than in the full batch, as with batch"
+                    " statistics or random numbers"
+                )
+
+    def _run_stages(self, staged: StagedPass) -> list[Tensor] | None:
+        """The tensors that the rest needs, of the full batch, on every rank. None where a rank has a problem."""
+        pipeline, count = self.pipeline, len(staged.sizes)
+        placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
+        if users_hooks(pipeline.module, list(pipeline.split.holders)):
+            self.problem = "blocks have new forward hooks"
+        with _no_graph():
+            pieces = split_batch(self.args[0], list(staged.sizes), staged.rows)
+            pipeline.recorder.find_metrics()
+
+            def forward(stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
+                return self._forward(staged.pieces[index], stage, index, pieces[index], received)
+
+            execution = Execution(
+                pipeline.wire, pipeline.stage_rank, staged.pieces, forward, pipeline.stage_parameters, trains=False
+            )
+            execution.run(forwards(*placement, count)[pipeline.wire.rank])
+            problems = talk.Largest([int(self.problem is not None)], talk.open_hosts(pipeline.wire.group))
+            if any(problems.wait()):
+                return None
+            mine = None
+            if pipeline.owns_last:
+                mine = join(list(zip(*(self.results[index] for index in range(count)), strict=True)), staged.dims)
+            return pipeline.wire.share(mine, pipeline.stage_rank[-1], (self.name, "results"))  # type: ignore[no-any-return]
+
+    def _forward(self, trace: StepTrace, stage: int, index: int, piece: Any, received: list[Tensor]) -> list[Tensor]:
+        """The part of a stage on a microbatch; zeros once there is a problem, so that no rank waits in vain."""
+        part, pipeline = trace.parts[stage], self.pipeline
+
+        def compute() -> None:
+            args = (_copied(piece), *self.args[1:])
+            with isolated(pipeline.module):
+                self.results[index] = play(
+                    pipeline, trace, part, f"stage {stage}, microbatch {index}", self.name, args, self.seed, received,
+                    Record(),
+                )  # fmt: skip
+
+        self.problem = self.problem or self._attempt(compute)
+        if self.problem is not None:
+            return [carried.spec.empty(pipeline.wire.device).zero_() for carried in part.after]
+        return self.results[index] if stage == len(trace.parts) - 1 else self.results.pop(index)
+
+
+def _copied(batch: Any) -> Any:
+    """A copy for one run: the step may write into its batch."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unshared(batch))
+
+
+@contextmanager
+def _no_graph() -> Iterator[None]:
+    """Without gradients; not in inference mode, whose tensors do not say that they were written to."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _alike(tensor: Tensor, full: Tensor, rounding: float) -> bool:
+    if tensor.shape != full.shape or tensor.dtype != full.dtype:
+        return False
+    if not tensor.is_floating_point() or not tensor.numel():
+        return tensor.equal(full)
+    largest = float(full.nan_to_num(posinf=0.0, neginf=0.0).abs().max())
+    return tensor.allclose(full, rtol=0.0, atol=rounding * largest, equal_nan=True)
+
+
+def _same_print(tensor: Tensor, mark: Sequence[Any], rounding: float) -> bool:
+    return not differ(fingerprint(tensor), list(mark), rounding)
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, Lightning3DError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,229 @@
+"""An evaluation step around its first pass through the blocks: the pass is cut into stages, the rest runs unsplit.
+
+The *first pass* is the calls of units up to the last one, or up to the point where the step calls an earlier block
+again. The *rest* of the step comes behind it: losses, metrics, logs, more calls of blocks. Every rank runs it on the
+full batch, so that metrics, logs and predictions are those of one device.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline.rehearsal import Carried, Rehearsal, StagePart, StepTrace
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.stage import Cut, StagePlay
+from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, refuse_placeholders
+from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.trees import leaves, untrace
+
+
+def first_pass(units: Sequence[str], split: PipelineSplit) -> tuple[str, ...]:
+    """The leading calls of `units` whose stages follow each other."""
+    reached = 0
+    for at, unit in enumerate(units):
+        later = [stage for stage in split.holders[unit] if stage >= reached]
+        if not later:
+            return tuple(units[:at])
+        reached = later[0]
+    return tuple(units)
+
+
+class EvalDirector:
+    """A `Director` that gives every rank the real output of every unit."""
+
+    skipping = False
+
+    def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
+        self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
+        self.calls = 0
+        self.units: list[str] = []
+        """The units that were called."""
+        self.reached = 0
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        random_streams.restart(self.seed, 2 * self.calls)
+        return args, kwargs
+
+    def leave(self, unit: str, output: Any) -> Any:
+        return self._share(unit, output)
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        return self._share(unit, None)
+
+    def _share(self, unit: str, output: Any) -> Any:
+        holders = self.split.holders[unit]
+        self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
+        self.calls += 1
+        self.units.append(unit)
+        shared = self.wire.share(output, self.stage_rank[self.reached], ("call", self.calls))
+        random_streams.restart(self.seed, 2 * self.calls - 1)
+        return shared
+
+
+class _Released(StepTape):
+    """A tape whose tensors are ordinary ones afterwards: the user may keep them for a later batch."""
+
+    def _trace(self, leaf: Any, absent: bool) -> Any:
+        traced = super()._trace(leaf, absent)
+        if isinstance(traced, TracedTensor):
+            self.__dict__.setdefault("handles", []).append(weakref.ref(traced))
+        return traced
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for handle in self.__dict__.pop("handles", ()):
+            if (traced := handle()) is not None:
+                traced.__class__ = Tensor
+
+
+class BlockFailure(str):
+    """Sent in place of the output of a block that failed."""
+
+
+class PassRehearsal(_Released, Rehearsal):
+    """The full step on every rank, as an `EvalDirector` runs it; notes where tensors of the first pass are used.
+
+    Args:
+        units: those of the first pass, in order.
+        stops: end the step behind the last of them.
+    """
+
+    def __init__(
+        self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int, units: tuple[str, ...],
+        *, stops: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(split, wire, stage_rank, seed)
+        self.units, self.stops = units, stops
+        self.rest: EvalDirector | None = None
+        """Runs what comes behind the pass."""
+        self.pending = False
+        """True while the other ranks wait for a block that runs here."""
+        self.last_output: list[Tensor] = []
+        """The tensors that the last unit of the pass has returned."""
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if rest := self._behind_pass(unit):
+            self._use((args, kwargs), self.call)
+            return rest.enter(unit, untrace(args), untrace(kwargs))
+        return super().enter(unit, args, kwargs)
+
+    def leave(self, unit: str, output: Any) -> Any:
+        return self.rest.leave(unit, output) if self.rest else self._passed(super().leave(unit, output))
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        if rest := self._behind_pass(unit):
+            self._use((args, kwargs), self.call)
+            return rest.foreign(unit, args, kwargs)
+        return self._passed(super().foreign(unit, args, kwargs))
+
+    def _behind_pass(self, unit: str) -> EvalDirector | None:
+        at = len(self.calls)
+        if self.rest is None and self.units[at : at + 1] != (unit,):
+            self.rest = EvalDirector(self.split, self.wire, self.stage_rank, self.seed)
+            self.rest.calls, self.rest.reached = at, self.calls[-1].stage if self.calls else 0
+            self.tracing = False
+        return self.rest
+
+    def _begin(self, unit: str) -> bool:
+        self.pending = super()._begin(unit)
+        return self.pending
+
+    def _share(self, output: Any) -> Any:
+        self.pending = False
+        shared = super()._share(output)
+        if isinstance(shared, BlockFailure):
+            raise PipelineSplitError(str(shared))
+        return shared
+
+    def _check_recomputed(self, unit: str, stage: int) -> None:
+        """Allow any: an evaluation has no backward."""
+
+    def _passed(self, output: Any) -> Any:
+        if len(self.calls) < len(self.units):
+            return output
+        self.tracing = False
+        if self.stops:
+            raise Cut
+        plain = untrace(output)
+        self.last_output = [leaf.detach().clone() for leaf in leaves(plain) if isinstance(leaf, Tensor)]
+        return plain
+
+    def trace_of_pass(self) -> StepTrace:
+        """The trace of the pass, with the tensors that the rest uses. Raises where the pass cannot be cut."""
+        count = len(self.units)
+        if len(self.calls) < count:
+            raise PipelineSplitError("other blocks run than in an earlier batch of these shapes")
+        trace = self.trace_of_step()
+        nodes = [(count, at) for at in range(len(self.last_output))]
+        nodes += [node for node, when in self.last_use.items() if node[0] < count <= when]
+        trace = replace(trace, tail=tuple(map(self.carried, sorted(nodes))))
+        crossing = [item for part in trace.parts for item in part.after]
+        if not trace.tail or any(item.spec.requires_grad for item in (*crossing, *trace.tail)):
+            raise PipelineSplitError("the step uses no result of its blocks, or differentiates them")
+        return trace
+
+    def trace_like(self, full: StepTrace) -> StepTrace:
+        """The trace of the pass, cut as `full` is, with the shapes of this run."""
+
+        def here(items: tuple[Carried, ...]) -> tuple[Carried, ...]:
+            missing = [item.node for item in items if item.node not in self.specs]
+            if missing:
+                raise PipelineSplitError(f"a microbatch computes other tensors ({full.origin(missing[0])})")
+            return tuple(self.carried(item.node) for item in items)
+
+        parts = tuple(replace(part, before=here(part.before), after=here(part.after)) for part in full.parts)
+        return replace(full, calls=tuple(self.calls), parts=parts, heads=(), tail=here(full.tail))
+
+
+class Rest(_Released, StagePlay):
+    """The full step with the results of its first pass, which the stages have computed, in place of the pass."""
+
+    def __init__(
+        self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int, trace: StepTrace,
+        received: list[Tensor],
+    ) -> None:  # fmt: skip
+        self.count = len(trace.calls)
+        part = StagePart(self.count, self.count, trace.tail, ())
+        super().__init__(trace, part, "behind the blocks", received, seed, wire.device)
+        self.rest = EvalDirector(split, wire, stage_rank, seed)
+        self.rest.calls, self.rest.reached = self.count, trace.calls[-1].stage
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().run(func, args, kwargs)
+        if self.call == self.count:
+            refuse_placeholders(result)
+        return result
+
+    def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.call < self.count:
+            return super().enter(unit, args, kwargs)
+        self.skipping = False
+        self._refuse_absent(unit, args, kwargs)
+        return self.rest.enter(unit, self.plain(args), self.plain(kwargs))
+
+    def leave(self, unit: str, output: Any) -> Any:
+        return self._passed(super().leave(unit, output)) if self.skipping else self.rest.leave(unit, output)
+
+    def foreign(self, unit: str, args: Any, kwargs: Any) -> Any:
+        if self.call < self.count:
+            return self._passed(super().foreign(unit, args, kwargs))
+        return self.rest.foreign(unit, args, kwargs)
+
+    def _passed(self, output: Any) -> Any:
+        if self.call < self.count:
+            return output
+        self.tracing = False
+        return self.plain(output)
+
+    def _zeros(self, spec: Spec) -> Tensor:
+        if self.call < self.count:
+            return super()._zeros(spec)
+        return torch.zeros((), dtype=spec.dtype, device=self.device).expand(
+            spec.shape
+        )  # the received one takes its place

@@ -22,7 +22,9 @@ def same(loaded):
     )
 
 
-@pytest.mark.parametrize("save", [save_file, torch.save], ids=["ours", "Lightning's"])
+@pytest.mark.parametrize(
+    "save", [pytest.param(save_file, id="ours"), pytest.param(torch.save, id="Lightning's", marks=pytest.mark.long)]
+)
 def test_each_flipped_bit_is_found_or_changes_nothing(tmp_path, save):
     path = tmp_path / "x.ckpt"
     save(STATE, path)

@@ -68,7 +68,7 @@ ASYNC = {"async_checkpoint": True, "checkpoint_format": "sharded"}
 @pytest.mark.parametrize(
     ("failing", "settings"),
     [
-        (ALL, {"zero_stage": 3}), (ONE, {"zero_stage": 1}), (None, ASYNC),
+        (ALL, {"zero_stage": 3}), (None, ASYNC),
         *[
             pytest.param(failing, settings, marks=pytest.mark.long)
             for failing, settings in product((ALL, ONE), (*SEVERAL, ASYNC))

@@ -38,12 +38,12 @@ def drawn(start, count, wanted=lambda case: True):
 
 def test_a_few_drawn_cases():
     refused = []
-    for case in drawn(1, 8):
+    for case in drawn(1, 5):
         try:
             check(case)
         except Refused as reason:
             refused.append(reason)
-    assert len(refused) <= 3, refused
+    assert len(refused) <= 2, refused
 
 
 CAN_SHOW = {

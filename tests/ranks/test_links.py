@@ -42,7 +42,11 @@ def _over_links(name, world, strategy):
 @pytest.mark.parametrize(
     ("world", "strategy"),
     [
-        (3, {"pipeline_parallel_size": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+        pytest.param(
+            3,
+            {"pipeline_parallel_size": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            marks=pytest.mark.long,
+        ),
         (4, {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble", "zero_stage": 2}),
     ],
     ids=["looped", "v-shaped"],

@@ -346,7 +346,7 @@ def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights
 
 
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_averaged_weights_are_swapped_in_for_validation(layout, window):
     """Hooks after a validation, and those within a window of accumulation, see shards as the others do."""
     trainer = {"limit_val_batches": 1.0, "val_check_interval": 1, "callbacks": [Averaged]}

@@ -86,7 +86,11 @@ def _fit(strategy, world):
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name != "data-tensor" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    "layout",
+    [
+        name if name not in ("data-tensor", "data-pipeline") else pytest.param(name, marks=pytest.mark.long)
+        for name in LAYOUTS
+    ],
 )
 def test_every_kind_of_metric(layout):
     world, strategy = LAYOUTS[layout]

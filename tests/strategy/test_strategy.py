@@ -325,7 +325,12 @@ def _environment():
     [
         ("popen", [sys.executable], 2),
         pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
-        ("popen", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 2),
+        pytest.param(
+            "popen",
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+            2,
+            marks=pytest.mark.long,  # faults/test_torchrun.py starts with torchrun too
+        ),
     ],
     ids=["script", "spawn", "torchrun"],
 )

@@ -8,7 +8,7 @@ import torch
 
 from lightning_3d import Layout
 from lightning_3d.planner import Catalogue, Cluster, Job, Plan
-from lightning_3d.planner.machine_speed import matrix_rate, memory_rate
+from lightning_3d.planner.calibration import matrix_rate, memory_rate
 from lightning_3d.planner.memory import rank_parameters
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import profile_module
@@ -44,7 +44,7 @@ def this_machine(processes: int) -> Cluster:
         matrix_share=1.0,
         memory_gb_per_s=memory_rate(cpu) * share / 1e9,
         block_launch_us=usual.block_launch_us / share,
-        collective_us=usual.collective_us / share,
+        start_us=usual.start_us / share,
         step_us=usual.step_us / share,
     )
     return Cluster(accelerator=device, nodes=1, devices_per_node=processes)

@@ -1,5 +1,6 @@
 """Measure this machine in about a minute, and write its catalogue entry for plans."""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -31,9 +32,11 @@ def run(args: Namespace) -> int:
         raise PlannerError(f"--output {path} is a folder: name a YAML file in it.")
     from lightning_3d.planner.calibration import calibrate, write_entry
 
-    entry = calibrate(name)
+    entry, doubt = calibrate(name)
     write_entry(entry, path)
     for field, value in entry[name].items():
         print(f"{field:<22} {value}")
+    if doubt is not None:
+        print(doubt, file=sys.stderr)
     print(f"wrote {path}: plan for this machine with --cluster {entry[name]['devices_per_node']}x{name}")
     return 0

@@ -1,81 +1,79 @@
-"""Measuring this machine with one process per device at once, as a training would use it, into a catalogue entry.
+"""Measuring this machine into a catalogue entry: matrix products, memory, kernels, links, disk.
 
-What the strategy itself costs, measured by training modules that have next to nothing to compute.
-
-Runs inside a process group of two. The strategy is found by its registered name, since it is built on the planner and
-not the other way round.
+One process per device measures at once, as a training would use them: two processes at most.
 """
 
-import logging
 import os
 import tempfile
 import time
-import warnings
+from collections.abc import Callable
 from datetime import date, timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import StrategyRegistry
 from omegaconf import OmegaConf
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
+from lightning_3d.comm.ring import ring_all_reduce
+from lightning_3d.comm.ring_wire import Wire
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner import machine_speed
 from lightning_3d.planner.local_cluster import machine_memory
-from lightning_3d.planner.machine_speed import best_seconds
+from lightning_3d.planner.step_time import USUAL_KERNELS
 
 TIMEOUT = 120
 """Seconds after which a measurement is given up."""
-WAITS = {
-    "launch": "block_launch_us", "sum": "collective_us", "loop": "step_us", "shard": "shard_us", "stage": "stage_us"
-}  # fmt: skip
-"""Measurements in seconds; the rest are rates."""
-CORES = {"weight": "weight_gb_per_s", "added": "sum_gb_per_s", "fused": "shard_update_gb_per_s"}
-"""Measurements made only where devices are cores."""
-WIDTH = 384
-"""Of a module that one would train on a core."""
+REPEATS = 10
+LINK_BYTES, DISK_BYTES, COPY_BYTES = 16 << 20, 128 << 20, 256 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PASSES = 3
+"""Kernels of forward and backward, over those of the forward."""
+DISTURBED = 1.25
+"""Ratio of two measurements of one rate above which other work ran beside them."""
 
 
-def calibrate(name: str) -> dict[str, Any]:
-    """A catalogue entry called `name` for this machine: a device is a GPU, or one CPU core where there is none."""
+def calibrate(name: str) -> tuple[dict[str, Any], str | None]:
+    """A catalogue entry called `name` for this machine, and a line if other work disturbed it.
+
+    A device is a GPU, or one CPU core where there is none.
+    """
     cuda = torch.cuda.is_available()
     devices = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         ranks = _measure(folder, world=min(2, devices), cuda=cuda)
-    slowest = {key: (max if key in WAITS else min)(rank[key] for rank in ranks) for key in ranks[0]}
-    if "product" in slowest:  # on a busy machine the small ones may be the quicker: no share of a peak is above 1
-        slowest["fp32"] = max(slowest["fp32"], slowest["product"])
-    memory, host = _memory(cuda, devices)
-    peaks = {dtype: _round(slowest[dtype] / 1e12) for dtype in DTYPES}
+    slowest = {key: min(rank[key] for rank in ranks) for key in ranks[0]}
+    host = machine_memory() / devices
+    memory = torch.cuda.get_device_properties(0).total_memory if cuda else host
     return {
         name: {
             "title": f"this machine, measured {date.today()} ({'GPU' if cuda else 'one process per CPU core'})",
             "memory_gb": _round(memory / 1e9),
-            "peak_tflops": peaks,
-            "matrix_share": _round(slowest["product"] / slowest["fp32"]) if "product" in slowest else 1.0,
+            "peak_tflops": {dtype: _round(slowest[dtype] / 1e12) for dtype in DTYPES},
+            "matrix_share": 1.0,
             "memory_gb_per_s": _round(slowest["memory"] / 1e9),
-            "update_gb_per_s": _round(slowest["update"] / 1e9),
-            "cores": 0 if cuda else devices,
             "devices_per_node": devices,
             "node_link_gb_per_s": _round(slowest["link"] / 1e9),
             "cluster_link_gb_per_s": _round(slowest["link"] / 1e9),
             "link_share": 1.0,
-            **{field: _round(slowest[key] / 1e9) for key, field in CORES.items() if key in slowest},
-            "alone": _round(slowest.get("alone", 1.0)),
             "host_link_gb_per_s": _round(slowest["host"] / 1e9),
             "host_memory_gb": _round(host / 1e9),
-            "disk_gb_per_s": _round(machine_speed.disk_rate(Path.cwd()) / 1e9),
-            **{field: _round(slowest[key] * 1e6) for key, field in WAITS.items() if key in slowest},
+            "disk_gb_per_s": _round(disk_rate(Path.cwd()) / 1e9),
+            "block_launch_us": _round(1e6 * PASSES * USUAL_KERNELS / slowest["kernels"]),
             "reserved_gb": 1.0 if cuda else 0.0,
         }
-    }
+    }, _doubt(ranks)
+
+
+def _doubt(ranks: list[dict[str, float]]) -> str | None:
+    """A line for a machine that was busy: a rate that was measured twice and differs."""
+    worst = max(ranks, key=lambda rank: rank["ratio"])["ratio"]
+    if worst <= DISTURBED:
+        return None
+    return (
+        f"the same matrix product took {worst:.1f} times as long in one of two measurements: other work ran beside"
+        " them, and these figures contradict each other. Calibrate again while the machine is idle."
+    )
 
 
 def write_entry(entry: dict[str, Any], path: Path) -> None:
@@ -114,135 +112,77 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     wait = timedelta(seconds=TIMEOUT)
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world, timeout=wait)
-    measured = {name: machine_speed.matrix_rate(device, dtype, 4096 if cuda else 768) for name, dtype in DTYPES.items()}
-    measured["memory"] = machine_speed.memory_rate(device)
-    measured["update"] = machine_speed.update_rate(device)
-    measured["launch"] = machine_speed.launch_seconds(device)
-    measured["link"] = machine_speed.link_rate(device) if world > 1 else measured["memory"]
-    if not cuda:
-        measured["product"], measured["weight"] = machine_speed.product_rates(WIDTH)
-        measured["added"] = machine_speed.sum_rate(device) if world > 1 else measured["memory"]
-        measured["alone"] = machine_speed.gain_alone(rank, world, WIDTH)
-        measured["fused"] = machine_speed.update_rate(device, fused=True)
+    size = 4096 if cuda else 768
+    measured = {name: matrix_rate(device, dtype, size) for name, dtype in DTYPES.items()}
+    measured["memory"] = memory_rate(device)
+    measured["kernels"] = kernel_rate(device)
+    measured["link"] = link_rate(device) if world > 1 else measured["memory"]
     measured["host"] = _host_rate(device) if cuda else measured["memory"]
-    answers.put({**measured, **engine_seconds(rank, world)})
+    pair = sorted((measured["fp32"], matrix_rate(device, torch.float32, size)))
+    answers.put({**measured, "ratio": pair[1] / pair[0]})
     dist.destroy_process_group()
 
 
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOP/s of a `size` x `size` product."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / best_seconds(lambda: left @ right, device)
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second of a copy, read and written bytes both counted."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source), device)
+
+
+def kernel_rate(device: torch.device) -> float:
+    """Kernels that the host starts in a second, each with nearly nothing to compute."""
+    few = torch.ones(8, device=device)
+    return 1 / best_seconds(lambda: few.add_(1), device, inner=200)
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes per second that each of two ranks sends in a ring that sums a buffer over them."""
+    wire, buffer = Wire(dist.new_group()), torch.ones(LINK_BYTES // 4, device=device)
+    return LINK_BYTES / best_seconds(lambda: ring_all_reduce(buffer, wire, average=True), device)
+
+
 def _host_rate(device: torch.device) -> float:
-    host = torch.empty(machine_speed.LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    return machine_speed.LINK_BYTES / machine_speed.best_seconds(lambda: host.to(device), device)
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    return LINK_BYTES / best_seconds(lambda: host.to(device), device)
 
 
-def _memory(cuda: bool, devices: int) -> tuple[float, float]:
-    """Bytes per device, and of host memory per device."""
-    host = machine_memory() / devices
-    return (torch.cuda.get_device_properties(0).total_memory if cuda else host), host
+def disk_rate(folder: Path) -> float:
+    """Bytes per second written and synced to the disk that `folder` is on."""
+    data = os.urandom(1 << 20)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        for _ in range(DISK_BYTES >> 20):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return DISK_BYTES / (time.perf_counter() - start)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, *, inner: int = 1) -> float:
+    """The shortest of `REPEATS` timings of `work`, after one that warms up."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(inner):
+            work()
+        _wait(device)
+        times.append((time.perf_counter() - start) / inner)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _round(number: float) -> float:
     return float(f"{number:.4g}")
-
-
-STEPS, FEW, MANY = 24, 2, 10
-ROWS, RESIDUAL_WIDTH = 8, 16
-
-
-def engine_seconds(rank: int, world: int) -> dict[str, float]:
-    """Seconds of a step's loop, of sharding one block, of one sum over tensor ranks, of one microbatch on a stage; of
-    one device only the first."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="calibrate",
-    )  # fmt: skip
-    few, many = step_seconds(world, FEW, zero_stage=0), step_seconds(world, MANY, zero_stage=0)
-    block = max(0.0, (many - few) / (MANY - FEW))
-
-    def each(**layout: Any) -> float:
-        """The additional seconds of a block in this layout."""
-        more = step_seconds(world, MANY, **layout) - step_seconds(world, FEW, **layout)
-        return max(0.0, more / (MANY - FEW) - block)
-
-    loop = {"loop": max(0.0, few - FEW * block)}
-    if world == 1:
-        return loop
-    short = step_seconds(world, world, pipeline_parallel_size=world, num_microbatches=2)
-    long = step_seconds(world, world, pipeline_parallel_size=world, num_microbatches=ROWS)
-    return {
-        **loop,
-        "shard": each(zero_stage=1),
-        "sum": each(tensor_parallel_size=world) / 2,
-        "stage": max(0.0, (long - short) / (ROWS - 2) - block_seconds()),
-    }
-
-
-def step_seconds(world: int, blocks: int, **layout: Any) -> float:
-    """The quickest step of a chain of `blocks` tiny blocks: what else the machine does only ever adds."""
-    watch = StepTimes()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    strategy = StrategyRegistry["3d"]["strategy"](quiet=True, **layout)
-    trainer = Trainer(
-        accelerator="cpu" if not torch.cuda.is_available() else "gpu",
-        devices=world,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        max_steps=STEPS,
-        callbacks=[watch],
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(_Chain(blocks), DataLoader([some_rows()] * STEPS, batch_size=None))  # type: ignore[arg-type]
-    return min(after - before for before, after in pairwise(watch.ends[2:]))
-
-
-def some_rows() -> Tensor:
-    """A batch. No two numbers are the same: of equal ones a block cannot be proven to split, and would send nothing."""
-    return torch.linspace(-1, 1, ROWS * RESIDUAL_WIDTH).view(ROWS, RESIDUAL_WIDTH)
-
-
-def block_seconds() -> float:
-    """Forward and backward of one tiny block on a microbatch of one row."""
-    block, row = _Residual(), torch.ones(1, RESIDUAL_WIDTH, requires_grad=True)
-    return best_seconds(lambda: block(row).sum().backward(), row.device, inner=20)
-
-
-class StepTimes(Callback):
-    """When steps ended."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
-class _Chain(LightningModule):
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Residual() for _ in range(blocks)])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        loss = batch.square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (
-            nn.Linear(RESIDUAL_WIDTH, 2 * RESIDUAL_WIDTH),
-            nn.Linear(2 * RESIDUAL_WIDTH, RESIDUAL_WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))

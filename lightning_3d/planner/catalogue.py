@@ -167,11 +167,10 @@ NUMBERS = FIELDS.keys() - {"title", "source", "runs_here"}
 _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING and f.default_factory is MISSING)
 _OPTIONAL = {name for name, field in FIELDS.items() if field.default is None}
 _SHARES = {"matrix_share", "link_share"}
-_WHOLE = {"devices_per_node", "link_domain", "cores"}
+_WHOLE = {"devices_per_node", "link_domain"}
 _FREE = {
     "reserved_gb",
     "watts",
-    "cores",
     "link_domain",
     "failure_hours",
     *(name for name in FIELDS if name.endswith("_us")),

@@ -61,8 +61,6 @@ class Accelerator:
     """Memory that the driver, the communication library and fragmentation take."""
     block_launch_us: float = 400
     """Microseconds that the host needs to start the kernels of one block, forward and backward."""
-    collective_us: float = 20
-    """Microseconds that starting and ending one collective takes, however little it sends."""
     start_us: float = 8.4
     """Microseconds that a ring takes to start. This and the hops are those of NCCL's model (src/graph/tuning.cc)."""
     node_hop_us: float = 3.4
@@ -73,25 +71,8 @@ class Accelerator:
     """Microseconds of a hop in a node, in a tree."""
     failure_hours: float = 50_676
     """Hours between failures of one device: 419 in 54 days of 16,384 H100 (Llama 3, section 3.3.4); 0 for never."""
-    shard_us: float = 40
-    """Microseconds that gathering and reducing one block's parameters takes, however small it is."""
-    stage_us: float = 40
-    """Microseconds of a pipeline rank for each microbatch, without computing."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""
-    update_gb_per_s: float | None = None
-    """Rate at which AdamW passes over its states, gradients and weights; that of the memory where not known."""
-    shard_update_gb_per_s: float | None = None
-    """The same where states are sharded, which on a CPU is one fused kernel; `update_gb_per_s` where not known."""
-    weight_gb_per_s: float | None = None
-    """Rate at which products pass over their weights and gradients of weights; that of the memory where not known."""
-    sum_gb_per_s: float | None = None
-    """Rate at which a tensor rank sends what is summed; that of the links where not known."""
-    cores: int = 0
-    """Where devices are processes of one machine, the cores that they share, also with what they send; 0 for devices
-    of their own."""
-    alone: float = 1.0
-    """Gain of a core while the others rest: they share caches, the memory bus and a clock."""
     watts: float = 0
     runs_here: bool = True
     """False where lightning_3d can price the device and not run on it."""
@@ -128,17 +109,6 @@ class Cluster:
     def domain(self) -> int:
         """Devices that are joined by the links of a node."""
         return min(self.devices, max(self.devices_per_node, self.accelerator.link_domain))
-
-    @property
-    def crowd(self) -> float:
-        """Processes that a core has to serve; 1 for devices of their own, and less while some cores rest."""
-        cores, processes = self.accelerator.cores, self.devices_per_node
-        if not cores or processes == cores:
-            return 1.0
-        if processes > cores:
-            return processes / cores
-        resting = (cores - processes) / (cores - 1)
-        return 1 / (1 + resting * (self.accelerator.alone - 1))
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.devices_per_node}x{self.accelerator.name}"

@@ -4,8 +4,10 @@ This file imports torch. The catalogue does not, so that `lightning-3d plan` sta
 """
 
 import os
+import re
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,36 +19,6 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 
 SERVER_CORES = 16
 """Cores of the machine that the catalogue calls `cpu`."""
-_GPU_NAMES = {
-    "GB300": "gb300",
-    "GB200": "gb200",
-    "B300": "b300",
-    "B200": "b200",
-    "H100 PCIe": "h100-pcie",
-    "H800": "h800",
-    "H200": "h200",
-    "H20": "h20",
-    "H100": "h100",
-    "A100": "a100-80g",
-    "V100": "v100-32g",
-    "P100": "p100",
-    "K80": "k80",
-    "L40S": "l40s",
-    "L40": "l40",
-    "A10G": "a10g",
-    "A10": "a10",
-    "L4": "l4",
-    "T4": "t4",
-    "5090": "rtx-5090",
-    "4090": "rtx-4090",
-    "3090": "rtx-3090",
-    "2080 Ti": "rtx-2080ti",
-    "MI355X": "mi355x",
-    "MI325X": "mi325x",
-    "MI300X": "mi300x",
-    "MI250X": "mi250x",
-}
-"""Part of the name that torch gives a GPU -> catalogue entry. The first that occurs counts."""
 
 
 def cluster_here(device_type: str, *, devices_per_node: int, nodes: int = 1) -> Cluster:
@@ -67,8 +39,11 @@ def _gpu() -> Accelerator:
 
 
 def catalogue_name(gpu: str) -> str | None:
-    """The catalogue's name for what torch calls a GPU, None where it has none."""
-    return next((entry for part, entry in _GPU_NAMES.items() if part in gpu), None)
+    """The catalogue's name for what torch calls a GPU, None where it has none: all its parts are words of the GPU."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d)gb\b", r"\1g", gpu.lower()))
+    known = {*words, *map("".join, pairwise(words))}  # RTX 2080 Ti is rtx-2080ti
+    able = [name for name in Catalogue.load().names if known.issuperset(name.split("-"))]
+    return max(able, key=len, default=None)
 
 
 def _entry_of(gpu: str) -> str:

@@ -23,9 +23,9 @@ WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
-USUAL_KERNELS = 8.5
-"""Of a GPT's block whose attention is one kernel, weighed as in `kernels.py`: four products, two norms, the attention
-and three that go element by element. How long those take to start is what is known of a device."""
+USUAL_KERNELS = 10
+"""Of a GPT's block whose attention is one kernel: four products, two norms, the attention, three that go element by
+element. The time to start those is what is known of a device."""
 HOST_ADAM_BYTES = 20e9
 """Bytes per second at which the host updates offloaded optimizer states, per device."""
 
@@ -78,7 +78,6 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         return sustained_step(job, layout, cluster.devices)
     useful, again = compute_seconds(job, layout, cluster, micro)
     traffic, launching = traffic_seconds(job, layout, cluster, micro)
-    hidden_by = 0.0 if cluster.accelerator.cores else DATA_OVERLAP * useful
     if splits_backward(layout):
         traffic += SPLIT_COST * useful
     parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
@@ -89,7 +88,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         times=parts,
         joined=True,
     )
-    alone = StepTime(
+    return StepTime(
         compute=useful * microbatches,
         traffic=traffic * microbatches,
         launching=launching * microbatches,
@@ -97,12 +96,11 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         bubble=bubble,
         tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
         pipeline=pipeline_seconds(job, layout, cluster, micro) * microbatches,
-        data=data_seconds(job, layout, cluster, hidden_by=hidden_by, microbatches=microbatches),
+        data=data_seconds(job, layout, cluster, hidden_by=DATA_OVERLAP * useful, microbatches=microbatches),
         optimizer=optimizer_seconds(job, layout, cluster),
         offload=offload_seconds(job, layout, cluster, microbatches),
         overhead=overhead_seconds(job, layout, cluster, microbatches),
     )
-    return crowded(alone, cluster.crowd)
 
 
 def splits_backward(layout: Layout) -> bool:
@@ -120,16 +118,6 @@ def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float)
     if layout.schedule in HALVED_BACKWARD and not splits_backward(layout):
         return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
     return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
-
-
-def crowded(alone: StepTime, crowd: float) -> StepTime:
-    """The step where `crowd` processes share a core. While one waits in the pipeline another works."""
-    if crowd == 1:
-        return alone
-    busy = alone.total - alone.bubble
-    idle = max(0.0, busy + alone.bubble - crowd * busy) if crowd > 1 else crowd * alone.bubble
-    parts = {field.name: crowd * getattr(alone, field.name) for field in fields(alone)}
-    return StepTime(**{**parts, "bubble": idle})
 
 
 def sustained_step(job: Job, layout: Layout, devices: int) -> StepTime:
@@ -153,8 +141,7 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
     """Seconds of one microbatch on the memory bus, and seconds in which the device waits for the host.
 
-    The bus serves small matrices, norms and activations. The longer of the two hides the other, but a core launches
-    nothing while it computes.
+    The bus serves small matrices, norms and activations. The longer of the two hides the other.
     """
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
@@ -162,12 +149,9 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
     weights = passes * job.numbers(layout).product * profile.block_parameters / tensor
     layers = layers_on_rank(profile.layers, layout)
-    weight_rate = device.weight_gb_per_s or device.memory_gb_per_s
-    bus = layers * (KEPT_PASSES * kept * micro / device.memory_gb_per_s + weights / weight_rate) / 1e9
+    bus = layers * (KEPT_PASSES * kept * micro + weights) / (device.memory_gb_per_s * 1e9)
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
-    if device.cores:
-        return bus, launches
     return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
 
 
@@ -187,8 +171,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
         return 0.0
     ends = {0, layout.pipeline_parallel_size - 1}
     sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in ends)
-    given = cluster.accelerator.sum_gb_per_s
-    return sent / (given * 1e9 if given else link_rate(cluster, span=tensor, stride=1))
+    return sent / link_rate(cluster, span=tensor, stride=1)
 
 
 def tensor_sums(job: Job, layout: Layout) -> float:
@@ -203,8 +186,7 @@ def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> 
         return 0.0
     sent = 2 * layout.stages_per_rank * micro * job.profile.boundary_elements * job.profile.element_bytes
     neighbour = layout.data_parallel_size * layout.tensor_parallel_size
-    overlap = 0.0 if cluster.accelerator.cores else PIPELINE_OVERLAP
-    return (1 - overlap) * sent / link_rate(cluster, span=2, stride=neighbour)
+    return (1 - PIPELINE_OVERLAP) * sent / link_rate(cluster, span=2, stride=neighbour)
 
 
 def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float, microbatches: int) -> float:
@@ -214,10 +196,9 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float
         return 0.0
     sent = data_bytes(job, layout, stage=0, microbatches=microbatches)
     stride = layout.tensor_parallel_size
-    seconds = sent / link_rate(cluster, span=ranks, stride=stride)
-    if not cluster.accelerator.cores:
-        latency = ring_latency if layout.zero_stage else sum_latency
-        seconds += data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=ranks, stride=stride)
+    latency = ring_latency if layout.zero_stage else sum_latency
+    waits = data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=ranks, stride=stride)
+    seconds = sent / link_rate(cluster, span=ranks, stride=stride) + waits
     reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
     return max(0.0, seconds - hidden_by * reduces)
 
@@ -228,11 +209,7 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
         return 0.0
     per = job.per_parameter
     touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
-    device = cluster.accelerator
-    rate = device.update_gb_per_s or device.memory_gb_per_s
-    if layout.zero_stage and layout.data_parallel_size > 1:
-        rate = device.shard_update_gb_per_s or rate
-    return touched / (rate * 1e9)
+    return touched / (cluster.accelerator.memory_gb_per_s * 1e9)
 
 
 def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
@@ -249,25 +226,16 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: in
 
 def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
     """Seconds of the training loop itself, and of what is started, however little it sends or computes."""
-    device, layers = cluster.accelerator, layers_on_rank(job.profile.layers, layout)
-    piped = layout.pipeline_parallel_size > 1
-    sharded = layout.zero_stage > 0 and layout.data_parallel_size > 1
-    times = microbatches if layout.zero_stage >= 2 and not piped else 1
-    shards = (1.5 if layout.zero_stage == 3 and not piped else 1) * times * (layers + 1) if sharded else 0
-    sums = tensor_sums(job, layout) * microbatches if layout.tensor_parallel_size > 1 else 0
-    stages = layout.stages_per_rank * microbatches if piped else 0
-    waits = device.step_us + device.shard_us * shards + device.stage_us * stages
-    return waits * 1e-6 + sums * _sum_wait(layout, cluster)
-
-
-def _sum_wait(layout: Layout, cluster: Cluster) -> float:
-    """Seconds that one sum over tensor ranks takes, however little it sends. Sequence parallelism gathers instead."""
-    device, tensor = cluster.accelerator, layout.tensor_parallel_size
-    if device.cores:
-        return device.collective_us * 1e-6 * (2 if layout.sequence_parallel else 1)
-    if layout.sequence_parallel:
-        return 2 * ring_latency(cluster, span=tensor, stride=1)
-    return sum_latency(cluster, span=tensor, stride=1)
+    tensor, seconds = layout.tensor_parallel_size, cluster.accelerator.step_us * 1e-6
+    if tensor > 1:
+        sums = tensor_sums(job, layout) * microbatches
+        ring = ring_latency(cluster, span=tensor, stride=1)  # sequence parallelism gathers and scatters instead
+        seconds += sums * (2 * ring if layout.sequence_parallel else sum_latency(cluster, span=tensor, stride=1))
+    if layout.pipeline_parallel_size > 1:
+        neighbour = layout.data_parallel_size * tensor
+        hop = ring_latency(cluster, span=2, stride=neighbour)
+        seconds += 2 * (layout.pipeline_parallel_size - 1 + layout.stages_per_rank * microbatches) * hop
+    return seconds
 
 
 def updated_parameters(job: Job, layout: Layout) -> float:

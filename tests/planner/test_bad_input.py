@@ -67,7 +67,7 @@ def answered(capsys, *words):
         ("devices_per_node: 0", "a whole number from 1"),
         ("devices_per_node: '8'", "not '8'"),
         ("devices_per_node: 2.5", "not 2.5"),
-        ("cores: -1", "a whole number from 0"),
+        ("link_domain: -1", "a whole number from 0"),
         ("aliases: {a: b}", "aliases must be a name or a list of them"),
         ("aliases: [[x]]", "aliases must be a name or a list of them"),
         ("title: [1, 2]", "title must be text"),
@@ -86,7 +86,7 @@ def test_a_wrong_field_of_an_entry_is_named(capsys, tmp_path, entry, message):
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b"mine:", b"- 1", b"x: [", b"x: {like: h100, cores: " + b"9" * 5000 + b"}"]
+    "content", [b"\xff\xfe\x00", b"mine:", b"- 1", b"x: [", b"x: {like: h100, link_domain: " + b"9" * 5000 + b"}"]
 )
 def test_a_file_that_is_no_catalogue_is_named(capsys, tmp_path, content):
     file = tmp_path / "own.yaml"
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_catalogue_is_named(capsys, tmp_path, content):
         ("mine: {like: a100}", "2xmine"),
         ("mine: {like: H100}", "2xMINE"),
         ("mine: {like: h100, price: 3}", "2xmine"),
-        ("mine: {like: h100, price: 0, watts: 0, reserved_gb: 0, collective_us: 0}", "2xmine"),
+        ("mine: {like: h100, price: 0, watts: 0, reserved_gb: 0, start_us: 0}", "2xmine"),
         ("mine: {like: h100, aliases: lab}", "2xlab"),
         ("mine: {like: h100, aliases: [Lab]}", "2xLAB"),
         ("mine: {like: h100, aliases: [3070]}", "2x3070"),
@@ -193,7 +193,7 @@ def test_amounts_as_people_write_them(capsys):
     ]
     assert [parse_dollars(text, "x") for text in ("$50,000", "50k", "1.5M", "50000")] == [5e4, 5e4, 1.5e6, 5e4]
     assert [parse_duration(text) / 86400 for text in ("1 month", "2 months", "1,000 days")] == [30, 60, 1000]
-    for allowed in ("reserved_gb=0", "watts=0", "price.dollars_per_hour=2", "cores=0"):
+    for allowed in ("reserved_gb=0", "watts=0", "price.dollars_per_hour=2", "link_domain=0"):
         answered(capsys, "gpt2", "--cluster", "h100", "--set", allowed)
     answered(capsys, "gpt2", "--accelerator", "h100", "--tokens", "1B", "--max-cost", "$50,000")
 

@@ -10,7 +10,6 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.step_time import (
     USUAL_KERNELS,
     StepTime,
-    optimizer_seconds,
     pass_times,
     step_time,
     tensor_sums,
@@ -33,31 +32,16 @@ def traffic(job, **changes):
     return sum(traffic_seconds(job, ALONE, machine(block_launch_us=1000, **changes), micro=1))
 
 
-def test_a_device_hides_what_the_host_starts_and_a_core_does_not():
-    busy = traffic(job(block_flops=1e12))
-    assert busy < 1e-3
-    assert traffic(job(block_flops=1e12), cores=1) == pytest.approx(busy + 4e-3)
+def test_a_device_hides_what_the_host_starts():
+    assert traffic(job(block_flops=1e12)) < 1e-3
+    assert traffic(job(block_flops=1)) == pytest.approx(4e-3, rel=0.01)
 
 
 def test_blocks_of_more_kernels_take_longer_to_start():
-    usual = traffic(job(), cores=1)
-    assert traffic(job(block_kernels=USUAL_KERNELS), cores=1) == usual
-    assert traffic(job(block_kernels=3 * USUAL_KERNELS), cores=1) == pytest.approx(usual + 8e-3)
-    assert traffic(job(outside_kernels=2 * USUAL_KERNELS), cores=1) == pytest.approx(usual + 2e-3)
-
-
-def test_weights_have_a_rate_of_their_own():
-    slow, quick = (traffic(job(), cores=1, memory_gb_per_s=1, weight_gb_per_s=rate) for rate in (1, 2))
-    assert slow == traffic(job(), cores=1, memory_gb_per_s=1)
-    assert slow - quick == pytest.approx(4 * 5 * 4 * 1000 / 2e9)
-
-
-def test_shards_have_an_update_rate_of_their_own():
-    rates = {"update_gb_per_s": 4, "shard_update_gb_per_s": 8}
-    whole, shard = (
-        optimizer_seconds(job(), Layout(data_parallel_size=2, zero_stage=stage), machine(**rates)) for stage in (0, 1)
-    )
-    assert shard == pytest.approx(whole / 4)
+    usual = traffic(job(block_flops=1))
+    assert traffic(job(block_flops=1, block_kernels=USUAL_KERNELS)) == usual
+    assert traffic(job(block_flops=1, block_kernels=3 * USUAL_KERNELS)) == pytest.approx(usual + 8e-3)
+    assert traffic(job(block_flops=1, outside_kernels=2 * USUAL_KERNELS)) == pytest.approx(usual + 2e-3)
 
 
 def test_sums_over_tensor_ranks():

@@ -133,24 +133,3 @@ class Llama(Sized):
         loss = self.model(input_ids=batch, labels=batch).loss
         self.log("loss", loss)
         return loss
-
-
-LAYOUTS: dict[str, dict] = {
-    "1": {},
-    "2 zero0": {"zero_stage": 0},
-    "2 zero1": {"zero_stage": 1},
-    "2 zero2": {"zero_stage": 2},
-    "2 zero3": {"zero_stage": 3},
-    "2 tensor": {"tensor_parallel_size": 2},
-    "2 pipeline": {"pipeline_parallel_size": 2},
-    "2 gpipe": {"pipeline_parallel_size": 2, "schedule": "gpipe", "num_microbatches": 4},
-    "4 zero0": {"zero_stage": 0},
-    "4 zero1": {"zero_stage": 1},
-    "4 zero3": {"zero_stage": 3},
-    "4 tensor x zero1": {"tensor_parallel_size": 2},
-    "4 tensor x zero3": {"tensor_parallel_size": 2, "zero_stage": 3},
-    "4 pipeline x zero1": {"pipeline_parallel_size": 2},
-    "4 tensor x pipeline": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    "4 pipeline": {"pipeline_parallel_size": 4},
-}
-"""Number of processes and what it is -> arguments of `Strategy3D`."""

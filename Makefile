@@ -26,8 +26,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## speed against the peers that are installed (prints ratios, asserts nothing)
-	@for script in tests/bench/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(STAMP)  ## speed and memory against the peers that are installed: table, JSON and plot in build/bench
+	@$(BIN)/python -m tests.bench
 
 docs: $(STAMP)  ## the pages of docs/ as a site in build/site
 	$(BIN)/python -m mkdocs build -q

@@ -12,15 +12,17 @@ from pathlib import Path as _Path
 if _typing.TYPE_CHECKING:
     from lightning_3d.layout import Layout as Layout
     from lightning_3d.module.anatomy import Anatomy as Anatomy
+    from lightning_3d.monitor.callback import Monitor3D as Monitor3D
     from lightning_3d.precision import Precision3D as Precision3D
     from lightning_3d.strategy.strategy import Strategy3D as Strategy3D
 
 __version__ = "0.1.0"
-__all__ = ["Anatomy", "Layout", "Precision3D", "Strategy3D"]
+__all__ = ["Anatomy", "Layout", "Monitor3D", "Precision3D", "Strategy3D"]
 
 _HOMES = {
     "Anatomy": "module.anatomy",
     "Layout": "layout",
+    "Monitor3D": "monitor.callback",
     "Precision3D": "precision",
     "Strategy3D": "strategy.strategy",
 }

@@ -50,13 +50,11 @@ LayoutChoice = Literal["given", "auto"]
 class Processes(Protocol):
     """The processes of a job, as far as a choice of layout needs them."""
 
-    num_nodes: int
-
     @property
     def world_size(self) -> int: ...
 
     @property
-    def num_processes(self) -> int: ...
+    def ranks_per_node(self) -> int: ...
 
     @property
     def root_device(self) -> torch.device: ...
@@ -181,7 +179,8 @@ def decide(situation: Situation) -> Decided:
 
 def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
     processes = situation.processes
-    sizes = {"devices_per_node": processes.num_processes, "nodes": processes.num_nodes}
+    size = processes.ranks_per_node
+    sizes = {"devices_per_node": size, "nodes": processes.world_size // size}
     return talk.from_first(
         lambda: choose_layout(
             seen.profile,
@@ -250,9 +249,12 @@ def measure_step(
     try:
         run_ahead(module, batch, trace)
     except Exception as error:  # what user code cannot do without real numbers: `.item()`, numpy ...
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        return Seen(counted, problems=(f"the step cannot be run ahead ({said}), so activations are not known",))
-    return Seen(measured_profile(counted, trace), Loading(samples=rows, accumulate=trainer.accumulate_grad_batches))
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
+        return Seen(counted, problems=(f"the step cannot be run ahead ({problem}), so activations are not known",))
+    return Seen(
+        measured_profile(module, trace, name=counted.name),
+        Loading(samples=rows, accumulate=trainer.accumulate_grad_batches),
+    )
 
 
 def run_ahead(module: LightningModule, batch: Any, trace: CostTrace) -> tuple[Any, Record]:

@@ -14,8 +14,10 @@ from lightning_3d.errors import ConfigurationError, Lightning3DError
 COMMANDS = {
     "plan": ("lightning_3d.commands.plan", "how many devices, which layout, how long, how much money"),
     "dry-run": ("lightning_3d.commands.dry_run", "simulate your script on a cluster: memory, messages, errors"),
+    "layout": ("lightning_3d.commands.show_layout", "which rank has which blocks, shards and bytes"),
     "inspect": ("lightning_3d.commands.inspect", "how a module would be sharded: tensor plan, stages, parameters"),
     "compare": ("lightning_3d.commands.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
+    "timeline": ("lightning_3d.commands.timeline", "the recorded timetable of a pipeline beside the ideal one"),
     "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, for plans that use it"),
     "consolidate": ("lightning_3d.commands.consolidate", "one file from a sharded checkpoint"),
     "export": ("lightning_3d.commands.export", "safetensors from a sharded checkpoint, for from_pretrained"),

@@ -1,4 +1,4 @@
-"""The errors of this package, and `explain_shard_errors` for torch's errors about shards.
+"""The errors of this package, `did_you_mean`, and `explain_shard_errors` for torch's errors about shards.
 
 ::
 
@@ -20,8 +20,9 @@ training starts.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class Lightning3DError(Exception):
@@ -93,6 +94,12 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 f" physics-informed loss), and its backward needs weights that are already freed ({layout}). Use"
                 " zero_stage=0; tensor parallelism can do this."
             ) from error
+        if "invalid gradient" in text and "expected device meta" in text:
+            raise UnsupportedError(
+                f"An autograd function of yours takes logits that are not computed yet ({_first(text)}). Large logits,"
+                " and those that tensor ranks divide, are computed when an operation of torch first uses them, which"
+                " apply() of a torch.autograd.Function is not. Their gradient would be lost. Pass it `logits + 0`."
+            ) from error
         if any(word in text for word in _MIXED) and _IN_PLACE.search(text):
             raise UnsupportedError(
                 f"training_step changes sharded weights in place ({layout}; {_first(text)}). A network that follows"
@@ -107,6 +114,12 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
                 ' block: tensor_plan={"name of the block": "whole"}.'
             ) from error
         raise
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about `name`: the most similar of the `known` names; empty if none is similar."""
+    found = get_close_matches(name, list(known))
+    return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 def is_meta_error(error: Exception) -> bool:

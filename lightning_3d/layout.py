@@ -1,25 +1,174 @@
-"""`Layout`: the number of ranks of each axis and the place of each rank. Pure data, no process group."""
+"""`Layout`: the number of ranks of each axis and the place of each rank. `SCHEDULES`: the facts of each schedule.
 
+Pure data, no process group. The planner reads it without torch.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from lightning_3d.errors import LayoutError
 
 ZeroStage = Literal[0, 1, 2, 3]
 Schedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs"
+    "1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "loopedbfs", "zbv_zero_bubble", "dualpipev"
 ]
-ONE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Schedules with one stage on each rank."""
-V_SHAPED: tuple[Schedule, ...] = ("zbv_zero_bubble", "dualpipev")
-"""Schedules with two stages on each rank: the order of ranks down, and up again."""
-HALVED_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", *V_SHAPED)
-"""Schedules that compute the gradients of weights later than those of inputs."""
-Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "all"]
+GradCompression = Literal["bf16", "fp16", "int8", "powersgd"]
+INT8_CHUNK = 1024
+"""Numbers of a gradient that share one fp32 scale."""
+COMPRESSED_BYTES = MappingProxyType({"bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / INT8_CHUNK})
+"""Bytes of one number of a gradient. PowerSGD sends two thin matrices in place of each matrix."""
+POWERSGD_RANK = 4
+RecomputeMode = Literal["none", "selective", "full"]
+OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
 AXES = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Seconds (or any unit) that a rank spends on one microbatch."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFacts:
+    """The facts of a schedule. A rank of `p` pipeline ranks has `v` stages, and a batch has `m` microbatches.
+
+    The formulas are from the papers on GPipe, PipeDream-Flush (1F1B), interleaving (Narayanan et al. 2021),
+    breadth-first pipelines (Lamy-Poirier 2022), zero bubble (Qi et al. 2023, 2024) and DualPipe (DeepSeek 2024).
+    """
+
+    torch_class: str | None
+    """The class of torch whose order is used; None where torch's order is wrong, and ours is used."""
+    idle: Callable[[int, int, PassTimes, bool], float]
+    """Idle time of a rank in a step, from `p - 1`, `v`, the times of its passes and `joined`.
+
+    `joined` is True where all ranks wait for the last one before the next step.
+    """
+    in_flight: Callable[[int, int, int], float]
+    """The most microbatches whose activations the first rank has at once, from `p`, `v` and `m`, up to `m`."""
+    runs: Callable[[int, int, int], bool] = lambda p, v, m: True
+    """True where torch has an order for `p`, `v` and `m`. For other numbers all forwards run before all backwards."""
+    needs: str = ""
+    """The condition of `runs` in words."""
+    stages_per_rank: int | None = None
+    """Stages of a rank; None where the user chooses."""
+    v_shaped: bool = False
+    """True where stages lie on the ranks in their order, and then in the reverse order."""
+    halved_backward: bool = False
+    """True where gradients of weights are computed later than those of inputs."""
+    fewer_on_later_ranks: bool = False
+    """True where each rank has the activations of one microbatch less than the rank before it."""
+
+
+def _zbv_idle(ramp: int, v: int, times: PassTimes, joined: bool) -> float:
+    """Nothing where the three passes take equally long and ranks need not wait for one another."""
+    f, b, w = times.forward, times.backward_input, times.backward_weight
+    longest = max(f, b)
+    uneven = longest / 2 if joined else abs(f - b) / 2
+    return ramp * max(longest - w, uneven) + (ramp - 1) * max(0.0, w - longest) / 2
+
+
+def _dualpipev_idle(ramp: int, v: int, times: PassTimes, joined: bool) -> float:
+    """A long backward does not hide behind forwards. It takes turns with the passes of the other direction."""
+    f, b, w = times.forward, times.backward_input, times.backward_weight
+    filling = ramp * max(f, f + b - w) / 2
+    return max(filling, ramp * (b - min(b, w) / 2) - f / 2, ramp * (f - (b + w) / 2))
+
+
+def _interleaved_zero_bubble_idle(ramp: int, v: int, times: PassTimes, joined: bool) -> float:
+    late = times.backward_input + max(0.0, times.forward - times.backward_weight)
+    return ramp * (max(times.forward, late) if joined else late) / v
+
+
+SCHEDULES: Mapping[str, ScheduleFacts] = MappingProxyType(
+    {
+        "1f1b": ScheduleFacts(
+            torch_class=None,
+            idle=lambda ramp, v, times, joined: ramp * times.total,
+            in_flight=lambda p, v, m: p,
+            stages_per_rank=1,
+            fewer_on_later_ranks=True,
+        ),
+        "gpipe": ScheduleFacts(
+            torch_class="ScheduleGPipe",
+            idle=lambda ramp, v, times, joined: ramp * times.total,
+            in_flight=lambda p, v, m: m,
+            stages_per_rank=1,
+        ),
+        "interleaved_1f1b": ScheduleFacts(
+            torch_class="ScheduleInterleaved1F1B",
+            idle=lambda ramp, v, times, joined: ramp * times.total / v,
+            in_flight=lambda p, v, m: p * (1 + (p - 1) / (p * v)) if v > 1 else p,
+            runs=lambda p, v, m: v > 1 and m % p == 0,
+            needs="microbatches that are a multiple of the pipeline's ranks, and 2 blocks on each",
+            fewer_on_later_ranks=True,
+        ),
+        "interleaved_zero_bubble": ScheduleFacts(
+            torch_class="ScheduleInterleavedZeroBubble",
+            idle=_interleaved_zero_bubble_idle,
+            in_flight=lambda p, v, m: p,
+            runs=lambda p, v, m: m % (max(1, m // p) if v == 1 else p) == 0,
+            needs="microbatches that are a multiple of the pipeline's ranks",
+            halved_backward=True,
+        ),
+        "loopedbfs": ScheduleFacts(
+            torch_class="ScheduleLoopedBFS",
+            idle=lambda ramp, v, times, joined: ramp * times.total / v,
+            in_flight=lambda p, v, m: m,
+            runs=lambda p, v, m: v > 1 and m >= p,
+            needs="a microbatch for each of the pipeline's ranks, and 2 blocks on each",
+        ),
+        "zbv_zero_bubble": ScheduleFacts(
+            torch_class="ScheduleZBVZeroBubble",
+            idle=_zbv_idle,
+            in_flight=lambda p, v, m: p,
+            runs=lambda p, v, m: m >= 2 * p,
+            needs="2 microbatches and 2 blocks for each of the pipeline's ranks",
+            stages_per_rank=2,
+            v_shaped=True,
+            halved_backward=True,
+        ),
+        "dualpipev": ScheduleFacts(
+            torch_class="ScheduleDualPipeV",
+            idle=_dualpipev_idle,
+            in_flight=lambda p, v, m: p + 0.5 if p > 1 else 1,
+            runs=lambda p, v, m: m >= 2 * p,
+            needs="2 microbatches and 2 blocks for each of the pipeline's ranks",
+            stages_per_rank=2,
+            v_shaped=True,
+            halved_backward=True,
+        ),
+    }
+)
+HALVED_BACKWARD = tuple(name for name, facts in SCHEDULES.items() if facts.halved_backward)
+
+
+def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
+    """The rank of each stage: round after round, or down and up again for the V-shaped schedules."""
+    if SCHEDULES[schedule].v_shaped:
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(ranks * per_rank))
+
+
+@cache
+def stages_by_rank(schedule: str, ranks: int, per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank. A search of layouts asks thousands of times."""
+    own: tuple[list[int], ...] = tuple([] for _ in range(ranks))
+    for stage, rank in enumerate(stage_ranks(schedule, ranks, per_rank)):
+        own[rank].append(stage)
+    return tuple(map(tuple, own))
 
 
 @dataclass(frozen=True)
@@ -56,10 +205,10 @@ class Layout:
     """Microbatches of one batch for the pipeline."""
     sequence_parallel: bool = False
     """Also shard norms and dropout along the sequence, over the tensor axis."""
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     """Activations that are computed again in backward instead of stored."""
-    offload: Offload = "none"
-    """States in host memory: "all" moves parameters, gradients and optimizer states of sharded stages there."""
+    offload: OffloadMode = "none"
+    """Parameters outside of the device: "all" moves those of sharded stages, with gradients and optimizer states."""
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "stages_per_rank"):
@@ -67,9 +216,9 @@ class Layout:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
         _one_of("zero_stage", self.zero_stage, get_args(ZeroStage))
-        _one_of("schedule", self.schedule, get_args(Schedule))
-        _one_of("recompute", self.recompute, get_args(Recompute))
-        _one_of("offload", self.offload, get_args(Offload))
+        _one_of("schedule", self.schedule, tuple(SCHEDULES))
+        _one_of("recompute", self.recompute, get_args(RecomputeMode))
+        _one_of("offload", self.offload, get_args(OffloadMode))
         if self.num_microbatches != "auto" and (
             not isinstance(self.num_microbatches, int) or self.num_microbatches < 1
         ):
@@ -93,14 +242,25 @@ class Layout:
         return (self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
 
     @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each pipeline rank; one stage where there is no pipeline."""
+        ranks = self.pipeline_parallel_size
+        return stages_by_rank(self.schedule, ranks, self.stages_per_rank) if ranks > 1 else ((0,),)
+
+    @property
     def num_stages(self) -> int:
         return self.pipeline_parallel_size * self.stages_per_rank
 
     @property
+    def shards_data(self) -> bool:
+        """True where the data axis shards something. One rank does so for parameters that are not on its device."""
+        alone = self.offload == "all" and self.zero_stage == 3 and self.pipeline_parallel_size == 1
+        return self.zero_stage > 0 and (self.data_parallel_size > 1 or alone)
+
+    @property
     def holds_parts(self) -> bool:
         """True where a rank has only a shard of the parameters."""
-        split = self.tensor_parallel_size * self.pipeline_parallel_size > 1
-        return split or (self.data_parallel_size > 1 and self.zero_stage > 0)
+        return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shards_data
 
     def coordinate(self, rank: int) -> Coordinate:
         """The place of global `rank`."""

@@ -9,6 +9,7 @@ import math
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
@@ -54,6 +55,17 @@ class Gradients(Callback):
             parallel = trainer.strategy._parallel
             grads = {name: parallel.gather_full(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
+
+
+def in_turn(cases: Any, every: int, first: int = 0) -> list[Any]:
+    """Leave each `every`-th of `cases`, from `first` on, in the short run. The others are `long`."""
+    return [case if at % every == first else _long(case) for at, case in enumerate(cases)]
+
+
+def _long(case: Any) -> Any:
+    if hasattr(case, "marks"):
+        return pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.long))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
 
 
 def largest(numbers):

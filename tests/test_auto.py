@@ -72,7 +72,7 @@ class Single(Manual):
 def choose(name, world, memory, arguments):
     """Train with devices of `memory` bytes; what was chosen, said, learnt."""
     said, real = [], auto.cluster_here
-    told, auto.rank_zero_info = auto.rank_zero_info, said.append
+    before, auto.rank_zero_info = auto.rank_zero_info, said.append
 
     def small(*args, **sizes):
         cluster = real(*args, **sizes)
@@ -89,7 +89,7 @@ def choose(name, world, memory, arguments):
     except ConfigurationError as error:
         return type(error).__name__, str(error)
     finally:
-        auto.cluster_here, auto.rank_zero_info = real, told
+        auto.cluster_here, auto.rank_zero_info = real, before
     return strategy.layout, said[0], module.seen
 
 
@@ -202,7 +202,7 @@ def test_the_first_guess_multiplies_to_the_world(world):
 
 def _after_fit():
     said = []
-    auto.rank_zero_info, told = said.append, auto.rank_zero_info
+    auto.rank_zero_info, before = said.append, auto.rank_zero_info
     try:
         module, strategy = MODULES["GPT"](), Strategy3D(layout="auto", quiet=True)
         trainer = Trainer(**{**QUIET, "devices": 2, "strategy": strategy, "max_epochs": 1})
@@ -211,7 +211,7 @@ def _after_fit():
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module)
     finally:
-        auto.rank_zero_info = told
+        auto.rank_zero_info = before
     return len(said), isinstance(module, LightningModule), len(module.seen)
 
 

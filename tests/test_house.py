@@ -24,7 +24,7 @@ TESTS_ROOT = {
 """At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
 
 BESIDE_THE_PACKAGE = {
-    "bench": "speed against peers, no tests",
+    "bench": "speed against peers",
     "docs": "pages of the documentation",
     "examples": "the examples of the repository",
     "fuzz": "drawn modules",
@@ -41,12 +41,14 @@ ORDER = [
     {"errors"},
     {"launch", "layout"},
     {"module", "ranks"},
-    {"sandbox"},
+    {"offload", "sandbox"},
     {"activations", "data", "faults", "optim", "precision"},
     {"comm"},
-    {"pipeline", "planner", "tensor", "zero"},
-    {"auto_layout", "parallelize"},
-    {"checkpoint", "dryrun", "usercode", "verify"},
+    {"pipeline", "tensor", "zero"},
+    {"planner"},
+    {"parallel"},
+    {"auto_layout", "parallelize", "pictures"},
+    {"checkpoint", "dryrun", "monitor", "usercode", "verify"},
     {"strategy"},
     {"commands"},
     {"cli"},
@@ -83,6 +85,16 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
+def test_the_chain_of_imports_is_short():
+    imports = {}
+    for file in FILES:
+        imports.setdefault(_part(file), set()).update(set(_imports(file)) - {_part(file)})
+    levels = {}
+    for part in sorted(PLACE, key=PLACE.get):
+        levels[part] = 1 + max((levels[each] for each in imports.get(part, ()) if each in levels), default=0)
+    assert max(levels.values()) <= 12
+
+
 def test_every_part_has_a_place():
     parts = {_part(file) for file in FILES} - {"__init__"}
     assert parts <= PLACE.keys(), f"say in ORDER what {parts - PLACE.keys()} may import"
@@ -110,6 +122,12 @@ def test_files_are_small():
     assert {name: lines for name, lines in long.items() if lines > 420} == {}
 
 
+def test_the_planner_stays_small():
+    planner = [file for file in FILES if _part(file) == "planner"]
+    assert len(planner) <= 30
+    assert sum(len(file.read_text().splitlines()) for file in planner) <= 4600
+
+
 def test_asserts_say_invariants_and_no_error_is_swallowed():
     wrong = []
     for file in FILES:
@@ -120,17 +138,17 @@ def test_asserts_say_invariants_and_no_error_is_swallowed():
 
 
 INTERCEPTORS = {
-    "Deferred": "a parameter whose value is computed when it is used",
     "FakeDevice": "a dry run's tensors without memory",
     "Interceptor": "the rules of a trial",
-    "KernelCount": "the planner's count of kernels",
+    "OperationCount": "operations of a step, for planner and monitor",
     "Recorder": "writes to parameters while a module is built",
-    "LateGather": "an output of tensor ranks that is gathered when it is read",
-    "QuickFakeMode": "a dry run's operations, whose results are remembered",
+    "LateTensor": "an output of tensor ranks that is gathered when it is read",
+    "ShapesOnly": "tensors without memory of a module that is built, and of a dry run",
     "ShardDropout": "masks of shards from one seed",
     "ShardRules": "the user's hooks on shards",
     "TracedTensor": "values of other stages",
     "UnallocatedBuffer": "the ring's buffers without memory",
+    "WithoutValues": "parameters without memory, and shards between two runs",
     "_Mode": "results that selective recompute keeps",
 }
 """Classes that see the tensor operations of others, each with what it is for."""

@@ -1,7 +1,10 @@
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from lightning_3d.errors import LayoutError
-from lightning_3d.layout import Layout
+from lightning_3d.layout import SCHEDULES, Layout, Schedule
 
 
 def test_rank_and_coordinate_are_inverse_and_tensor_is_innermost():
@@ -36,3 +39,10 @@ def test_a_world_that_does_not_divide_is_refused_with_numbers():
 def test_unknown_values_are_refused_by_name(wrong):
     with pytest.raises(LayoutError, match=list(wrong)[-1]):
         Layout(**wrong)
+
+
+def test_a_schedule_has_a_name_a_row_and_a_formula_in_the_documentation():
+    assert tuple(SCHEDULES) == get_args(Schedule)
+    page = (Path(__file__).parents[1] / "docs/pipeline.md").read_text()
+    rows = "".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
+    assert [name for name in SCHEDULES if f"`{name}`" not in rows] == []

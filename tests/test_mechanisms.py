@@ -23,13 +23,14 @@ INTERFACE = ("layout.py", "precision.py", "strategy")
 EVERY_STEP = {
     "errors.py": "explains torch's errors about shards",
     "optim/host_adam.py": "uses the fused kernel for Adam on the host",
-    "optim/stand_ins.py": "gives optimizers local shards in place of DTensors",
+    "optim/local_shards.py": "gives optimizers local shards in place of DTensors",
     "optim/step.py": "refuses parameters that an optimizer gets during training",
-    "optim/ways.py": "steps optimizers on shards",
+    "optim/sharded_steps.py": "steps optimizers on shards",
     "ranks/random_streams.py": "draws from the stream of this data rank",
     "usercode/hooks.py": "lets the user's hooks read and write shards",
 }
 ZERO_1 = EVERY_STEP | {
+    "tensor/late_head.py": "lets a loss compute large logits in parts",
     "comm/unallocated.py": "lets the ring send gradients and weights without a copy into one buffer",
     "zero/fsdp_seam.py": "puts our collectives under FSDP2",
     "zero/sharded.py": "gathers weights that are used outside of their block, ends backward with the reduction",

@@ -20,8 +20,12 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
+    "torch.distributed.tensor.DTensor": {
+        "_local_tensor": "zero/shard_memory_private",
+        "_spec": "ranks/dtensor_private",
+    },
     "lightning.pytorch.strategies.ParallelStrategy": {
-        "_layer_sync": "strategy/dividing",
+        "_layer_sync": "strategy/placing",
     },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model": "usercode/averages_private",
@@ -52,8 +56,8 @@ PRIVATE = {
     "lightning.pytorch.LightningModule": {
         "_device_mesh": "strategy/on_axes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
-        "_on_before_batch_transfer": "strategy/dividing",
-        "_trainer": "module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
+        "_on_before_batch_transfer": "strategy/placing",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
         " strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
@@ -110,25 +114,27 @@ PRIVATE = {
         "_hparams_name": "sandbox/snapshot",
     },
     "torch": {
+        "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
-        "_has_compatible_shallow_copy_type": "sandbox/deferred",
-        "_C": "checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_gather"
-        " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_gather",
+        "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
+        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor"
+        " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_tensor usercode/between_runs",
     },
     "torch.Tensor": {
-        "_backward_hooks": "sandbox/deferred strategy/checks verify/twin",
-        "_base": "tensor/late_gather",
-        "_cdata": "dryrun/fake_cache module/autograd_private sandbox/deferred planner/profile_module sandbox/interceptor",
+        "_backward_hooks": "sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
+        "_base": "tensor/late_tensor",
+        "_cdata": "dryrun/fake_cache module/autograd_private sandbox/deferred planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "comm/unallocated",
         "_typed_storage": "sandbox/build_recorder",
-        "_post_accumulate_grad_hooks": "sandbox/deferred strategy/checks zero/fsdp_private",
-        "_version": "activations/kept_results activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
-        " sandbox/writes usercode/hooks verify/twin zero/written",
+        "_post_accumulate_grad_hooks": "sandbox/without_values sandbox/deferred strategy/checks zero/fsdp_private",
+        "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
+        " pipeline/stage sandbox/writes usercode/hooks verify/twin zero/written",
     },
     "torch._C": {
         "_DisableTorchDispatch": "dryrun/fake_cache",
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
         "_TorchDispatchModeKey": "dryrun/fake_device",
+        "_are_functorch_transforms_active": "module/autograd_private",
         "_autograd": "module/autograd_private",
         "_current_graph_task_id": "module/autograd_private",
         "_disabled_torch_function_impl": "pipeline/absent",
@@ -138,21 +144,29 @@ PRIVATE = {
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": "module/autograd_private",
     },
+    "torch._dynamo.eval_frame.OptimizedModule": {
+        "_orig_mod": "module/autograd_private",
+    },
+    "torch._library.effects": {
+        "EffectType": "tensor/graph_nodes_private",
+    },
     "torch._ops": {
         "OpOverload": "dryrun/fake_cache",
         "_overloadname": "dryrun/fake_cache",
-        "_overloadpacket": "dryrun/fake_device",
-        "_schema": "activations/kept_results dryrun/fake_cache dryrun/fake_device sandbox/build_recorder planner/profile_module usercode/between_steps usercode/shard_rules"
-        " planner/profile_module usercode/between_steps usercode/shard_rules",
+        "_overloadpacket": "dryrun/fake_device module/operation_count",
+        "_schema": "activations/kept_results dryrun/fake_cache dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps usercode/shard_rules",
     },
     "torch._subclasses.fake_tensor": {
         "DataDependentOutputException": "dryrun/fake_device planner/profile_module",
         "DynamicOutputShapeException": "dryrun/fake_device planner/profile_module",
         "FakeTensor": "dryrun/fake_cache dryrun/fake_device dryrun/lone_rank",
-        "FakeTensorMode": "auto_layout dryrun/fake_cache planner/profile_module",
+        "FakeTensorMode": "auto_layout sandbox/shapes_only",
     },
     "torch.amp.GradScaler": {
         "_found_inf_per_device": "precision",
+    },
+    "torch.autograd.profiler": {
+        "_is_profiler_enabled": "ranks/named_range_private",
     },
     "torch.autograd.Variable": {
         "_execution_engine": "module/autograd_private",
@@ -168,6 +182,9 @@ PRIVATE = {
     },
     "torch.distributed._composable_state": {
         "_module_state_mapping": "zero/fsdp_private",
+    },
+    "torch.distributed.device_mesh.DeviceMesh": {
+        "_flatten": "ranks/mesh",
     },
     "torch.distributed.distributed_c10d": {
         "_World": "ranks/inherited_groups_private",
@@ -194,11 +211,13 @@ PRIVATE = {
         "_orig_size": "zero/fsdp_private",
         "_post_load_hook_handle": "zero/fsdp_private",
         "_sharded_local_tensor": "zero/fsdp_private",
+        "_sharded_param_data": "zero/shard_memory_private",
         "_unsharded_param": "zero/fsdp_private zero/written",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
         "_all_gather_comm": "zero/fsdp_private",
-        "_all_gather_result": "zero/fsdp_private",
+        "_all_gather_process_group": "zero/shard_memory_private",
+        "_all_gather_result": "zero/fsdp_private zero/shard_memory_private",
         "_all_reduce_hook": "zero/fsdp_private",
         "_module_to_pre_load_state_dict_hook_handle": "zero/fsdp_private",
         "_module_to_pre_save_state_dict_hook_handle": "zero/fsdp_private",
@@ -211,6 +230,7 @@ PRIVATE = {
         "_to_sharded": "zero/fsdp_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state": {
+        "_states_to_forward_prefetch": "zero/fsdp_private",
         "_comm_ctx": "zero/fsdp_private",
         "_fsdp_param_group": "zero/fsdp_private",
         "_fsdp_param_groups": "zero/fsdp_private",
@@ -239,20 +259,26 @@ PRIVATE = {
         "_add_send_recv": "pipeline/schedule",
     },
     "torch.nn.Module": {
-        "_forward_hooks": "pipeline/gates",
-        "_forward_pre_hooks": "pipeline/gates",
+        "_apply": "dryrun/cluster dryrun/lone_rank pipeline/split",
+        "_backward_pre_hooks": "module/hooks_private",
+        "_forward_hooks": "pipeline/gates module/hooks_private",
+        "_forward_hooks_always_called": "module/hooks_private",
+        "_forward_hooks_with_kwargs": "module/hooks_private",
+        "_forward_pre_hooks": "pipeline/gates module/hooks_private",
+        "_forward_pre_hooks_with_kwargs": "module/hooks_private",
         "_load_from_state_dict": "checkpoint/module_loading_private",
         "_load_state_dict_post_hooks": "checkpoint/module_loading_private",
         "_load_state_dict_pre_hooks": "checkpoint/module_loading_private",
         "_modules": "module/metrics pipeline/units",
+        "_compiled_call_impl": "module/autograd_private",
     },
     "torch.nn.MultiheadAttention": {
         "_qkv_same_embed_dim": "tensor/attention",
     },
     "torch.nn.modules.batchnorm": {
-        "_BatchNorm": "module/batchnorm",
+        "_BatchNorm": "zero/data_batch_norm",
         "_NormBase": "pipeline/units",
-        "_check_input_dim": "module/batchnorm",
+        "_check_input_dim": "zero/data_batch_norm",
     },
     "torch.nn.utils.clip_grad": {
         "_get_total_norm": "optim/grad_norm",
@@ -267,24 +293,27 @@ PRIVATE = {
         "_scaled_dot_product_flash_attention": "activations/kept_results",
         "_scaled_dot_product_fused_attention_overrideable": "activations/kept_results",
         "_scaled_mm": "activations/kept_results",
-        "_local_scalar_dense": "dryrun/fake_device",
-        "_scaled_dot_product_flash_attention_for_cpu": "activations/kept_results planner/profile_module",
-        "_to_copy": "planner/profile_module",
-        "_unsafe_view": "planner/profile_module",
+        "_local_scalar_dense": "dryrun/fake_device sandbox/shapes_only",
+        "_scaled_dot_product_flash_attention_for_cpu": "activations/kept_results module/operation_count",
+        "_scaled_dot_product_flash_attention_for_cpu_backward": "module/operation_count",
+        "_to_copy": "module/operation_count",
+        "_unsafe_view": "module/operation_count",
     },
     "torch.optim.Optimizer": {
         "_optimizer_state_dict_post_hooks": "optim/step",
+        "_optimizer_step_post_hooks": "optim/step_from_disk",
+        "_optimizer_step_pre_hooks": "optim/step_from_disk",
     },
     "torch.testing._internal.distributed.fake_pg": {
         "FakeStore": "dryrun/simulated_rank",
     },
     "torch.utils._python_dispatch": {
-        "TorchDispatchMode": "activations/kept_results dryrun/fake_device sandbox/build_recorder planner/profile_module usercode/shard_rules",
+        "TorchDispatchMode": "activations/kept_results dryrun/fake_device sandbox/build_recorder module/operation_count usercode/shard_rules",
         "_disable_current_modes": "dryrun/lone_rank",
     },
     "torch.utils._pytree": {
         "tree_leaves": "dryrun/fake_cache dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
-        " tensor/late_gather usercode/between_steps usercode/remote_numbers usercode/shard_rules",
+        " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers usercode/shard_rules",
         "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",
     },
@@ -313,8 +342,8 @@ ONE_OF_TWO = {"_fsdp_param_group", "_fsdp_param_groups"}
 NOT_THEIRS = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_get", "_getframe"}
 """Attributes of Python's own classes and modules, and of jsonargparse's."""
 NO_NAMES = {
-    "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_held", "_local_scalar",
-    "_is_any_true", "_logger", "_no_grad_", "_parallel_size", "_recorded", "_sum_over_ranks", "_us",
+    "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
+    "_is_any_true", "_logger", "_no_grad_", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",
 }  # fmt: skip
 """Beginnings and ends of names, and attributes that the package sets on objects of others."""
 

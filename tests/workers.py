@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lightning_3d.zero import shard_units
+
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -37,6 +39,9 @@ GRACE = 5.0
 MANY_THREADS = 200
 """A worker with more is replaced. Each of gloo's process groups has a thread that wakes up a hundred times a second, and
 lives as long as anything knows the group, such as DTensor's caches: after some hundred tests they take half the machine."""
+TOGETHER_BYTES = shard_units.TOGETHER_BYTES
+"""The limit that users have. Here there is none: modules of tests are small, and are to be sharded block by block."""
+shard_units.TOGETHER_BYTES = 0
 HEAD_START = 0.05
 """Seconds between rank 0 and the others: who asks for the store before rank 0 serves it asks again a second later."""
 

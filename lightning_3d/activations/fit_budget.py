@@ -10,7 +10,7 @@ from torch import nn
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
 from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.activations.saved_bytes import SavedBytes
-from lightning_3d.module.batchnorm import syncs_statistics
+from lightning_3d.module.data_forward import talks_to_data_ranks
 from lightning_3d.ranks import talk
 
 
@@ -30,10 +30,10 @@ class BudgetFit:
     """Chooses the blocks whose activations are kept, so that a rank stays within its budget. See [Note: fit].
 
     [Note: fit] The first batch runs with every block computed again. Autograd's hooks count what is kept between
-    blocks and behind them, and each block runs once more to count what it would keep. The blocks whose activations
-    fit are then kept, the last ones first: their backwards are over, and their activations freed, before another block
-    of the same microbatch is computed again. Ranks that compute the same blocks must decide alike, or one of them
-    would send what no other receives. So they decide on the largest numbers of all of them.
+    blocks and behind them, and each block runs once more to count what it would keep. Then the activations of as many
+    blocks as fit are kept, the last blocks first. Those are freed by their own backward, before another block of the
+    same microbatch is computed again. Ranks that compute the same blocks must decide alike, or one of them would send
+    what no other receives. So they decide on the largest numbers of all of them.
     """
 
     recomputed: RecomputedBlocks
@@ -53,7 +53,7 @@ class BudgetFit:
             self.trained, self.fitted, self.order = trained, False, []
             self.saved = SavedBytes([*self.module.parameters(), *self.module.buffers()])
             for block in self.recomputed.blocks.values():
-                together = syncs_statistics(block.module)
+                together = talks_to_data_ranks(block.module)
                 block.on, block.measured = True, BlockBytes(order=self.order, together=together)
         elif not self.fitted:
             self._fit()

@@ -3,9 +3,9 @@
 Kept are the results of matrix products, convolutions, attention and our collectives. Norms, activation functions and
 dropout are computed again: they are cheap, and make up most of what a block keeps.
 
-torch's `create_selective_checkpoint_contexts` (2.13) raises where a kept result was changed in place later, where
-autocast has cached a weight, and for a second backward of one graph. It replays no collective that writes in place. So
-this file has two dispatch modes of its own. A kept result that was changed since is computed again.
+This file has two dispatch modes of its own. torch's `create_selective_checkpoint_contexts` (2.13) raises in three
+cases: a kept result was changed in place later, autocast has cached a weight, a graph has a second backward. It also
+replays no collective that writes in place. Here a kept result that was changed since is computed again.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Blocks that keep what enters them, and compute the rest of their activations again in backward.
 
-`RecomputedForward` is one more forward around each block: outside of tensor parallelism, so that a block is computed
-again as it was, and inside of FSDP2's hooks, so that its weights are gathered once for the recomputation and the
+`RecomputedForward` is one more forward around each block. It is outside of tensor parallelism, so that a block is
+computed again as it was. It is inside of FSDP2's hooks, so that weights are gathered once for the recomputation and the
 backward. `torch.utils.checkpoint` (non-reentrant) does the work. Added here are Python's and numpy's random streams,
 and buffers: the recomputation reads the values that the forward read, and its changes are undone.
 """

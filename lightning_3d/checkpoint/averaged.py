@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.errors import CheckpointError
-from lightning_3d.parallelize import ParallelModule
-from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.tensor.apply import full_tensor
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -74,10 +74,10 @@ class AveragedWeights:
         }
         stages = parallel.stages
         self.stages = (
-            Stages(stages.split, stages.group, stages.stage_rank, stages.device) if stages is not None else None
+            StageExchange(stages.split, stages.group, stages.stage_rank, stages.device) if stages is not None else None
         )
 
-    def whole(self, checkpoint: dict[str, Any], gather: Gather) -> dict[str, Any]:
+    def gather_full(self, checkpoint: dict[str, Any], gather: Gather) -> dict[str, Any]:
         """Return `checkpoint` with full copies. Collective; raises on every rank for tensors that are no copies."""
         mine, everyone = self._agree(checkpoint, gather)
         if not everyone:
@@ -88,7 +88,7 @@ class AveragedWeights:
             full |= {path: entry["value"] for path, entry in self.stages.exchange(provided).items()}
         return _listed(_replaced(checkpoint, full), mine, everyone)
 
-    def in_parts(
+    def in_shards(
         self, checkpoint: dict[str, Any], gather: Gather
     ) -> tuple[dict[str, Any], dict[int, TensorSplit | None]]:
         """Return `checkpoint` for a sharded save, and the split of each shard in it by id. Collective."""

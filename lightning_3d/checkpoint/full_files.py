@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
 from lightning_3d.checkpoint.file_checksum import save_sealed
-from lightning_3d.checkpoint.locks import beside
+from lightning_3d.checkpoint.locks import unguessable_name
 from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
 from lightning_3d.checkpoint.single_file import load_file
 from lightning_3d.checkpoint.stored import (
@@ -26,7 +26,7 @@ from lightning_3d.checkpoint.stored import (
     StoredDict,
     StoredTensor,
     existing,
-    materialize,
+    read_tensors,
 )
 from lightning_3d.errors import CheckpointError, ConfigurationError
 
@@ -78,7 +78,7 @@ class _Scratch:
 
     def _whole(self, stored: StoredTensor) -> Tensor:
         if stored.nbytes <= IN_MEMORY_BYTES:
-            return stored.whole()
+            return stored.read_full()
         self.count += 1
         file = str(self.folder / str(self.count))
         mapped = torch.from_file(file, shared=True, size=stored.shape.numel(), dtype=stored.dtype).view(stored.shape)
@@ -172,9 +172,9 @@ def _write(out: Path, tensors: dict[str, StoredTensor | Tensor]) -> list[Path]:
     for index, names in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         header = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
-        new = beside(out / name)
+        new = unguessable_name(out / name)
         try:
-            write_part(new, header, (materialize(tensors[key]) for key in names))
+            write_part(new, header, (read_tensors(tensors[key]) for key in names))
             os.replace(new, out / name)
         finally:
             new.unlink(missing_ok=True)

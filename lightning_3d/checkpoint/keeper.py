@@ -21,7 +21,15 @@ from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
 from lightning_3d.checkpoint.placement import Split, Splits
-from lightning_3d.checkpoint.save import Room, SaveFailed, carry_out, on_every_rank, on_first_rank, prepare, snapshot
+from lightning_3d.checkpoint.save import (
+    CopyBuffer,
+    SaveFailed,
+    carry_out,
+    on_every_rank,
+    on_first_rank,
+    prepare,
+    snapshot,
+)
 from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
 from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
@@ -54,7 +62,7 @@ class Keeper:
             )
         self.format, self.asynchronous, self.timeout = format, asynchronous, timeout
         self._background = Background()
-        self._room = Room()
+        self._copy_buffer = CopyBuffer()
         self._failed = False
         """True if the last save that ended has failed."""
         self._old: dict[str, CheckpointIO] = {}
@@ -95,7 +103,7 @@ class Keeper:
         talk.meet("save_checkpoint")
         collector = Collector(module, splits, copies, _rank())
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
-        found = on_every_rank(collect, path, gather)
+        found = on_every_rank(collect, path, talk.gather)
         self._begin(path)
         target = Path(os.path.abspath(path))
         self._look_for_others(target)
@@ -103,18 +111,18 @@ class Keeper:
         self._do(lambda: self._save(found, target))
 
     def _save(self, found: Collected, target: Path) -> None:
-        job = prepare(found, target, _rank(), gather)
+        job = prepare(found, target, _rank(), talk.gather)
 
         def work(say: Gather) -> None:
             carry_out(still, say)
             self._saved[target] = _identity(target)
 
         if self.asynchronous:
-            still = on_every_rank(lambda: snapshot(job, self._room), target, gather)
+            still = on_every_rank(lambda: snapshot(job, self._copy_buffer), target, talk.gather)
             self._background.start(work, self.timeout)
         else:
             still = job
-            work(gather)
+            work(talk.gather)
 
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
         """Save a single file. `checkpoint` counts on rank 0. Collective."""
@@ -127,7 +135,7 @@ class Keeper:
         self._look_for_others(target)
         still = checkpoint
         if self.asynchronous:
-            still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path, gather)
+            still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path, talk.gather)
 
         def write() -> None:
             refused = save_file(still, target)
@@ -138,7 +146,7 @@ class Keeper:
         if self.asynchronous:
             self._background.start(work, self.timeout)
         else:
-            self._do(lambda: work(gather))
+            self._do(lambda: work(talk.gather))
         if _writer() and not dist.is_initialized():
             _await(target)
 
@@ -151,11 +159,11 @@ class Keeper:
                 save()
         except Exception as error:
             problem = error
-        said = gather(problem and f"{type(problem).__name__}: {problem}")[0]
+        answer = talk.gather(problem and f"{type(problem).__name__}: {problem}")[0]
         if problem is not None:
             raise problem
-        if said is not None:
-            raise CheckpointError(f"{path} was not saved: rank 0: {said}")
+        if answer is not None:
+            raise CheckpointError(f"{path} was not saved: rank 0: {answer}")
 
     def _say_what_is_refused(self, target: Path, names: Sequence[str]) -> None:
         """Warn, once, of what a start that loads `target` will refuse to unpickle."""
@@ -197,7 +205,7 @@ class Keeper:
 
     def forget(self) -> None:
         """The process group is gone."""
-        self._background, self._room = Background(), Room()
+        self._background, self._copy_buffer = Background(), CopyBuffer()
 
     def _do(self, save: Callable[[], None]) -> None:
         try:
@@ -212,7 +220,7 @@ class Keeper:
         With `ckpt_path="last"`, skip damaged ones, with a warning for each.
         """
         self.wait()
-        path, instead = gather((path, self.instead))[0]
+        path, instead = talk.gather((path, self.instead))[0]
         older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
         self.instead = []
         for candidate in older:
@@ -230,10 +238,10 @@ class Keeper:
             loaded = self._load(path, weights_only, io)
         except Exception as error:  # the others learn of it first: they would wait
             problem = error
-        said = gather(None if problem is None else f"{problem}")
-        if problem is not None and (isinstance(problem, CheckpointError) or None not in said):
+        problems = talk.gather(None if problem is None else f"{problem}")
+        if problem is not None and (isinstance(problem, CheckpointError) or None not in problems):
             raise problem
-        for rank, text in enumerate(said):
+        for rank, text in enumerate(problems):
             if text is not None:
                 raise CheckpointError(f"rank {rank}: {text}") from problem
         return loaded
@@ -299,7 +307,3 @@ def _await(file: Path) -> None:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def gather(mine: Any) -> list[Any]:
-    return talk.gather(mine) if dist.is_initialized() else [mine]

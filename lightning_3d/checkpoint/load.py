@@ -1,21 +1,22 @@
 """Put a stored state into live modules and optimizers: each rank reads its part."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.collect import parameter_names, parameters_of, to_numbers
-from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_as_torch
-from lightning_3d.checkpoint.placement import Splits, describe
-from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, materialize
+from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_by_name
+from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
+from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
+from lightning_3d.sandbox.recorded_value import RowReader
 
 BATCH_BYTES = 2**27
 """Largest number of bytes of weights in memory at a time, in addition to the module."""
@@ -24,17 +25,19 @@ BATCH_BYTES = 2**27
 def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, device: torch.device | None = None) -> None:
     """`module.load_state_dict`. Of a `state` on disk, some megabytes at a time are in memory.
 
+    Code of the user that changes what is loaded gets all of it at once instead.
+
     Args:
         module: the module.
         state: by name.
         strict: raise for missing and unexpected names.
         device: if given, large weights of a `state` on disk are read to it once they are used, and not here.
     """
-    later = _read_later(module, state, device) if device is not None and isinstance(state, StoredDict) else set()
-    batches = list_of_batches(state, [key for key in state if key not in later])
-    if len(batches) == 1 and not later:
-        module.load_state_dict(_read(state, batches[0]), strict=strict)
+    if not isinstance(state, StoredDict) or not loads_by_name(module):  # code of the user may look for other names
+        module.load_state_dict(_read(state, state), strict=strict)
         return
+    later = _read_later(module, state, device) if device is not None else set()
+    batches = list_of_batches(state, [key for key in state if key not in later])
     missing: set[str] | None = None
     unexpected: set[str] = set()
     for keys in batches:
@@ -50,12 +53,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, devi
 
 
 def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> set[str]:
-    """Let parameters of `module` be read from `state` once they are used. Returns their names.
-
-    Code of the user that changes what is loaded gets all of it at once instead.
-    """
-    if not loads_as_torch(module):
-        return set()
+    """Let parameters of `module` be read from `state` once they are used. Returns their names."""
     names: dict[nn.Parameter, list[str]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         if copies_parameters(owner):
@@ -73,22 +71,25 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
             and parameter.nbytes >= deferred.SMALL
             and (isinstance(parameter, Deferred) or alone_in_memory(parameter))
         ):
-            read_later(parameter, _read_into, stored, device)
+            read_later(parameter, _READ, stored, device)
             found |= {name for name in own if name in state}
     return_freed_memory()
     return found
 
 
-def _read_into(out: torch.Tensor, stored: StoredTensor) -> None:
-    stored.read_into(out)
+def _read_rows(out: Tensor, stored: StoredTensor, first: int, last: int) -> None:
+    stored.read_into(out, first, last)
 
 
-def list_of_batches(state: Mapping[str, Any], keys: Iterable[str]) -> list[list[str]]:
+_READ = RowReader(_read_rows)
+
+
+def list_of_batches(state: StoredDict, keys: Iterable[str]) -> list[list[str]]:
     """`keys` of `state` in groups of at most `BATCH_BYTES`, or one key."""
     batches: list[list[str]] = [[]]
     size = 0
     for key in keys:
-        value = state.stored(key) if isinstance(state, StoredDict) else None
+        value = state.stored(key)
         size += value.nbytes if isinstance(value, StoredTensor) else 0
         if size > BATCH_BYTES and batches[-1]:
             batches.append([])
@@ -97,8 +98,8 @@ def list_of_batches(state: Mapping[str, Any], keys: Iterable[str]) -> list[list[
     return batches
 
 
-def _read(state: Mapping[str, Any], keys: Sequence[str]) -> Mapping[str, Any]:
-    return {key: state[key] for key in keys} if isinstance(state, StoredDict) else state
+def _read(state: Mapping[str, Any], keys: Iterable[str]) -> Mapping[str, Any]:
+    return {key: read_tensors(state.stored(key)) for key in keys} if isinstance(state, StoredDict) else state
 
 
 def load_optimizer(
@@ -123,8 +124,17 @@ def load_optimizer(
 def _entry(values: Mapping[str, Any], parameter: nn.Parameter, split: Any) -> dict[str, Any]:
     placement = describe(parameter, split)
     return {
-        key: like(parameter, value.part(placement))
-        if isinstance(value, StoredTensor) and value.shape == parameter.shape
-        else materialize(value)
+        key: like(parameter, _part(value, placement))
+        if isinstance(value, StoredTensor | Tensor) and value.shape == parameter.shape
+        else read_tensors(value)
         for key, value in values.items()
     }
+
+
+def _part(value: StoredTensor | Tensor, placement: Placement) -> Tensor:
+    if isinstance(value, StoredTensor):
+        return value.read_shard(placement)
+    local = torch.empty(placement.local_shape, dtype=value.dtype)  # code of the user has read or changed it
+    for piece in placement.pieces:
+        local[box(piece.local, piece.size)] = value[box(piece.offset, piece.size)]
+    return local

@@ -124,26 +124,26 @@ def unused(path: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def is_held(path: Path) -> bool:
+def is_in_use(path: Path) -> bool:
     """Return True if a process is writing or reading `path`."""
     with unused(path) as free:
         return not free
 
 
-def beside(path: Path) -> Path:
+def unguessable_name(path: Path) -> Path:
     """A name in the folder of `path` that cannot be guessed."""
     return path.with_name(f"{path.name}.{os.urandom(8).hex()}.part")
 
 
 def put_away(path: Path) -> None:
-    """Take `path` away in one step; the next `sweep_beside` removes it."""
-    os.rename(path, beside(path))
+    """Take `path` away in one step; the next `remove_leftovers` removes it."""
+    os.rename(path, unguessable_name(path))
 
 
-def sweep_beside(path: Path) -> bool:
+def remove_leftovers(path: Path) -> bool:
     """Remove files put away, and those of killed saves to `path`. True where another job saves to it now."""
     held = False
-    for file in [file for file in path.parent.iterdir() if _is_beside(file.name, path.name)]:
+    for file in [file for file in path.parent.iterdir() if _is_leftover(file.name, path.name)]:
         with unused(file) as free:
             held = held or not free
             if file.is_dir() and not file.is_symlink():
@@ -153,7 +153,7 @@ def sweep_beside(path: Path) -> bool:
     return held
 
 
-def _is_beside(name: str, of: str) -> bool:
+def _is_leftover(name: str, of: str) -> bool:
     return name.startswith(of) and re.fullmatch(r"\.[0-9a-f]{16}\.part", name[len(of) :]) is not None
 
 

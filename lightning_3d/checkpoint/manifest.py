@@ -26,11 +26,11 @@ from lightning_3d.checkpoint.locks import (
     Reading,
     alone,
     create,
-    is_held,
+    is_in_use,
     put_away,
     release,
+    remove_leftovers,
     shared,
-    sweep_beside,
     unused,
 )
 from lightning_3d.checkpoint.placement import Piece
@@ -99,7 +99,7 @@ def name_in_file(name: str, shape: Sequence[int], piece: Piece) -> str:
 def claim(directory: Path, generation: str) -> BinaryIO:
     """The file that becomes the manifest of a save. Until it does, it keeps the files of the save from others."""
     directory.mkdir(parents=True, exist_ok=True)
-    if any(is_held(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
+    if any(is_in_use(file) for file in directory.glob(f"{NAME}.*") if ".old-" not in file.name):
         rank_zero_warn(shared(directory))
     return create(directory / f"{NAME}.{generation}")
 
@@ -157,7 +157,7 @@ def remove_directory(directory: Path) -> bool:
         if not all(locks.enter_context(unused(file)) for file in directory.glob(f"{NAME}*")):
             return False
         put_away(directory)
-    sweep_beside(directory)
+    remove_leftovers(directory)
     return True
 
 

@@ -1,14 +1,20 @@
 """Code of a module that changes what `load_state_dict` gives its parameters."""
 
+from typing import Any
+
 from torch import nn
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_BY_NAME = ("lightning_3d.", "torch.distributed.", "torch.nn.modules.", "torchmetrics.")
+"""Packages whose code takes each tensor by itself, so that it does not matter which others are there."""
 
 
-def loads_as_torch(module: nn.Module) -> bool:
+def loads_by_name(module: nn.Module) -> bool:
     """Return True where no code of the user is called when `module` and its children load a state."""
-    own = type(module).load_state_dict is not nn.Module.load_state_dict
-    return not own and not any(vars(each).get(hooks) for each in module.modules() for hooks in _HOOKS)
+    code: list[Any] = [type(module).load_state_dict]
+    for each in module.modules():
+        code += [type(each)._load_from_state_dict, *(hook for hooks in _HOOKS for hook in vars(each)[hooks].values())]
+    return all((getattr(each, "__module__", None) or "").startswith(_BY_NAME) for each in code)
 
 
 def copies_parameters(owner: nn.Module) -> bool:

@@ -1,6 +1,6 @@
-"""The shard of a tensor that a rank has. Pure arithmetic on sizes: no process group, no tensor.
+"""The boxes of a tensor that a rank has: arithmetic on sizes. `describe` reads them off a live tensor.
 
-Live tensors to plain placements: the only file of this package that knows how each parallelism lays tensors out.
+No other file of this folder knows how a parallelism divides a tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,9 +9,10 @@ from math import prod
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.layout import TENSOR_AXIS
+from lightning_3d.ranks.shards import sharded_axes
 
 Interval = tuple[int, int]
 """Start and stop along one dimension."""
@@ -62,7 +63,7 @@ class Placement:
     """Of the part that this rank has."""
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Placement":
+    def full(cls, shape: Sequence[int]) -> "Placement":
         size, corner = tuple(shape), (0,) * len(shape)
         pieces = (Piece(offset=corner, size=size, local=corner),) if prod(size) else ()
         return cls(shape=size, pieces=pieces, local_shape=size)
@@ -138,15 +139,11 @@ def describe(tensor: Tensor, split: Split | None = None) -> Placement:
     """The placement of `tensor` on this rank: chunks by tensor rank first, then rows of those by data rank."""
     if tensor.is_meta:
         return Placement.nothing(tensor.shape)
-    placement = Placement.whole(tensor.shape)
+    placement = Placement.full(tensor.shape)
     if not isinstance(tensor, DTensor):
         return placement
     mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    axes = sorted(zip(names, range(mesh.ndim), tensor.placements, strict=True), key=lambda axis: axis[0] != TENSOR_AXIS)
-    for name, axis, how in axes:
-        if isinstance(how, Replicate):
-            continue
+    for name, (axis, how) in sorted(sharded_axes(tensor).items(), key=lambda each: each[0] != TENSOR_AXIS):
         rank, ranks, dim = mesh.get_local_rank(axis), mesh.size(axis), int(getattr(how, "dim"))  # noqa: B009
         if name == TENSOR_AXIS and split is not None:
             placement = placement.split(split.dim, split.boxes(rank))

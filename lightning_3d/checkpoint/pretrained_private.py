@@ -10,17 +10,19 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_3d.checkpoint.safetensors_files import Slot, read_box, read_header
+from lightning_3d.checkpoint.safetensors_files import OpenFile, Slot, read_box, read_header
 from lightning_3d.errors import CheckpointError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.build_recorder import Recorder
+from lightning_3d.sandbox.recorded_value import RowReader
 
 _OPENING = ("safetensors", "safetensors.torch", "transformers.modeling_utils", "transformers.modeling_layers")
 """Modules with a name `safe_open`."""
@@ -69,7 +71,8 @@ class _Opening:
             return self.original(filename, framework=framework, device=device, **options)
         path = Path(filename)
         try:
-            slots = read_header(path)
+            opened = OpenFile(path)  # the user's code may remove it before the tensors are read
+            slots = {name: replace(slot, opened=opened) for name, slot in read_header(path, skip_unknown=True).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged or was cut short. {error} Save or download it again.") from error
         return _File(self.original(filename, framework=framework, device=device, **options), slots, self.recorder)
@@ -98,9 +101,13 @@ class _File:
         return {name: self.get_tensor(name) for name in self.opened.offset_keys()}
 
     def get_tensor(self, name: str) -> Tensor:
-        slot = self.slots[name]
+        slot = self.slots.get(name)
+        if slot is None:  # of a dtype that torch or this package does not know
+            with torch._C.DisableTorchFunction():
+                found: Tensor = self.opened.get_tensor(name)
+            return found
         tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
-        self.recorder.read_later(tensor, _read, slot)
+        self.recorder.read_later(tensor, _READ, slot)
         if tensor.nbytes < deferred.SMALL:
             self.recorder.use([tensor])
         return tensor
@@ -121,5 +128,12 @@ class _Slice:
         return part
 
 
-def _read(out: Tensor, slot: Slot) -> None:
-    read_box(slot, (0,) * len(slot.shape), slot.shape, out)
+def _read_rows(out: Tensor, slot: Slot, first: int, last: int) -> None:
+    if not slot.shape:
+        read_box(slot, (), (), out)
+        return
+    rest = slot.shape[1:]
+    read_box(slot, (first, *(0 for _ in rest)), (last - first, *rest), out[first:last])
+
+
+_READ = RowReader(_read_rows)

@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.checkpoint.stored import materialize
-from lightning_3d.data.same_samples import fingerprint
+from lightning_3d.checkpoint.stored import read_tensors
+from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import CheckpointError
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks.random_streams import StepRandom, main_streams, set_streams
@@ -99,9 +99,9 @@ def find_state(states: Sequence[RankState], layout: Layout, coordinate: Coordina
     rank, ranks = layout.rank(coordinate), len(leaders)
     same = len(states) > rank and states[rank]["layout"] == repr(layout)
     leader = leaders.get(coordinate.data, leaders[0])
-    data = materialize({key: value for key, value in leader.items() if key != "communication"})
+    data = read_tensors({key: value for key, value in leader.items() if key != "communication"})
     return FoundState(
-        same=materialize(states[rank]) if same else None,
+        same=read_tensors(states[rank]) if same else None,
         data=data,
         compressed=any(any(state["communication"]["compressions"]) for state in states),
         same_data_ranks=ranks == layout.data_parallel_size,
@@ -111,8 +111,8 @@ def find_state(states: Sequence[RankState], layout: Layout, coordinate: Coordina
 
 def _common_loaders(leaders: Mapping[int, RankState]) -> list[Any]:
     """Return the states of stateful dataloaders for another number of data ranks: they must be equal on all ranks."""
-    states = [materialize(state["loaders"]) for state in leaders.values()]
-    if len({fingerprint(state) for state in states}) == 1:
+    states = [read_tensors(state["loaders"]) for state in leaders.values()]
+    if len({checksum(state) for state in states}) == 1:
         return list(states[0])
     rank_zero_warn(
         f"The dataloaders have a different state on each of {len(states)} data ranks. These states cannot be divided"

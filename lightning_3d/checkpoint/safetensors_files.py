@@ -8,9 +8,11 @@ import ctypes
 import json
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +44,28 @@ class Written:
     crc: int
 
 
+class OpenFile:
+    """A file that can be read after its name is gone, as long as this object is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.version = self._version()
+
+    def check(self) -> None:
+        """Raise if the file has other contents now."""
+        if self._version() != self.version:
+            raise CheckpointError(
+                f"{self.path} was written to after this module was built from it. Weights are read when a rank computes"
+                " its shard, and would be other ones. Leave the file as it is until training starts: write the new one"
+                " under another name, and rename it."
+            )
+
+    def _version(self) -> tuple[int, int]:
+        found = os.fstat(self.descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class Slot:
     """The location of a tensor in a file."""
@@ -50,6 +74,8 @@ class Slot:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    opened: OpenFile | None = field(default=None, repr=False, compare=False)
+    """Read in place of `file`."""
 
 
 def write_part(
@@ -101,8 +127,13 @@ def _bytes(tensor: Tensor) -> Iterator[memoryview]:
         yield memoryview(chunk.cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def read_header(path: Path) -> dict[str, Slot]:
-    """The locations of tensors in a file, every number checked against its size."""
+def read_header(path: Path, *, skip_unknown: bool = False) -> dict[str, Slot]:
+    """The locations of tensors in a file, every number checked against its size.
+
+    Args:
+        path: of the file.
+        skip_unknown: leave out tensors of a dtype that is not in `DTYPES`.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -114,8 +145,13 @@ def read_header(path: Path) -> dict[str, Slot]:
     return {
         str(name): _slot(path, name, entry, 8 + length, size)
         for name, entry in entries.items()
-        if name != "__metadata__"
+        if name != "__metadata__" and not (skip_unknown and _is_unknown(entry))
     }
+
+
+def _is_unknown(entry: Any) -> bool:
+    dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    return isinstance(dtype, str) and dtype not in DTYPES
 
 
 def _slot(path: Path, name: str, entry: Any, base: int, size: int) -> Slot:
@@ -167,15 +203,24 @@ def _rows(slot: Slot, start: int, stop: int) -> Tensor:
 
 def _read(slot: Slot, at: int, raw: Tensor) -> None:
     """Fill the bytes `raw` with those at `at` of the file."""
-    with open(slot.file, "rb", buffering=0) as file:
-        file.seek(at)
+    with _descriptor(slot) as descriptor:
         # not by `numpy()`, after which torch frees the memory only together with the tensor
         view = memoryview((ctypes.c_char * raw.numel()).from_address(raw.data_ptr())).cast("B")
         while len(view):
-            count = file.readinto(view)
+            count = os.preadv(descriptor, [view], at)
             if not count:
                 raise CheckpointError(f"{slot.file.name} ends early: it was cut short while it was read.")
-            view = view[count:]
+            view, at = view[count:], at + count
+
+
+@contextmanager
+def _descriptor(slot: Slot) -> Iterator[int]:
+    if slot.opened is not None:
+        slot.opened.check()
+        yield slot.opened.descriptor
+        return
+    with open(slot.file, "rb", buffering=0) as file:
+        yield file.fileno()
 
 
 def checksum(path: Path) -> int:

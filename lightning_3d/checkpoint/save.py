@@ -51,7 +51,7 @@ class SaveJob:
     objects: bytes = b""
     """On rank 0: values without a plain form."""
     claimed: BinaryIO | None = None
-    """On rank 0: the content of the manifest."""
+    """On rank 0: the open file that becomes the manifest."""
 
     def part_name(self, rank: int) -> str:
         return f"part-{rank:05d}-{self.generation}.safetensors"
@@ -59,8 +59,8 @@ class SaveJob:
 
 def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> SaveJob:
     """Agree on who writes what. Collective."""
-    mine, said = _attempt(lambda: _claim(found, path) if rank == 0 else None)
-    everyone = gather((said, mine and mine.where, found.listing, found.optimizers, found.own))
+    mine, problem = _attempt(lambda: _claim(found, path) if rank == 0 else None)
+    everyone = gather((problem, mine and mine.where, found.listing, found.optimizers, found.own))
     _raise_any(path, [each[0] for each in everyone])
     path, directory, generation = everyone[0][1]
     listings = [each[2] for each in everyone]
@@ -96,7 +96,7 @@ def _claim(found: Collected, path: Path) -> _Claim:
     return _Claim((path, directory, generation), claim(directory, generation), objects)
 
 
-class Room:
+class CopyBuffer:
     """Memory for a copy, used again from one save to the next: touching new pages takes as long as copying."""
 
     def __init__(self) -> None:
@@ -113,9 +113,9 @@ class Room:
         )
 
 
-def snapshot(job: SaveJob, room: Room) -> SaveJob:
+def snapshot(job: SaveJob, buffer: CopyBuffer) -> SaveJob:
     """`job` with tensors that training does not change."""
-    return replace(job, tensors=room.copies(job.tensors))
+    return replace(job, tensors=buffer.copies(job.tensors))
 
 
 def _pickled(objects: Mapping[str, Any]) -> bytes:
@@ -148,8 +148,8 @@ def write(job: SaveJob) -> list[Written]:
 def carry_out(job: SaveJob, gather: Gather) -> None:
     """Write, and make it count if every rank has written. Raises the same on every rank. Collective."""
     try:
-        written, said = _attempt(lambda: write(job))
-        everyone = gather((said, written))
+        written, problem = _attempt(lambda: write(job))
+        everyone = gather((problem, written))
         _raise_any(job.path, [each[0] for each in everyone])
         files = tuple(file for _, each in everyone for file in each)
         on_first_rank(lambda: _commit(job, files), job.path, job.rank, gather)
@@ -170,14 +170,14 @@ def on_first_rank(work: Callable[[], object], path: Any, rank: int, gather: Gath
 
 def on_every_rank(work: Callable[[], T], path: Any, gather: Gather) -> T:
     """Do `work`, a part of saving `path`. Raises the same on every rank. Collective."""
-    done, said = _attempt(work)
-    _raise_any(path, gather(said))
+    done, problem = _attempt(work)
+    _raise_any(path, gather(problem))
     return cast(T, done)
 
 
-def _raise_any(path: Any, said: Sequence[str]) -> None:
+def _raise_any(path: Any, problems: Sequence[str]) -> None:
     """Raise what went wrong on the first rank that something went wrong on."""
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(problems):
         if text:
             raise (SaveFailed if text.startswith("!disk ") else CheckpointError)(
                 f"{path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."

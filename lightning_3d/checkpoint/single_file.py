@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.checkpoint.file_checksum import check_seal, save_sealed
-from lightning_3d.checkpoint.locks import beside, create, put_away, release, shared, sweep_beside
+from lightning_3d.checkpoint.locks import create, put_away, release, remove_leftovers, shared, unguessable_name
 from lightning_3d.checkpoint.manifest import sync_directory
 from lightning_3d.errors import CheckpointError
 
@@ -49,9 +49,9 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
     Returns the classes and functions in it that are refused by default when it is loaded.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if sweep_beside(path):
+    if remove_leftovers(path):
         rank_zero_warn(shared(path))
-    new = beside(path)
+    new = unguessable_name(path)
     try:
         with create(new) as file:
             save_sealed(checkpoint, file)
@@ -66,7 +66,7 @@ def save_file(checkpoint: dict[str, Any], path: Path) -> list[str]:
         new.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
-    sweep_beside(path)
+    remove_leftovers(path)
     return refused
 
 

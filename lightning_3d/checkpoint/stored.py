@@ -28,14 +28,14 @@ class StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
     slots: tuple[tuple[Piece, Slot], ...]
-    held: Reading | None = field(default=None, compare=False, repr=False)
+    reading: Reading | None = field(default=None, compare=False, repr=False)
     """Keeps the files."""
 
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def part(self, placement: Placement) -> Tensor:
+    def read_shard(self, placement: Placement) -> Tensor:
         """Read the shard of `placement`."""
         if placement.shape != tuple(self.shape):
             raise CheckpointError(f"{self.name} has shape {tuple(self.shape)} here, {placement.shape} is wanted.")
@@ -45,13 +45,21 @@ class StoredTensor:
                 read_box(slot, there.local, there.size, local[box(here.local, here.size)])
         return local
 
-    def whole(self) -> Tensor:
-        return self.part(Placement.whole(self.shape))
+    def read_full(self) -> Tensor:
+        return self.read_shard(Placement.full(self.shape))
 
-    def read_into(self, out: Tensor) -> None:
-        """Read the full tensor into `out`."""
+    def read_into(self, out: Tensor, first: int = 0, last: int | None = None) -> None:
+        """Read the rows from `first` to before `last` into those of `out`, which has the size of the full tensor."""
+        last = len(out) if last is None and self.shape else last or 0
+        rows = Piece(offset=(first, *self._corner), size=(last - first, *self.shape[1:]), local=(first, *self._corner))
+        wanted = rows if self.shape else Piece(offset=(), size=(), local=())
         for piece, slot in self.slots:
-            read_box(slot, (0,) * len(piece.size), piece.size, out[box(piece.offset, piece.size)])
+            for there, here in overlaps([_in_file(piece)], [wanted]):
+                read_box(slot, there.local, there.size, out[box(here.local, here.size)])
+
+    @property
+    def _corner(self) -> tuple[int, ...]:
+        return (0,) * (len(self.shape) - 1)
 
 
 def _in_file(piece: Piece) -> Piece:
@@ -60,19 +68,30 @@ def _in_file(piece: Piece) -> Piece:
 
 
 class StoredDict(dict[str, Any]):
-    """A dict whose tensors are read from disk on access. `stored` gives one without reading it."""
+    """A dict whose tensors are read from disk on access. `stored` gives one without reading it.
+
+    What was read stays in it: code of the user may change it in place.
+    """
 
     def stored(self, key: str) -> Any:
         return super().__getitem__(key)
 
     def __getitem__(self, key: str) -> Any:
-        return materialize(super().__getitem__(key))
+        value = read_tensors(super().__getitem__(key))
+        super().__setitem__(key, value)
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        return materialize(super().get(key, default))
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        return self[key]
 
     def pop(self, key: str, *default: Any) -> Any:
-        return materialize(super().pop(key, *default))
+        return read_tensors(super().pop(key, *default))
 
     def __iter__(self) -> Iterator[str]:  # with one of its own, dict(...) and ** read through __getitem__
         return super().__iter__()
@@ -84,17 +103,23 @@ class StoredDict(dict[str, Any]):
         return [self[key] for key in self]
 
     def copy(self) -> "StoredDict":
-        return StoredDict({key: self.stored(key) for key in self})
+        return StoredDict({key: self[key] for key in self})
+
+    def __or__(self, other: Any) -> Any:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self}
 
 
-def materialize(value: Any) -> Any:
+def read_tensors(value: Any) -> Any:
     """`value` with every tensor in it read."""
     if isinstance(value, StoredTensor):
-        return value.whole()
+        return value.read_full()
     if isinstance(value, dict):
-        return {key: materialize(value.stored(key) if isinstance(value, StoredDict) else value[key]) for key in value}
+        return {key: read_tensors(value.stored(key) if isinstance(value, StoredDict) else value[key]) for key in value}
     if isinstance(value, list | tuple):
-        return type(value)([materialize(item) for item in value]) if type(value) in (list, tuple) else value
+        return type(value)([read_tensors(item) for item in value]) if type(value) in (list, tuple) else value
     return value
 
 
@@ -105,20 +130,20 @@ class Opened:
     directory: Path
     manifest: Manifest
     tensors: Mapping[str, StoredTensor]
-    held: Reading = field(compare=False, repr=False)
-    """Keeps the files."""
+    open_files: Reading = field(compare=False, repr=False)
+    """The lock on the manifest: meanwhile no other save removes its files."""
 
     @classmethod
     def open(cls, directory: Path) -> "Opened":
         """Check that everything is there; reads no tensor."""
-        held = reading(directory)
-        manifest = read_manifest(directory, held)
+        open_files = reading(directory)
+        manifest = read_manifest(directory, open_files)
         where = slots(directory, manifest)
         tensors = {
-            name: StoredTensor(name, DTYPES[stored.dtype], torch.Size(stored.shape), where[name], held)
+            name: StoredTensor(name, DTYPES[stored.dtype], torch.Size(stored.shape), where[name], open_files)
             for name, stored in manifest.tensors.items()
         }
-        return cls(directory, manifest, tensors, held)
+        return cls(directory, manifest, tensors, open_files)
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Read every `ranks`-th file and compare checksums."""
@@ -137,7 +162,7 @@ class Opened:
         content = loads(text, self._find(weights_only), f"{self.manifest.state} in {self.directory}")
         if not isinstance(content, dict) or not isinstance(content.get("rest"), dict):
             raise CheckpointError(f"{self.manifest.state} in {self.directory} contains no state: it is damaged.")
-        checkpoint: dict[str, Any] = materialize({k: v for k, v in content["rest"].items() if k != WEIGHTS})
+        checkpoint: dict[str, Any] = read_tensors({k: v for k, v in content["rest"].items() if k != WEIGHTS})
         if WEIGHTS in content["rest"]:
             checkpoint[WEIGHTS] = StoredDict(content["rest"][WEIGHTS])
         if content.get(OPTIMIZERS):
@@ -167,14 +192,14 @@ class Opened:
 
 
 def existing(path: str | Path) -> Path:
-    """`path`, of a checkpoint that is there."""
+    """Return `path`. Raise if there is no checkpoint."""
     if not Path(path).exists():
         raise CheckpointError(f"There is no checkpoint {path}.")
     return Path(path)
 
 
 RANKS = "lightning_3d_ranks"
-"""Under this key a loaded checkpoint has what was each rank's own."""
+"""Key of a loaded checkpoint for the states of each rank: random streams, compression, loss scale, callbacks."""
 
 
 class NamedOptimizer(StoredDict):

@@ -4,38 +4,56 @@ import queue
 import threading
 from collections.abc import Callable
 
+from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
+from lightning_3d.layout import DATA_AXIS
 from lightning_3d.ranks.groups import has_peers
+from lightning_3d.ranks.named_range_private import named_range
 
-Job = Callable[[], object]
+Ending = Callable[[], None]
+Job = Callable[[], Ending | object]
+"""Runs a collective, or begins one and returns what ends it."""
 
 
 class Handle:
     """A submitted job: wait for it before reading what it writes."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, ledger: Ledger | None = None, name: str = "") -> None:
         self._job: Job | None = job
+        self._name = name
+        self._ending: Ending | None = None
+        self._ledger = ledger
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Return once the job has run; raise what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+        """Return once the job has run and what it began has ended; raise what it raised."""
+        with named_range(f"waiting for {self._name}"):  # a trace does not see the thread that runs the job
+            if self._ledger is not None and not self._done.is_set():
+                with self._ledger.waiting(DATA_AXIS):
+                    self._done.wait()
+            self._done.wait()
+            if self._error is not None:
+                raise self._error
+            ending, self._ending = self._ending, None
+            if ending is not None:
+                ending()
 
     def done(self) -> bool:
         return self._done.is_set()
 
-    def run(self) -> None:
-        """Run the job here (the engine calls this)."""
+    def run(self, *, to_the_end: bool) -> None:
+        """Run the job here (the engine calls this). `to_the_end`: also end what it begins, else `wait` does."""
         job, self._job = self._job, None  # dropped once run: it holds the buffers
         assert job is not None
         try:
-            job()
+            ending = job()
+            if to_the_end and callable(ending):
+                ending()
         except BaseException as error:  # surfaces at wait()
             self.fail(error)
         else:
+            self._ending = ending if callable(ending) and not to_the_end else None
             self._done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -56,12 +74,15 @@ class BackgroundQueue:
 
     Args:
         threaded: False runs each job at once in the caller, for backends that are asynchronous themselves (NCCL).
+        ledger: counts the seconds that a step waits for a job.
     """
 
-    def __init__(self, *, threaded: bool = True) -> None:
+    def __init__(self, *, threaded: bool = True, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._closed = False
+        self._peers = has_peers()
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="lightning_3d.comm", daemon=True)
@@ -76,15 +97,15 @@ class BackgroundQueue:
         """Return True if all submitted jobs have run without an error."""
         return self._broken is None and self._queue.empty() and (self._thread is None or not self._thread.is_alive())
 
-    def submit(self, job: Job) -> Handle:
-        """Queue `job`; it runs after all that were submitted before it."""
+    def submit(self, job: Job, name: str = "a collective") -> Handle:
+        """Queue `job`; it runs after all that were submitted before it. A trace shows waits for it by its name."""
         if self._closed:
             raise PeerError("a collective was submitted after the communication engine was closed (teardown).")
-        handle = Handle(job)
-        if self.threaded and has_peers():  # fake tensors know one thread
+        handle = Handle(job, self._ledger, name)
+        if self.threaded and self._peers:  # fake tensors know one thread
             self._queue.put(handle)
         else:
-            self._run(handle)
+            self._run(handle, to_the_end=False)
         return handle
 
     def close(self, timeout: float = 5.0) -> None:
@@ -98,14 +119,14 @@ class BackgroundQueue:
 
     def _loop(self) -> None:
         while (handle := self._queue.get()) is not None:
-            self._run(handle)
+            self._run(handle, to_the_end=True)
             del handle  # or the last job's buffers live until the next one comes
 
-    def _run(self, handle: Handle) -> None:
+    def _run(self, handle: Handle, *, to_the_end: bool) -> None:
         if self._broken is not None:
             handle.fail(_after(self._broken))
             return
-        handle.run()
+        handle.run(to_the_end=to_the_end)
         self._broken = handle.error
 
 

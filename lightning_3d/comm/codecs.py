@@ -1,18 +1,21 @@
-"""Fewer bytes for the same numbers: fp32 rows to bytes and back."""
+"""Lossy encodings of fp32 rows in fewer bytes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_3d.layout import INT8_CHUNK
+
 
 class Codec(ABC):
-    """Encodes each row of an fp32 matrix on its own, so that a row can be sent and decoded alone.
+    """Encodes each row of an fp32 matrix by itself. A row can be sent and decoded without the others.
 
-    `widths` are the numbers of a row that belong to each parameter. What a parameter becomes does not depend on those
-    beside it: copies of it on other tensor ranks or stages travel in other company and must stay equal.
+    `widths` are the numbers of a row that belong to each parameter. The encoding of a parameter does not depend on the
+    other parameters of the row. Its copies on other tensor ranks or stages are in other rows and must stay equal.
     """
 
     @abstractmethod
@@ -40,7 +43,7 @@ class Half(Codec):
 class Int8(Codec):
     """One byte per number and one fp32 scale per `chunk` numbers of a parameter."""
 
-    def __init__(self, chunk: int = 1024) -> None:
+    def __init__(self, chunk: int = INT8_CHUNK) -> None:
         self.chunk = chunk
 
     def encode(self, rows: Tensor, widths: Sequence[int]) -> Tensor:
@@ -63,3 +66,9 @@ class Int8(Codec):
         ):
             parts.append(part * scale.repeat_interleave(self.chunk, dim=1)[:, : part.shape[1]])
         return torch.cat(parts, dim=1)
+
+
+CODECS: Mapping[str, Codec] = MappingProxyType(
+    {"bf16": Half(torch.bfloat16), "fp16": Half(torch.float16), "int8": Int8()}
+)
+"""By the name in `grad_compression`."""

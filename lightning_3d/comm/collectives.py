@@ -1,13 +1,14 @@
 """The three collectives of the data axis behind one small interface, each call counted in the ledger."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import Pieces, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.ring_wire import Wire
+from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.faults import Doing, flight
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -43,6 +44,11 @@ class Collectives(ABC):
     def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
         """Add `buffer` up over the ranks, in place."""
 
+    def begin_all_reduce(self, buffer: Pieces, *, average: bool) -> Callable[[], None]:
+        """Begin to add `buffer` up, and return what waits for it. Here the sum is complete when this returns."""
+        self.all_reduce(buffer, average=average)
+        return lambda: None
+
     def doing(self, collective: str) -> Doing:
         return flight.doing(f"{collective} on {self.axis}")
 
@@ -57,7 +63,7 @@ class Ring(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
         super().__init__(group, ledger, axis)
-        self.wire = Wire(group)
+        self.wire = RingWire(group)
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         with self.doing("reduce_scatter"):
@@ -75,10 +81,15 @@ class Ring(Collectives):
 class Native(Collectives):
     """The library's own collectives (NCCL's ring, gloo's). Bytes are counted as a ring would send them."""
 
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> None:
+        super().__init__(group, ledger, axis)
+        self.averages = "nccl" in dist.get_backend(group)
+        """True where the library divides sums on the way: gloo would need another pass over them."""
+
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
         output, input = single(output), single(input)
         with self.doing("reduce_scatter"):
-            _reduce_scatter(output, input, group=self.group)
+            _reduce_scatter(output, input, op=self._sum(average), group=self.group)
         self._divide(output, average)
         self.count("reduce_scatter", (self.size - 1) * _bytes(output))
 
@@ -89,14 +100,26 @@ class Native(Collectives):
         self.count("all_gather", (self.size - 1) * _bytes(input))
 
     def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
-        buffer = single(buffer)
-        with self.doing("all_reduce"):
-            dist.all_reduce(buffer, group=self.group)
-        self._divide(buffer, average)
-        self.count("all_reduce", 2 * (self.size - 1) * _bytes(buffer) // self.size)
+        self.begin_all_reduce(buffer, average=average)()
+
+    def begin_all_reduce(self, buffer: Pieces, *, average: bool) -> Callable[[], None]:
+        tensor = single(buffer)
+        work = dist.all_reduce(tensor, op=self._sum(average), group=self.group, async_op=True)
+        self.count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
+
+        def end() -> None:
+            with self.doing("all_reduce"):
+                if work is not None:
+                    work.wait()
+            self._divide(tensor, average)
+
+        return end
+
+    def _sum(self, average: bool) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
 
     def _divide(self, tensor: Tensor, average: bool) -> None:
-        if average and self.size > 1:
+        if average and self.size > 1 and not self.averages:
             tensor.div_(self.size)
 
 

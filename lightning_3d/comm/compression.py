@@ -14,7 +14,7 @@ from lightning_3d.errors import CheckpointError
 
 _TAG = 2
 AVERAGE = "/average"
-"""Under a key and this, a rank keeps the loss of its shard of the average, which was sent once for all ranks."""
+"""Suffix of a key: under it a rank remembers the loss of its shard of the average, which it sends to all ranks."""
 
 
 class Compression(ABC):
@@ -117,8 +117,9 @@ class Elementwise(Compression):
         peers = [peer % size for peer in range(rank + 1, rank + size)]
         ops = [dist.P2POp(dist.irecv, arrived[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
         ops += [dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        with self.collectives.doing(collective):
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
         self.collectives.count(collective, sum(sends[peer].nbytes for peer in peers))
 
 

@@ -1,24 +1,21 @@
-"""The user's choices about gradient communication.
-
-From what the user chose to the objects that do it.
-"""
+"""`CommConfig`: the user's choices about gradient communication, and the objects that they name."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.codecs import Half, Int8
+from lightning_3d.comm.codecs import CODECS
 from lightning_3d.comm.collectives import Collectives, Native, Ring
 from lightning_3d.comm.compression import Compression, Elementwise
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.powersgd import PowerSGD
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import POWERSGD_RANK
+from lightning_3d.layout import GradCompression as GradCompression
 
 GradSync = Literal["ring", "native", "hierarchical"]
-GradCompression = Literal["bf16", "fp16", "int8", "powersgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class CommConfig:
     """Send gradients in fewer bytes. Each is lossy; the loss is added to the next step's gradient."""
     error_feedback: bool = True
     """Keep the loss of compression and add it to the next gradient. Costs one fp32 copy of the gradients."""
-    powersgd_rank: int = 4
+    powersgd_rank: int = POWERSGD_RANK
     """Columns kept of each gradient matrix by "powersgd"."""
     ranks_per_node: int | None = None
     """Ranks of the data axis in one node, for "hierarchical"."""
@@ -70,16 +67,9 @@ def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledg
 
 def build_compression(config: CommConfig, collectives: Collectives) -> Compression | None:
     """Return the compression that `config.grad_compression` names, with a memory of its own."""
-    feedback = config.error_feedback
-    match config.grad_compression:
-        case None:
-            return None
-        case "bf16":
-            return Elementwise(collectives, Half(torch.bfloat16), error_feedback=feedback)
-        case "fp16":
-            return Elementwise(collectives, Half(torch.float16), error_feedback=feedback)
-        case "int8":
-            return Elementwise(collectives, Int8(), error_feedback=feedback)
-        case codec:
-            assert codec == "powersgd", codec
-            return PowerSGD(collectives, config.powersgd_rank, error_feedback=feedback)
+    name, feedback = config.grad_compression, config.error_feedback
+    if name is None:
+        return None
+    if name == "powersgd":
+        return PowerSGD(collectives, config.powersgd_rank, error_feedback=feedback)
+    return Elementwise(collectives, CODECS[name], error_feedback=feedback)

@@ -1,9 +1,13 @@
-"""Calls and bytes of communication, counted where they are sent."""
+"""Calls and bytes of communication, counted where they are sent, and the seconds that a step waits for them."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+IDLE = "pipeline_idle"
+"""The reason of waits for a tensor of another stage. The others are named by their axis."""
 
 
 class Row(NamedTuple):
@@ -13,6 +17,19 @@ class Row(NamedTuple):
     collective: str
     calls: int
     bytes: int
+
+
+class Waiting:
+    """A context that adds its seconds to those of its reason."""
+
+    def __init__(self, waited: dict[str, float], reason: str) -> None:
+        self._waited, self._reason, self._began = waited, reason, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._waited[self._reason] = self._waited.get(self._reason, 0.0) + time.perf_counter() - self._began
 
 
 class Ledger:
@@ -25,6 +42,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], tuple[int, int]] = {}
+        self._waited: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def add(self, axis: str, collective: str, sent: int) -> None:
@@ -54,6 +72,18 @@ class Ledger:
         finally:
             with self._lock:
                 self._counts = before
+
+    def waiting(self, reason: str) -> "Waiting":
+        """Count the seconds inside as waits of the step for `reason`, an axis or `IDLE`. Contexts must not nest.
+
+        Only for hosts that wait themselves, as with gloo. With NCCL the host goes on, and its device waits.
+        """
+        return Waiting(self._waited, reason)
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """Seconds of all waits so far, by reason."""
+        return dict(self._waited)
 
     def reset(self) -> None:
         """Start again from nothing."""

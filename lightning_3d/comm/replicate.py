@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.comm.background_queue import BackgroundQueue, Handle
+from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
 from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
 from lightning_3d.comm.ring import SMALL_BYTES
@@ -25,8 +25,7 @@ from lightning_3d.ranks.talk import Largest
 class Bucket:
     """Some parameters whose gradients are reduced in one collective.
 
-    Large gradients are reduced in place. Small ones are packed into one buffer, reduced, and copied back, so that
-    gradients stay the tensors that autograd made.
+    Large gradients are reduced in place. Small ones are packed into one buffer, of which they are views afterwards.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], packed: bool) -> None:
@@ -35,18 +34,26 @@ class Bucket:
         self.awaited: set[nn.Parameter] = set()
         """Those whose gradient has not arrived yet in this backward."""
 
-    def reduce(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> None:
-        """Average `gradients` (one per parameter; None counts as zero) over the ranks, in place."""
+    def begin(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> Ending:
+        """Begin to average `gradients` (one per parameter; None counts as zero) over the ranks.
+
+        Returns what waits for the averages and makes them the gradients.
+        """
         if self.packed:
             buffer, views = self._pack(gradients)
             pieces = [buffer]
         else:
             pieces = views = [self._piece(*both) for both in zip(self.parameters, gradients, strict=True)]
-        for together in [pieces] if collectives.takes_pieces else pieces:
-            collectives.all_reduce(together, average=True)
-        for gradient, view in zip(gradients, views, strict=True):
-            if gradient is not None and gradient.data_ptr() != view.data_ptr():
-                gradient.copy_(view)
+        together = [pieces] if collectives.takes_pieces else pieces
+        endings = [collectives.begin_all_reduce(each, average=True) for each in together]
+
+        def end() -> None:
+            for ending in endings:
+                ending()
+            for parameter, gradient, view in zip(self.parameters, gradients, views, strict=True):
+                _give(parameter, gradient, view)
+
+        return end
 
     def _piece(self, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor:
         """Return the large gradient as it is sent: itself, if it is contiguous."""
@@ -67,9 +74,22 @@ class Bucket:
         buffer = torch.empty(sum(p.numel() for p in locals_), dtype=locals_[0].dtype, device=locals_[0].device)
         pieces = buffer.split([p.numel() for p in locals_])
         views = [piece.view(p.shape) for piece, p in zip(pieces, locals_, strict=True)]
-        for gradient, view in zip(gradients, views, strict=True):
-            view.zero_() if gradient is None else view.copy_(gradient)
+        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        if len(present) < len(views):
+            buffer.zero_()
+        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
         return buffer, views
+
+
+def _give(parameter: nn.Parameter, gradient: Tensor | None, average: Tensor) -> None:
+    """Make `average` the gradient: itself, or its values where the gradient has a graph, a memory format or shards."""
+    if gradient is None or gradient.data_ptr() == average.data_ptr():
+        return
+    grad = parameter.grad
+    if type(grad) is Tensor and grad.is_contiguous() and not grad.requires_grad:
+        parameter.grad = average
+    else:
+        gradient.copy_(average)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
@@ -93,11 +113,12 @@ def _size(parameter: nn.Parameter) -> int:
 class ReplicatedGradients:
     """Keeps replicas equal: after `finish()` every gradient is the mean over the ranks.
 
-    A bucket is reduced as soon as its gradients are there and all buckets before it have been started, so every rank
-    starts the same collectives in the same order, whatever its backward did. What is left is settled in `finish()`,
-    where the ranks say how far they got and which parameters they used: a parameter that no rank
-    used keeps `grad=None`, one that some used gets the mean on all, the others counting as zero. A rank that used all
-    of them need not know, and does not wait.
+    A bucket is reduced as soon as its gradients are there and all buckets before it have been started. So every rank
+    starts the same collectives in the same order, whatever its backward did.
+
+    `finish()` reduces the other buckets. There the ranks send how far they got and which parameters they used. A
+    parameter that no rank used keeps `grad=None`. A parameter that some used gets the mean on all; the others count as
+    zero. A rank that used all of them does not wait for this.
 
     Args:
         parameters: the replicated parameters, in the same order on every rank. Frozen ones may be among them.
@@ -132,8 +153,8 @@ class ReplicatedGradients:
         self._current: list[Bucket] | None = None
         self._home: dict[nn.Parameter, Bucket] = {}
         self._handles: list[Handle] = []
-        self._heard: Largest | None = None
-        """What the ranks said in the last step, if this rank did not wait for it."""
+        self._last_answer: Largest | None = None
+        """The answers of the ranks in the last step, if this rank did not wait for it."""
         self._hooks = [_hook(parameter, self._arrived) for parameter in self.parameters]
 
     def accumulate_only(self, on: bool) -> None:
@@ -155,7 +176,7 @@ class ReplicatedGradients:
     @torch.no_grad()
     def _sync(self) -> None:
         if self.collectives.size > 1:
-            self._settle()
+            self._finish_reductions()
         self._touched.clear()
         self._current, self._handles = None, []
 
@@ -198,39 +219,39 @@ class ReplicatedGradients:
         gradients = [_gradient(parameter) for parameter in bucket.parameters]
         bucket.keys = [self.keys[parameter] for parameter in bucket.parameters]
 
-        def job() -> None:
+        def job() -> Ending | None:
             if self.compression is None:
-                bucket.reduce(gradients, self.collectives)
-            else:
-                bucket.compress(gradients, self.compression)
+                return bucket.begin(gradients, self.collectives)
+            bucket.compress(gradients, self.compression)
+            return None
 
-        self._handles.append(self.engine.submit(job))
+        self._handles.append(self.engine.submit(job, f"all_reduce on {self.collectives.axis}"))
 
-    def _settle(self) -> None:
+    def _finish_reductions(self) -> None:
         """Start what is left, the same on every rank, and wait for all.
 
-        A rank waits for what the others say where it needs to know: until the order of arrival is known, and where
-        some of its gradients are missing. Else it reads what they say one step late, to compare.
+        A rank waits for the answers of the others in two cases: until the order of arrival is known, and where some of
+        its gradients are missing. Otherwise it reads the answers one step late, to compare.
         """
         if self._current is None:
             self._begin()
         assert self._current is not None
-        heard, before = self._ask(), self._heard
-        self._heard = None
+        answer, before = self._ask(), self._last_answer
+        self._last_answer = None
         if before is not None:
             self._read(before)
         if len(self._handles) < len(self._current) or self._key not in self._learned:
-            furthest, used, arrivals = self._read(heard)
+            furthest, used, arrivals = self._read(answer)
             self._start_missing(furthest, used)
         else:
-            self._heard = heard
+            self._last_answer = answer
             arrivals = []
         try:
             for handle in self._handles:
                 handle.wait()
         except Exception:
-            if self._heard is not None:
-                self._read(self._heard)  # the reason, where ranks train different parameters
+            if self._last_answer is not None:
+                self._read(self._last_answer)  # the reason, where ranks train different parameters
             raise
         if self._key not in self._learned and any(arrivals):
             self._learn(arrivals)

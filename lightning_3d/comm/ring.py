@@ -1,11 +1,12 @@
 """Ring collectives over point-to-point sends.
 
 Rank r sends only to r + 1 and receives only from r - 1. A buffer is cut into one chunk per rank, and each chunk into
-segments. At hop h rank r sends chunk r - h - 1 and receives chunk r - h - 2 (modulo N): during the first N - 1 hops
-what arrives is a partial sum, to which the rank's own values are added (reduce-scatter); after them rank r holds the
-whole sum of chunk r, and during the next N - 1 hops what arrives is final (all-gather). The two in a row are the
-all-reduce, with no pause in between. A segment travels on as soon as it has arrived, so that the sends, receives and
-additions of different segments overlap. Each of the two parts sends (N - 1) / N of the buffer.
+segments. At hop h rank r sends chunk r - h - 1 and receives chunk r - h - 2 (modulo N).
+
+During the first N - 1 hops partial sums arrive, and the rank adds its own values (reduce-scatter). Then rank r has the
+full sum of chunk r. During the next N - 1 hops full sums arrive (all-gather). Both parts together are the all-reduce,
+with no pause between them. A rank passes a segment on as soon as it has arrived, so that sends, receives and additions
+of different segments overlap. Each of the two parts sends (N - 1) / N of the buffer.
 
 The sum of one chunk is formed along one path and then only copied, so all ranks end with the same bits. Half types
 are added in fp32 and rounded once per hop; the last hop adds, divides and rounds once.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_3d.comm.ring_wire import SEGMENT_BYTES, Wire
+from lightning_3d.comm.ring_wire import SEGMENT_BYTES, RingWire
 from lightning_3d.ranks.groups import has_peers
 
 SMALL_BYTES = 256 << 10
@@ -30,7 +31,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def ring_reduce_scatter(
     output: Pieces,
     input: Pieces,
-    wire: Wire,
+    wire: RingWire,
     *,
     average: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
@@ -64,7 +65,7 @@ def ring_reduce_scatter(
     return sent
 
 
-def ring_all_gather(output: Pieces, input: Pieces, wire: Wire, *, segment_bytes: int = SEGMENT_BYTES) -> int:
+def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire, *, segment_bytes: int = SEGMENT_BYTES) -> int:
     """Collect every rank's `input`, in rank order, in `output`. Returns the bytes sent.
 
     Args:
@@ -94,7 +95,9 @@ def ring_all_gather(output: Pieces, input: Pieces, wire: Wire, *, segment_bytes:
     return sent
 
 
-def ring_all_reduce(buffer: Pieces, wire: Wire, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES) -> int:
+def ring_all_reduce(
+    buffer: Pieces, wire: RingWire, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
+) -> int:
     """Sum (or average) the contiguous `buffer` over the ranks of `wire`, in place. Returns the bytes sent.
 
     Several buffers of one dtype travel as one collective. Where N does not divide the length of one, its last few
@@ -125,7 +128,7 @@ def _turn(
     flats: Sequence[Tensor],
     owns: Sequence[Tensor],
     hops: range,
-    wire: Wire,
+    wire: RingWire,
     average: bool,
     segment_bytes: int,
 ) -> int:

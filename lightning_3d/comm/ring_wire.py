@@ -1,4 +1,4 @@
-"""The way of a segment to the next rank of a ring: by the process group, or through shared memory on one machine."""
+"""Connections between neighbours of a ring: by the process group, or through shared memory on one machine."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ SEGMENT_BYTES = 3 << 20
 """The longest message: still in cache when it is added to, yet large enough to hide Python's part."""
 
 
-class Wire:
-    """To the right neighbour and from the left one among the ranks of `group`, which nothing else uses meanwhile."""
+class RingWire:
+    """The connection of a rank to its two neighbours in the ring of `group`. Nothing else may use `group` meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
@@ -36,7 +36,7 @@ class _Messages:
     own_memory = False
     """True where a segment arrives in memory of its own, not in the tensor that was posted for it."""
 
-    def __init__(self, wire: Wire, *, batched: bool) -> None:
+    def __init__(self, wire: RingWire, *, batched: bool) -> None:
         self.group, self.batched = wire.group, batched
         self.right, self.left = (wire.rank + 1) % wire.size, (wire.rank - 1) % wire.size
         self.arriving: deque[tuple[Tensor, Sequence[dist.Work | None]]] = deque()

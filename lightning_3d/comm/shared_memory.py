@@ -162,16 +162,16 @@ def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
     if timeout is None:
         return None
     length = SLOTS * slot_bytes
-    memory, heard, said, freed, free = _offer(length)
-    offer = [_machine() if memory >= 0 else 0, os.getpid(), memory, heard, free]
+    memory, their_ear, mouth, ear, their_mouth = _offer(length)
+    offer = [_machine() if memory >= 0 else 0, os.getpid(), memory, their_ear, their_mouth]
     table = exchange(torch.tensor(offer), group, tag=2).tolist()
     taken = _take(*table[(rank - 1) % size][1:]) if offer[0] and all(row[0] == offer[0] for row in table) else ()
     linked = bool(exchange(torch.tensor(len(taken)), group, tag=2).all())
-    _close(heard, free)  # the neighbour has them now; ours would keep the pipes open once it is gone
+    _close(their_ear, their_mouth)  # the neighbour has them now; ours would keep the pipes open once it is gone
     if not linked:
-        _close(memory, said, freed, *taken)
+        _close(memory, mouth, ear, *taken)
         return None
-    outlet = _Outlet(_mapped(memory, length), ear=freed, mouth=said)
+    outlet = _Outlet(_mapped(memory, length), ear=ear, mouth=mouth)
     inlet = _Inlet(_mapped(taken[0], length), ear=taken[1], mouth=taken[2])
     return SharedMemory(outlet, inlet, timeout.total_seconds())
 

@@ -1,6 +1,6 @@
 """For CPU: a buffer without memory that records what FSDP2 copies in and out of it.
 
-See [Note: promised buffers] in zero/fsdp_seam.py.
+See [Note: unallocated buffers] in zero/fsdp_seam.py.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CopyNotes:
-    """The tensors that were copied into a promised buffer, and those that have its contents already."""
+    """The tensors that were copied into an unallocated buffer, and those that have its contents already."""
 
     def __init__(self) -> None:
         self.sources: list[Tensor] = []
@@ -30,9 +30,9 @@ class UnallocatedBuffer(torch.Tensor):
     def __new__(
         cls, size: Sequence[int], dtype: torch.dtype, device: torch.device, copies: CopyNotes
     ) -> "UnallocatedBuffer":
-        promise = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
-        promise.copies = copies
-        return promise
+        buffer = torch.Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
+        buffer.copies = copies
+        return buffer
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -41,25 +41,25 @@ class UnallocatedBuffer(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
         if func is torch.ops.aten.view.default:
-            promise, shape = args
-            return cls(torch.empty(promise.shape, device="meta").view(shape).shape, *promise._like())
+            buffer, shape = args
+            return cls(torch.empty(buffer.shape, device="meta").view(shape).shape, *buffer._like())
         if func is torch.ops.fsdp.chunk_cat.default:
             kwargs["out"].copies.sources = list(args[0])
             return None
         if func is torch.ops.fsdp.all_gather_copy_in.default:
-            sources, promise = args[:2]
-            promise.copies.sources = list(sources)
-            return cls((args[3],), *promise._like()), cls(promise.shape, *promise._like())
+            sources, buffer = args[:2]
+            buffer.copies.sources = list(sources)
+            return cls((args[3],), *buffer._like()), cls(buffer.shape, *buffer._like())
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             _copy_out(args[0].copies, kwargs["out"])
             return None
-        raise NotImplementedError(f"FSDP2 did {func} with a promised buffer: this version of torch is not known.")
+        raise NotImplementedError(f"FSDP2 did {func} with an unallocated buffer: this version of torch is not known.")
 
     def _like(self) -> tuple[torch.dtype, torch.device, CopyNotes]:
         return self.dtype, self.device, self.copies
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Promise({tuple(self.shape)})"
+        return f"UnallocatedBuffer({tuple(self.shape)})"
 
 
 def _copy_out(copies: CopyNotes, out: Sequence[Tensor]) -> None:

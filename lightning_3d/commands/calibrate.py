@@ -17,13 +17,11 @@ examples:
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the flags of `lightning-3d calibrate`."""
     parser.add_argument("--name", default="this-machine", help="name of the entry (default this-machine)")
     parser.add_argument("--output", metavar="FILE", help="YAML file to write (default: in your catalogue folder)")
 
 
 def run(args: Namespace) -> int:
-    """Measure, write the entry, and print it."""
     name = args.name.lower()
     if not name.replace("-", "").replace("_", "").isalnum() or name[0].isdigit():
         raise PlannerError(f"--name {args.name!r} must be letters, digits and dashes, and start with a letter.")

@@ -24,7 +24,6 @@ The exit code is 1 if the job would fail (the report says why) and 2 if the ques
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the flags of `lightning-3d dry-run`."""
     parser.add_argument("script", type=Path, help="the training script")
     parser.add_argument(
         "--cluster",

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, did_you_mean
 from lightning_3d.layout import Layout
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def train(arguments: Sequence[str]) -> int:
     try:
         from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-        from lightning_3d.commands.parsing import OneLine, nearest
+        from lightning_3d.commands.parsing import OneLine
     except ImportError as error:
         raise ConfigurationError(
             f"`lightning-3d {arguments[0]}` is LightningCLI, which needs jsonargparse ({error}):"
@@ -55,7 +55,7 @@ def train(arguments: Sequence[str]) -> int:
             name = self._get(self.config_init, "trainer.strategy")
             if isinstance(name, str) and name not in (known := StrategyRegistry.available_strategies()) + ["auto"]:
                 ours = ", ".join(each for each in known if each.startswith("3d"))
-                hint = nearest(name, known) or f". This package registers {ours}; Lightning has its own."
+                hint = did_you_mean(name, known) or f". This package registers {ours}; Lightning has its own."
                 raise ConfigurationError(f"--trainer.strategy {name!r} is not a registered strategy{hint}")
             try:
                 return super().instantiate_trainer(**kwargs)

@@ -8,9 +8,9 @@ from torch import nn
 
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
-from lightning_3d.parallelize import keep_within_stages, plan_pipeline
+from lightning_3d.parallel.parallel_plan import keep_within_stages, plan_pipeline
+from lightning_3d.parallel.state_counts import parameters_on
 from lightning_3d.planner.module_source import build_inputs, build_module
-from lightning_3d.strategy.banner import parameters_on
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
@@ -23,7 +23,6 @@ examples:
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the flags of `lightning-3d inspect`."""
     parser.add_argument("model", help="module.Class of a LightningModule or nn.Module")
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of module.Class")
     parser.add_argument("--inputs", metavar="SHAPE:DTYPE", help="one input of forward, as in 8x128:int64")
@@ -40,7 +39,6 @@ def run(args: Namespace) -> int:
 
 
 def describe(module: nn.Module, layout: Layout, inputs: str | None = None) -> Iterator[str]:
-    """The text of `lightning-3d inspect`."""
     split, tensor = plan_pipeline(module, Anatomy.of(module), layout, None), None
     if layout.tensor_parallel_size > 1:
         given = build_inputs(inputs) if inputs else getattr(module, "example_input_array", None)

@@ -2,13 +2,13 @@
 
 import re
 from argparse import Action
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
 from lightning_3d.commands.printable import printable
+from lightning_3d.errors import did_you_mean
 
 _NOISE = re.compile(
     r"\s*-?\s*(Does not validate against any of the Union subtypes.*|Subtypes: .*|Errors:|Given value type: .*"
@@ -29,12 +29,6 @@ class OneLine(ArgumentParser):
             super().error(f"{message}{_hint(message, self._actions)}", ex)
         text = f"{_in_one_line(message)}{_hint(message, self._actions)}".rstrip(".")
         self.exit(2, printable(f"{self.prog.replace(' [options]', '')}: {text} (--help shows more)") + "\n")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about `name`; empty if no known name is similar."""
-    found = get_close_matches(name, list(known), n=2, cutoff=0.6)
-    return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 def _with_amounts(arguments: Sequence[str]) -> list[str]:
@@ -62,9 +56,9 @@ def _hint(message: str, actions: Sequence[Action]) -> str:
     """The nearest valid option or choice for the error `message`; empty if there is none."""
     options = [option for action in actions for option in action.option_strings if not option.endswith("+")]
     if unknown := re.search(r"[Uu]nrecognized arguments: .*?(--[^\s=]+)", message):
-        return nearest(unknown[1], options)
+        return did_you_mean(unknown[1], options)
     if choice := re.search(r"invalid choice: '?(.+?)'? \(choose from (.*)\)", message):
-        return nearest(choice[1], re.findall(r"[^\s,']+", choice[2]))
+        return did_you_mean(choice[1], re.findall(r"[^\s,']+", choice[2]))
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", message):
-        return nearest(option[1], [each.removeprefix("--") for each in options])
+        return did_you_mean(option[1], [each.removeprefix("--") for each in options])
     return ""

@@ -1,14 +1,11 @@
 """Compares the first batches of tensor and pipeline peers, before set-up uses one."""
 
-import zlib
 from collections.abc import Mapping
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
-from lightning_3d.data.same_samples import SEED, leaf_bytes, named_leaves
+from lightning_3d.data.same_samples import SEED, leaf_checksums
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
 from lightning_3d.ranks import random_streams, talk
@@ -22,8 +19,8 @@ Marks = dict[str, tuple[str, int]]
 def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     """Raise on every rank if peers would train on different first batches. Collective over all ranks.
 
-    Evaluation uses the first peer's data instead (`SampleCheck.settle`). A proof that runs on different data would
-    blame the module. A batch that cannot be read ahead of training is compared in the first step.
+    Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
+    would blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
     alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
     if alone or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
@@ -45,13 +42,9 @@ def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
     try:
         with random_streams.restored_streams():
             loaders = loaders_of(trainer)
-            return _marks(first_batch(loaders)) if map_style(loaders) else None
+            return leaf_checksums(first_batch(loaders)) if map_style(loaders) else None
     except Exception:
         return None
-
-
-def _marks(batch: Any) -> Marks:
-    return {name: (_kind(leaf), zlib.crc32(leaf_bytes(leaf))) for name, leaf in named_leaves(batch, "batch")}
 
 
 def _difference_between(marks: Mapping[int, Marks]) -> str | None:
@@ -67,9 +60,3 @@ def _difference_between(marks: Mapping[int, Marks]) -> str | None:
     how = f"has other values ({kinds[0]})" if len(set(kinds)) == 1 else f"is {' | '.join(kinds)}"
     more = f"; so do {len(differing) - 1} more of its {len(names)} parts" if len(differing) > 1 else ""
     return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    return type(leaf).__name__

@@ -1,4 +1,7 @@
-"""Equal samples on the ranks of one data rank: seeds of workers, and a check of the first batches."""
+"""`SampleCheck`: a comparison of the first batches of tensor and pipeline peers, which work on the same samples.
+
+`seed_workers_by_data_rank` gives their dataloader workers the same seeds.
+"""
 
 import os
 import warnings
@@ -65,7 +68,7 @@ class SampleCheck:
         if has_peers() and (difference := self._difference(step, batch)) is not None:
             raise DivergenceError(difference)
 
-    def settle(self, step: str, batch: Any, evaluation: object) -> Any:
+    def first_peers_batch(self, step: str, batch: Any, evaluation: object) -> Any:
         """`batch`, or that of the first peer where they were given different ones. Collective over the peers.
 
         For evaluation, where different data on each process does no harm. Repeated in each `evaluation`, a value that
@@ -92,7 +95,7 @@ class SampleCheck:
         if self.alone or self.seen[step] >= BATCHES:
             return None
         self.seen[step] += 1
-        table = torch.tensor([fingerprint(batch)], device=self.device)
+        table = torch.tensor([checksum(batch)], device=self.device)
         for group in self.groups:
             parts = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, table, group=group)
@@ -133,15 +136,23 @@ def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from named_leaves(getattr(value, each.name, None), f"{name}.{each.name}")
 
 
-def fingerprint(batch: Any) -> int:
+def leaf_checksums(batch: Any) -> dict[str, tuple[str, int]]:
+    """The kind of each tensor, number and text in `batch`, and a number that depends on its value."""
+    return {name: (_kind(leaf), zlib.crc32(_bytes(leaf))) for name, leaf in named_leaves(batch, "batch")}
+
+
+def checksum(batch: Any) -> int:
     """A number that depends on every tensor, number and text in `batch`, in order."""
-    mark = 0
-    for _, leaf in named_leaves(batch, "batch"):
-        mark = zlib.crc32(leaf_bytes(leaf), mark)
-    return mark
+    return zlib.crc32(repr(leaf_checksums(batch)).encode())
 
 
-def leaf_bytes(leaf: Any) -> bytes | memoryview:
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    return type(leaf).__name__
+
+
+def _bytes(leaf: Any) -> bytes | memoryview:
     """The bytes of a leaf: equal for equal leaves."""
     if not isinstance(leaf, Tensor):
         return repr(leaf).encode()

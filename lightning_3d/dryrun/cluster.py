@@ -80,12 +80,12 @@ class World:
                     owner._parameters[name] = made[id(parameter)]
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    owner._buffers[name] = self.pretend.made(buffer)
+                    owner._buffers[name] = self.pretend.fake_like(buffer)
 
     def fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, self.pretend.kind):
             return parameter
-        fake = nn.Parameter(self.pretend.made(parameter), requires_grad=parameter.requires_grad)
+        fake = nn.Parameter(self.pretend.fake_like(parameter), requires_grad=parameter.requires_grad)
         fake.__dict__.update(parameter.__dict__)
         return fake
 

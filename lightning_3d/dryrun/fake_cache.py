@@ -1,8 +1,8 @@
 """Fake tensors that remember what an operation gives for arguments of given shapes.
 
 A step repeats a few hundred operations tens of thousands of times, block after block and microbatch after microbatch.
-torch remembers results too, but describes each argument by some twenty properties every time; here are those that fake
-tensors of a dry run differ in.
+torch remembers results too, but compares some twenty properties of each argument every time. Here only the properties
+in which fake tensors of a dry run differ are compared.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,10 @@ from torch import Tensor
 
 # private to torch, read in 2.13
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+
+from lightning_3d.sandbox.shapes_only import ShapesOnly
 
 _UNSUITABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -43,7 +45,7 @@ class _Recipe(NamedTuple):
     in_place: bool = False
 
 
-class QuickFakeMode(FakeTensorMode):
+class QuickFakeMode(ShapesOnly):
     """torch's mode, with a short way for operations seen before."""
 
     def __init__(self) -> None:
@@ -70,27 +72,27 @@ class QuickFakeMode(FakeTensorMode):
             self.suitable[func] = _is_suitable(func)
         if not self.suitable[func] or not args or not isinstance(args[0], FakeTensor | list | tuple):
             raise _Unknown
-        said: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        self._describe(args, said)
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        self._describe(args, key)
         if kwargs:
-            said += kwargs
-            self._describe(kwargs.values(), said)
-        return tuple(said)
+            key += kwargs
+            self._describe(kwargs.values(), key)
+        return tuple(key)
 
-    def _describe(self, values: Any, said: list[Any]) -> None:
+    def _describe(self, values: Any, key: list[Any]) -> None:
         for value in values:
             if isinstance(value, FakeTensor):
                 if value.constant is not None or value.fake_mode is not self or value.dtype.is_complex:
                     raise _Unknown
-                said += (
+                key += (
                     value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset(),
                     value.requires_grad, value.layout,
                 )  # fmt: skip
             elif type(value) in _PLAIN:
-                said += (type(value), value)
+                key += (type(value), value)
             elif isinstance(value, list | tuple):
-                said.append(len(value))
-                self._describe(value, said)
+                key.append(len(value))
+                self._describe(value, key)
             else:
                 raise _Unknown
 

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.dryrun.fake_cache import QuickFakeMode
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.shapes_only import value_of
 
 LARGE = 1 << 20
 """Bytes from which a result inside a step is fake."""
@@ -107,15 +108,15 @@ class FakeDevice(TorchDispatchMode):
         return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value
 
     def _number(self, tensor: Tensor) -> Any:
-        """The value; for a fake tensor 1, or False for a condition."""
+        """The value; of a fake tensor that of `value_of`."""
         if not isinstance(tensor, FakeTensor):
             return torch.ops.aten._local_scalar_dense.default(tensor)
         reader = _reader() if self.thrifty else None
         if reader is not None:
             self.reads.add(reader)
-        return False if tensor.dtype is torch.bool else torch.ones((), dtype=tensor.dtype).tolist()
+        return value_of(tensor)
 
-    def made(self, tensor: Tensor) -> Tensor:
+    def fake_like(self, tensor: Tensor) -> Tensor:
         """A fake tensor like `tensor`, on the CPU."""
         with self.fake:
             return torch.empty(tensor.shape, dtype=tensor.dtype)

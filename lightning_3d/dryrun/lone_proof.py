@@ -107,7 +107,7 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
         if tensor is not None and tensor.is_meta
     ]
     for held, name, tensor in absent:
-        new = world.pretend.made(tensor)
+        new = world.pretend.fake_like(tensor)
         held[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     try:
         yield
@@ -144,7 +144,7 @@ def _on_shapes(pretend: FakeDevice) -> Iterator[None]:
     """Make scratch copies fake, compare shapes only, and try one call in place of two of different sizes."""
 
     def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
-        return pretend.made(parameter)
+        return pretend.fake_like(parameter)
 
     random, size, samples = scratch._random, proof._size, plan_module._samples
     scratch._random, proof._size, plan_module._samples = made, _no_size, partial(samples, most=1)

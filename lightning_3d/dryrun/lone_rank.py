@@ -22,13 +22,14 @@ from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_3d import auto_layout, parallelize
+from lightning_3d import auto_layout
 from lightning_3d.auto_layout import Decided, Situation, decide
 from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
 from lightning_3d.dryrun.fake_device import Memory
 from lightning_3d.dryrun.lone_proof import plan_large
-from lightning_3d.parallelize import ParallelPlan, make_plan
+from lightning_3d.parallel import parallel_plan
+from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
 from lightning_3d.pipeline import observe, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
@@ -55,7 +56,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         return wire_._share_mine(value, site) if mine else lone_proof.results(wire_, value, site)
 
     def empty(spec: wire.Spec, device: torch.device) -> Tensor:
-        return pretend.made(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        return pretend.fake_like(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
     replacements: Sequence[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resize),
@@ -71,9 +72,10 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
         (auto_layout, "decide", decision.decide),
         (auto_layout, "plan_tensor", plan_with_values),
-        (parallelize, "make_plan", decision.make_plan),
-        (parallelize, "plan_tensor", plan_with_values),
-        (observe, "compare_halves", _largest_run),
+        (parallel_plan, "make_plan", decision.make_plan),
+        (parallel_plan, "plan_tensor", plan_with_values),
+        (observe, "compare_parts", _largest_run),
+        (observe, "find_mixing", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _outside_step(pretend, prove.rehearse)),
@@ -92,7 +94,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _no(in_step: bool) -> bool:
+def _no(own_error: bool) -> bool:
     return False
 
 

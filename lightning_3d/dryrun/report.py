@@ -46,7 +46,7 @@ class RankReport:
     """Its output, if it failed."""
 
     @property
-    def rest(self) -> int:
+    def activations(self) -> int:
         """Activations and buffers: the peak without parameters, gradients and optimizer states."""
         return max(0, self.peak - self.parameters - self.gradients - self.optimizer)
 
@@ -78,7 +78,7 @@ class DryRunReport:
     def _errors(self, rank: RankReport) -> Iterator[str]:
         if rank.error is not None:
             yield rank.error
-        step = rank.rest if rank.offloaded else rank.peak
+        step = rank.activations if rank.offloaded else rank.peak
         for what, needed in (("before training", rank.setup_peak), ("in a training step", step)):
             if needed > self.room:
                 yield (
@@ -88,7 +88,7 @@ class DryRunReport:
 
     def data(self) -> dict[str, Any]:
         """For `--json`."""
-        ranks = [{**asdict(rank), "activations": rank.rest} for rank in self.ranks]
+        ranks = [{**asdict(rank), "activations": rank.activations} for rank in self.ranks]
         return {
             "cluster": str(self.cluster),
             "world_size": self.cluster.devices,
@@ -132,7 +132,7 @@ _SENT = ("rank", "axis", "collective", "calls", "bytes")
 
 
 def _memory_row(rank: RankReport) -> tuple[str, ...]:
-    sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.rest, rank.peak, rank.setup_peak)
+    sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.activations, rank.peak, rank.setup_peak)
     return (str(rank.rank), rank.where, *map(show_bytes, sizes), show_count(rank.flops))
 
 

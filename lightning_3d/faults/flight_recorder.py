@@ -18,6 +18,7 @@ from typing import Any
 import lightning
 import torch
 
+from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.users_group_private import users_line
 
 LENGTH = 100
@@ -55,14 +56,17 @@ class Flight:
     def __init__(self) -> None:
         self.entries: deque[FlightEntry] = deque(maxlen=LENGTH)
         self.step, self.phase = 0, "starting"
+        self.thread = threading.main_thread().ident
+        """The thread that trains. Ray trains in another one than the main thread."""
         self.open: dict[int, list[FlightEntry]] = {}
         """The operations under way of each thread, the innermost last."""
         self.broken: FlightEntry | None = None
         """The first operation that failed."""
 
     def clear(self) -> None:
-        """Forget what an earlier run in this process did."""
+        """Forget what an earlier run in this process did. Called by the thread that trains."""
         self.entries.clear()
+        self.thread = threading.get_ident()
         self.step, self.phase, self.broken = 0, "starting", None
 
     def at(self, phase: str, step: int | None = None) -> None:
@@ -75,11 +79,15 @@ class Flight:
         """Return a context in which this process waits for other ranks in `operation`."""
         return Doing(self, operation)
 
+    @property
+    def waits(self) -> bool:
+        """True while a thread of this process waits for other ranks. Any thread may ask."""
+        return any(list(self.open.values()))
+
     def standing(self) -> str:
         """The current place of this process, in words. Any thread may ask."""
-        main = threading.main_thread().ident
         waiting = {thread: entries[-1].operation for thread, entries in list(self.open.items()) if entries}
-        place = waiting.pop(main or 0, None) or _place(_main_frame())
+        place = waiting.pop(self.thread or 0, None) or _place(sys._current_frames().get(self.thread or 0))
         behind = f" (in the background: {', '.join(waiting.values())})" if waiting else ""
         return f"step {self.step}, {self.phase}, in {place}{behind}"
 
@@ -100,7 +108,7 @@ class Flight:
 
 
 class Doing:
-    """The context of `Flight.doing`."""
+    """The context of `Flight.doing`. It is a named range of a trace too."""
 
     def __init__(self, flight: Flight, operation: str) -> None:
         self.flight, self.operation = flight, operation
@@ -111,8 +119,13 @@ class Doing:
         self.entry = FlightEntry(time.time(), flight.step, flight.phase, self.operation, thread.name)
         flight.entries.append(self.entry)
         flight.open.setdefault(threading.get_ident(), []).append(self.entry)
+        self.range = named_range(self.operation)
+        self.range.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.range.__exit__(kind, error, trace)
         self.flight.open[threading.get_ident()].pop()
         self.entry.seconds = round(time.monotonic() - self.start, 6)
         if error is not None:
@@ -132,11 +145,6 @@ def put_aside(folder: Path) -> None:
         return
     shutil.rmtree(before, ignore_errors=True)
     aside.rename(before)
-
-
-def _main_frame() -> FrameType | None:
-    ident = threading.main_thread().ident
-    return sys._current_frames().get(ident) if ident is not None else None
 
 
 def _place(frame: FrameType | None) -> str:

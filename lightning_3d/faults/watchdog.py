@@ -56,7 +56,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._answered = time.monotonic()
         self._neighbour, self._changed = b"", time.monotonic()
-        self._place, self._moved = "", time.monotonic()
+        self._place, self._moved, self._look = "", time.monotonic(), 0.0
         self._recorded = False
         self._server = b""
         """The last beat of rank 0, which may take the store with it when it dies."""
@@ -86,9 +86,10 @@ class Watchdog:
             try:
                 self._exchange(count)
             except RuntimeError:  # the store is gone: there is no more news
-                self._learn(self._store_lost())
+                verdict = self._store_lost()
+                self._learn(verdict)
                 if not self._stop.wait(2 * self.beat):
-                    self._record_once(self._message(self._store_lost(), flight.standing()))
+                    self._record_once(self._message(self.verdict or verdict, flight.standing()))
                 return
             self._answered = time.monotonic()
 
@@ -115,12 +116,15 @@ class Watchdog:
         now = time.monotonic()
         if place != self._place:
             self._place, self._moved = place, now
+            self._recorded = self._recorded and self.verdict is not None
         if self.verdict is not None and now > self.known_since + 2 * self.beat:
             self._record_once(self._message(self.verdict, place))
-        elif self.verdict is None and now > self._moved + STILL * self.timeout:
-            places = {rank: _place_of(beat) for rank, beat in self._beats(store).items()}
-            seconds = f"Nothing has moved here for {now - self._moved:.0f} s. "
-            self._record_once(seconds + self._message(judge({}, places, {}), place))
+        elif self.verdict is None and now > max(self._look, self._moved + STILL * self.timeout):
+            self._look = now + 5 * self.beat  # it reads the places of all ranks
+            places = {rank: _parsed(beat)[0] for rank, beat in self._beats(store).items()}
+            if flight.waits or len(set(places.values())) > 1:  # else all ranks are in the same long hook
+                seconds = f"Nothing has moved here for {now - self._moved:.0f} s. "
+                self._record_once(seconds + self._message(judge({}, places, {}), place))
 
     def _record_once(self, text: str) -> None:
         if not self._recorded and not self.failing:
@@ -140,7 +144,7 @@ class Watchdog:
     def _patience(self, verdict: Verdict) -> float:
         """Seconds in which the collective that the main thread waits in should fail by itself."""
         rest = self.timeout - self.silence if verdict.how == "lost" else 0.0
-        return rest + min(GRACE, self.timeout)
+        return rest + min(GRACE, 2 * self.timeout)  # the collective may begin after the news, on a busy machine
 
     def _end(self, verdict: Verdict) -> None:
         text = self._message(verdict, flight.standing())
@@ -211,8 +215,8 @@ class Watchdog:
         return {rank: _read(store, self._beat_of(rank)) for rank in self.places}
 
     def _failures(self, store: Store) -> dict[int, str]:
-        said = {rank: _read(store, self._failure_of(rank)) for rank in self.places}
-        return {rank: where.decode(errors="replace") for rank, where in said.items() if where}
+        answers = {rank: _read(store, self._failure_of(rank)) for rank in self.places}
+        return {rank: where.decode(errors="replace") for rank, where in answers.items() if where}
 
     def _decided(self, store: Store) -> Verdict | None:
         return Verdict.loads(_read(store, f"{self.key}/verdict"))
@@ -271,16 +275,17 @@ def _agent_serves() -> bool:
 
 def _standing(beat: bytes) -> str:
     """The place of the rank of `beat`, and the age of that message by the clocks of the two machines."""
+    place, at = _parsed(beat)
+    return place if at is None else f"{place}, {max(0.0, time.time() - at):.0f} s ago"
+
+
+def _parsed(beat: bytes) -> tuple[str, float | None]:
+    """The place of the rank of `beat`, and when it wrote that; None where `beat` is something else."""
     try:
-        _, where, at = json.loads(beat)
-        return f"{where}, {max(0.0, time.time() - at):.0f} s ago"
+        _, place, at = json.loads(beat)
+        return str(place), float(at)
     except (ValueError, TypeError, RecursionError):
-        return "an unknown place"
-
-
-def _place_of(beat: bytes) -> str:
-    """The place of the rank of `beat`."""
-    return _standing(beat).rpartition(", ")[0] or "an unknown place"
+        return "an unknown place", None
 
 
 def _read(store: Store, key: str) -> bytes:

@@ -21,6 +21,12 @@ def running_job() -> object | None:
     return HydraConfig.instance().cfg if HydraConfig.initialized() else None
 
 
+FILE = "lightning_3d.json"
+"""Name of the report of a job, in its folder."""
+FAILED = "lightning_3d_failed.json"
+"""Name of the file with the reason, if `fit` failed; there is no report then."""
+
+
 def job_folder() -> Path | None:
     """The output folder of the running job, None outside of Hydra."""
     return Path(HydraConfig.get().runtime.output_dir) if running_job() is not None else None

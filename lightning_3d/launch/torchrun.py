@@ -9,6 +9,7 @@ several nodes need not agree on the number of restarts.
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,8 @@ from lightning_3d.errors import PeerError
 PATIENCE = 300.0
 """Seconds, at least, that ranks have to start: a queue, an import from a slow disk or a download takes minutes."""
 LAST_WORDS = 2.0
-PAUSE = 0.02
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
+"""Seconds between two looks at the store. They grow, since ranks mostly start together."""
 HERE = "all are here"
 
 
@@ -57,18 +59,18 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
 
 def _announce(store: TCPStore, world: int, deadline: float) -> str:
     """On rank 0: answer every rank that asks until each has taken the name; say that all are here, or who is not."""
-    name, missing = uuid.uuid4().hex, list(range(1, world))
+    name, missing, pauses = uuid.uuid4().hex, list(range(1, world)), _pauses()
     while missing and time.monotonic() < deadline:
         for rank in missing:
             if store.check([_key("asks", rank)]):
                 store.set(_key("answer", rank), store.get(_key("asks", rank)).decode() + name)
-        time.sleep(PAUSE)
+        time.sleep(next(pauses))
         missing = [rank for rank in missing if _read(store, _key("taken", rank)) != name]
-    said = _late(missing, world) if missing else HERE
-    store.set(_key(name, 0), said)
+    message = _late(missing, world) if missing else HERE
+    store.set(_key(name, 0), message)
     if missing:
         time.sleep(LAST_WORDS)  # the store ends with this process, and the others have to read why
-        raise PeerError(said)
+        raise PeerError(message)
     return name
 
 
@@ -79,19 +81,27 @@ def _join(store: TCPStore, rank: int, deadline: float) -> str:
     answer = _await(store, _key("answer", rank), deadline, own)
     name = answer.removeprefix(own)
     store.set(_key("taken", rank), name)
-    said = _await(store, _key(name, 0), deadline + PATIENCE)  # rank 0 may have come later, and waits as long
-    if said != HERE:
-        raise PeerError(said)
+    message = _await(store, _key(name, 0), deadline + PATIENCE)  # rank 0 may have come later, and waits as long
+    if message != HERE:
+        raise PeerError(message)
     return name
 
 
 def _await(store: TCPStore, key: str, deadline: float, start: str = "") -> str:
     """The text that rank 0 writes to `key`, once it begins with `start`."""
-    while not (said := _read(store, key)) or not said.startswith(start):
+    pauses = _pauses()
+    while not (message := _read(store, key)) or not message.startswith(start):
         if time.monotonic() > deadline:
             raise PeerError("rank 0 did not come to the start of the job. Its own log says why.")
-        time.sleep(PAUSE)
-    return said
+        time.sleep(next(pauses))
+    return message
+
+
+def _pauses() -> Iterator[float]:
+    pause = SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def _late(missing: list[int], world: int) -> str:

@@ -4,9 +4,11 @@ Read in torch 2.11 and 2.13.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import checkpoint
 
@@ -27,6 +29,11 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
+def in_transform() -> bool:
+    """Return True inside a transform of `torch.func`."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def same_version(tensor: Tensor) -> Tensor:
     """Return an alias of `tensor` without a graph, which counts the same writes, also below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -36,3 +43,28 @@ def same_version(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Return a number for the memory behind `tensor`, which stays while that is freed and allocated again."""
     return tensor.untyped_storage()._cdata
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch compiles this module: `torch.compile(module)` or `module.compile()`."""
+    wrapped = type(module).__name__ == "OptimizedModule"  # its home, torch._dynamo, takes a second to import
+    return wrapped or is_compiled_in_place(module)
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """Run compiled modules in `module` uncompiled inside.
+
+    A mode that intercepts operations would make torch give up to compile what runs inside, for good.
+    """
+    return torch.compiler.set_stance("force_eager") if any(map(is_compiled, module.modules())) else nullcontext()
+
+
+def in_wrapper(module: nn.Module) -> nn.Module | None:
+    """Return the module that `torch.compile(module)` wrapped. None for what it did not return."""
+    inside: nn.Module | None = getattr(module, "_orig_mod", None)
+    return inside
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return True after `module.compile()`, which compiles the module with its hooks."""
+    return module._compiled_call_impl is not None

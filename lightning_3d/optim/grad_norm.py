@@ -1,11 +1,9 @@
 """The norm of all gradients, each element counted once, wherever it lives.
 
-`torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` and `get_total_norm`, as users call them, over a module that is
-sharded.
-
-They see the gradients of this rank: under a pipeline those of its stages alone, and plain and sharded ones among each
-other, which torch does not mix. Users import the functions by name, so it is what these call that is replaced. Private
-to torch, read in 2.13; `tests/same/test_clip.py` and `test_numbers.py` fail when they call something else.
+Users call `torch.nn.utils.clip_grad_norm_`, `clip_grad_value_` and `get_total_norm` over a module that is sharded.
+There torch has the gradients of this rank alone: under a pipeline those of its stages. It also does not mix plain and
+sharded ones. Users import these functions by name, so the functions that they call are replaced. Those are private to
+torch, read in 2.13; `tests/same/test_clip.py` and `test_numbers.py` fail when torch calls others.
 """
 
 import math
@@ -16,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grad
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
 from lightning_3d.ranks.mesh import SHARD_AXIS
-from lightning_3d.ranks.shards import local
+from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.ranks.shards import local, sharded_axes
 
 Counted = Callable[[nn.Parameter], bool]
 
@@ -37,10 +35,7 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
         coordinate: of this rank.
         shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
     """
-    split: set[str] = set()
-    if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    split = sharded_axes(parameter).keys()
     first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
     return coordinate.data < first and (TENSOR_AXIS in split or coordinate.tensor == 0)
 
@@ -66,7 +61,8 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
     if math.isinf(norm_type):
         return _largest(norm)
     total = (norm**norm_type).sum()
-    dist.all_reduce(total)
+    with named_range(_SENT):
+        dist.all_reduce(total)
     return total ** (1.0 / norm_type)
 
 
@@ -88,10 +84,13 @@ def _alike(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def _largest(norm: Tensor) -> Tensor:
     """Return the largest norm. Not every backend's maximum passes NaN on, so that it is sent as a second number."""
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf).max(), norm.isnan().any().to(norm)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    with named_range(_SENT):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return torch.where(both[1] > 0, math.nan, both[0])
 
 
+_SENT = "all_reduce of the gradient norm"
+"""Name of a range in a trace."""
 _NORM, _GROUPED = "_get_total_norm", "_group_tensors_by_device_and_dtype"
 Norm = Callable[[list[nn.Parameter], float], Tensor]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
-from lightning_3d.optim.ways import step_one_at_a_time
 from lightning_3d.ranks.random_streams import restored_streams
 
 

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.optim.probe import KNOWN, Reach, reach_of
-from lightning_3d.optim.stand_ins import Convert, StandIns
-from lightning_3d.optim.ways import replace_step, step_all_gathered, step_on_shards, step_one_at_a_time
+from lightning_3d.optim.sharded_steps import replace_step, step_all_gathered, step_on_shards, step_one_at_a_time
+from lightning_3d.optim.stand_ins import Convert, StandIns, moves_to_host
 
 
 def step_like_one_device(
@@ -22,6 +22,7 @@ def step_like_one_device(
     take_shard: Convert,
     mean: Callable[[Tensor], Tensor],
     pipelined: bool,
+    host: bool = False,
 ) -> Callable[[], None]:
     """Have `optimizer.step` do what it would with all tensors on one device; returns what undoes it.
 
@@ -31,16 +32,24 @@ def step_like_one_device(
         take_shard: this rank's shard of a full tensor.
         mean: of a loss over the data ranks.
         pipelined: True where the rank has some stages only.
+        host: step in host memory, where the states are.
     """
-    sharded = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    host = host and any(moves_to_host(parameter) for parameter in parameters)
     own = type(optimizer) not in KNOWN
-    if own and not sharded and not pipelined:
+    if own and not sharded and not pipelined and not host:
         return lambda: None
     reach = reach_of(optimizer, pipelined)
-    if own and not sharded:
+    if host and reach is not Reach.ELEMENT:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} steps full tensors on the device, so its states cannot be in host memory. Use"
+            ' offload={"parameters": "cpu"} with zero_stage=3, or an optimizer that steps each element by itself.'
+        )
+    if own and not sharded and not host:
         return lambda: None
     if reach is Reach.ELEMENT:
-        return step_on_shards(optimizer)
+        return step_on_shards(optimizer, host)
 
     def take(parameter: nn.Parameter, full: Tensor) -> Tensor:
         return take_shard(parameter, full).clone()  # a view, kept as a state, would keep the full tensor
@@ -51,14 +60,15 @@ def step_like_one_device(
     return step_all_gathered(optimizer, full, mean)
 
 
-def move_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Put each state where its parameter is: in host memory with offload, else on `device`.
+def move_states(optimizers: Iterable[Optimizer], device: torch.device, host: bool = False) -> None:
+    """Put each state where its parameter is: in host memory with offload, else on `device`; with `host` there.
 
     Step counts stay where they are: torch's optimizers want them on the CPU.
     """
     for optimizer in optimizers:
         for key, state in optimizer.state.items():
             home = key.device if isinstance(key, Tensor) and not key.is_meta else device
+            home = torch.device("cpu") if host else home
             if isinstance(state, MutableMapping):
                 state.update({name: value if name == "step" else _moved(value, home) for name, value in state.items()})
             else:

@@ -33,6 +33,9 @@ class _AbsentParameter(_StandsOn, nn.Parameter):  # type: ignore[override]
     pass
 
 
+setattr(_AbsentParameter, ABSENT, True)  # a copy has no attributes of its own
+
+
 class _AbsentBuffer(_StandsOn, Tensor):  # type: ignore[override]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -65,7 +65,7 @@ def input_half(
     """Gradients of the inputs only; those of the weights are left for later.
 
     `torch.distributed.pipelining` cuts the graph (read in torch 2.13). It would lose gradients of a weight through an
-    output that depends on no input, so the full backward of such outputs is left for later.
+    output that depends on no input. The full backward of such outputs therefore runs later.
     """
     pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     wanted = {id(tensor) for tensor in inputs if tensor.requires_grad}

@@ -14,21 +14,21 @@ def _nothing() -> None:
 
 
 @dataclass
-class Hooks:
+class StepCallbacks:
     """Callbacks of the ZeRO and precision layers around a pipelined step.
 
-    With FSDP2 (`tests/pipeline/test_fsdp.py` is a working example): blocks and the LightningModule are wrapped after
-    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`; no step is
-    registered as a forward method: a cut step would never reach the root's hook after it, in an evaluation either.
-    Parameters must be sharded again whenever a training step begins, because older gradients are dropped then.
+    `tests/pipeline/test_fsdp.py` is an example with FSDP2. There blocks and the LightningModule are wrapped after
+    `apply_split`, with `reshard_after_forward=False` and the absent parameters in `ignored_params`. No step is
+    registered as a forward method, because a cut step never reaches the root's hook after it. Parameters must be
+    sharded again whenever a training step begins, because older gradients are dropped then.
     """
 
     begin: Callable[[], None] = _nothing
     """Before the schedule: parameters gathered, no reduction of gradients in backward."""
     reduce: Callable[[], None] = _nothing
     """After the schedule, on the last batch of an accumulation window: gradients reduced over data ranks."""
-    locate: Callable[[str], Tensor] | None = None
-    """The tensor whose `.grad` holds the not yet reduced gradient of a parameter, by name; for tied parameters."""
+    grad_holder: Callable[[str], Tensor] | None = None
+    """The tensor whose `.grad` is the gradient of a parameter before its reduction, by name; for tied parameters."""
     peers: Sequence[dist.ProcessGroup] = ()
     """Groups of the ranks on other axes that run the same batches with this one."""
     evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -13,7 +13,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 
 
-class Stages:
+class StageExchange:
     """Parameters and their ranks, for one pipeline.
 
     Args:
@@ -40,21 +40,10 @@ class Stages:
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
         }
-        holders = {name: self._holders(name) for name, _ in module.named_parameters()}
-        self.on_some_ranks |= {
-            parameter: (name, holders[name][0])
-            for name, parameter in module.named_parameters()
-            if len(set(holders[name])) < dist.get_world_size(self.group)
-        }
-
-    def _holders(self, name: str) -> list[int]:
-        """Ranks that have the parameter called `name`."""
-        if name in self.split.everywhere:
-            return list(range(dist.get_world_size(self.group)))
-        stages = next((tie.stages for tie in self.split.ties if name in tie.names), ()) or next(
-            (stages for unit, stages in self.split.holders.items() if name.startswith(f"{unit}.")), ()
-        )
-        return [self.stage_rank[stage] for stage in stages] or list(range(dist.get_world_size(self.group)))
+        for name, parameter in module.named_parameters():
+            owners = [self.stage_rank[stage] for stage in self.split.stages_of(name)]
+            if len(set(owners)) < dist.get_world_size(self.group):
+                self.on_some_ranks[parameter] = name, owners[0]
 
     def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
         """Names of parameters in `on_some_ranks` with a gradient on a rank that has them. Collective.

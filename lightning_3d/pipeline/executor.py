@@ -1,12 +1,14 @@
 """Runs the actions of one rank: forwards, backwards, sends and receives of every microbatch of a step."""
 
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
+from lightning_3d.pipeline.pass_clock import PassClock
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.pipeline.wire import Receipt, Spec, Wire
@@ -46,6 +48,8 @@ class Execution:
     """False where only forwards run: nothing is kept for a backward."""
     in_one_piece: Container[int] = ()
     """Stages that run the full backward where the schedule has the half for inputs."""
+    clock: PassClock | None = None
+    """Times the passes, where somebody asks for them."""
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
     passed_on: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -68,7 +72,8 @@ class Execution:
 
     def _forward(self, stage: int, index: int) -> None:
         inputs = self._inputs(stage, index)
-        outputs = self.forward(stage, index, inputs)
+        with self._timing("F", stage, index):
+            outputs = self.forward(stage, index, inputs)
         if self.trains:
             self.in_flight[stage, index] = InFlight(inputs, outputs)
         if stage < self.last:
@@ -103,30 +108,36 @@ class Execution:
         """Run head and loss once, on the outputs of all microbatches."""
         assert self.head is not None
         waiting = [self.in_flight[self.last, index] for index in range(len(self.traces))]
-        for in_flight, grads in zip(waiting, self.head([in_flight.outputs for in_flight in waiting]), strict=True):
+        with self._timing("H", self.last, 0):
+            all_grads = self.head([in_flight.outputs for in_flight in waiting])
+        for in_flight, grads in zip(waiting, all_grads, strict=True):
             in_flight.grads = grads
         self.head = None
 
     def _backward(self, stage: int, index: int) -> None:
         in_flight = self.in_flight[stage, index]
-        full_backward(in_flight.outputs, self._output_grads(in_flight, stage, index))
+        grads = self._output_grads(in_flight, stage, index)
+        with self._timing("B", stage, index):
+            full_backward(in_flight.outputs, grads)
         del self.in_flight[stage, index]
         self._pass_back(in_flight, stage, index)
 
     def _backward_inputs(self, stage: int, index: int) -> None:
         in_flight = self.in_flight[stage, index]
         grads = self._output_grads(in_flight, stage, index)
-        if stage in self.in_one_piece:
-            full_backward(in_flight.outputs, grads)
-            in_flight.outputs = []
-            return self._pass_back(in_flight, stage, index)
-        in_flight.half = input_half(in_flight.outputs, grads, in_flight.inputs, self.parameters(stage))
+        with self._timing("I", stage, index):
+            if stage in self.in_one_piece:
+                full_backward(in_flight.outputs, grads)
+                in_flight.outputs = []
+            else:
+                in_flight.half = input_half(in_flight.outputs, grads, in_flight.inputs, self.parameters(stage))
         self._pass_back(in_flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:
         half = self.in_flight.pop((stage, index)).half
         if half is not None:
-            half.run(self.parameters(stage))
+            with self._timing("W", stage, index):
+                half.run(self.parameters(stage))
 
     def _pass_back(self, in_flight: InFlight, stage: int, index: int) -> None:
         if stage == 0:
@@ -162,6 +173,9 @@ class Execution:
         specs: list[Spec] = [spec for spec in self.traces[index].specs(stage) if spec.requires_grad]
         source = self.stage_rank[stage + 1]
         self.arriving["B", stage, index] = self.wire.start_receive(specs, source, _tag(stage, index, 1), what)
+
+    def _timing(self, kind: str, stage: int, index: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.timing(kind, stage, index)
 
     def _local(self, stage: int) -> bool:
         return self.stage_rank[stage] == self.wire.rank

@@ -1,8 +1,8 @@
 """An evaluation step around its first pass through the blocks: the pass is cut into stages, the rest runs unsplit.
 
-The *first pass* is the calls of units up to the last one, or up to the point where the step calls an earlier block
-again. The *rest* of the step comes behind it: losses, metrics, logs, more calls of blocks. Every rank runs it on the
-full batch, so that metrics, logs and predictions are those of one device.
+The *first pass* is the calls of units up to the last unit. If the step calls an earlier block again before that, the
+first pass ends there. The *rest* of the step follows: losses, metrics, logs, more calls of blocks. Every rank runs it
+on the full batch, so that metrics, logs and predictions are those of one device.
 """
 
 import weakref
@@ -82,10 +82,6 @@ class _Released(StepTape):
                 traced.__class__ = Tensor
 
 
-class BlockFailure(str):
-    """Sent in place of the output of a block that failed."""
-
-
 class PassRehearsal(_Released, Rehearsal):
     """The full step on every rank, as an `EvalDirector` runs it; notes where tensors of the first pass are used.
 
@@ -102,8 +98,6 @@ class PassRehearsal(_Released, Rehearsal):
         self.units, self.stops = units, stops
         self.rest: EvalDirector | None = None
         """Runs what comes behind the pass."""
-        self.pending = False
-        """True while the other ranks wait for a block that runs here."""
         self.last_output: list[Tensor] = []
         """The tensors that the last unit of the pass has returned."""
 
@@ -129,17 +123,6 @@ class PassRehearsal(_Released, Rehearsal):
             self.rest.calls, self.rest.reached = at, self.calls[-1].stage if self.calls else 0
             self.tracing = False
         return self.rest
-
-    def _begin(self, unit: str) -> bool:
-        self.pending = super()._begin(unit)
-        return self.pending
-
-    def _share(self, output: Any) -> Any:
-        self.pending = False
-        shared = super()._share(output)
-        if isinstance(shared, BlockFailure):
-            raise PipelineSplitError(str(shared))
-        return shared
 
     def _check_recomputed(self, unit: str, stage: int) -> None:
         """Allow any: an evaluation has no backward."""
@@ -224,6 +207,5 @@ class Rest(_Released, StagePlay):
     def _zeros(self, spec: Spec) -> Tensor:
         if self.call < self.count:
             return super()._zeros(spec)
-        return torch.zeros((), dtype=spec.dtype, device=self.device).expand(
-            spec.shape
-        )  # the received one takes its place
+        # the received tensor takes the place of this one
+        return torch.zeros((), dtype=spec.dtype, device=self.device).expand(spec.shape)

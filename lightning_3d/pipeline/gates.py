@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.sandbox.users_code import is_users
 
 
 class Director(Protocol):
@@ -30,14 +31,16 @@ class Director(Protocol):
 class Gates:
     """Hooks on the units of a module until `undo` closes, idle while no director is set.
 
-    Create it last, after the hooks of FSDP and of the tensor layers: a call is cut before any of them runs, and they
-    get the arguments that the unit really gets. The user's hooks on a unit are part of the code around it. They get the
+    Create it last, after the hooks of FSDP and of the tensor layers. Then a call is cut before any of them runs, and
+    they get the arguments of the unit itself. The user's hooks on a unit are part of the code around it. They get the
     same values as that code, on every stage.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str], absent: Sequence[str], undo: UndoStack) -> None:
         self.director: Director | None = None
         self.depth = 0
+        self.outside: tuple[Any, Any] | None = None
+        """The arguments with which code around the units has called the last one."""
         self.module = module
         self.replaced: list[Change] = []
         """The forwards of units."""
@@ -47,17 +50,19 @@ class Gates:
             if name in absent:
                 self._mute(unit, name, undo)
             else:
-                before, after = self._before(name), self._after(name)
+                before, after = self._before(name, undo), self._after(name)
                 undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
                 undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
                 _put_outside(unit)
                 self._make_skippable(unit, undo)
 
-    def _before(self, name: str) -> Any:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, name: str, undo: UndoStack) -> Any:
+        def before(unit: nn.Module, args: Any, kwargs: Any) -> Any:
             self.depth += 1
             if self.director is None or self.depth > 1:
                 return None
+            self.outside = args, kwargs
+            self._pass_outside_arguments(unit, undo)
             return self.director.enter(name, args, kwargs)
 
         return before
@@ -70,6 +75,21 @@ class Gates:
             return self.director.leave(name, output)
 
         return after
+
+    def _pass_outside_arguments(self, unit: nn.Module, undo: UndoStack) -> None:
+        """Let the user's forward hooks get the arguments from outside. Some are registered at the first call."""
+        hooks: Any = unit._forward_hooks
+        for key, hook in hooks.items():
+            if is_users(hook):
+                hooks[key] = partial(self._call_hook, hook)
+                undo.callback(_put_back, hooks, key, hook)
+
+    def _call_hook(self, hook: Any, unit: nn.Module, args: Any, *others: Any) -> Any:
+        """Call a forward hook; `others` are the keyword arguments, if it takes them, and the output."""
+        *kwargs, output = others
+        if self.outside is not None:
+            args, kwargs = self.outside[0], [self.outside[1]] * len(kwargs)
+        return hook(unit, args, *kwargs, output)
 
     def _make_skippable(self, unit: nn.Module, undo: UndoStack) -> None:
         """A unit is real here but belongs to another stage of this rank when an earlier part of the step calls it."""
@@ -99,7 +119,7 @@ class Gates:
         try:
             yield
         finally:
-            self.director, self.depth = None, 0
+            self.director, self.depth, self.outside = None, 0, None
 
     def inside_block(self) -> bool:
         """True while a unit runs under a director."""
@@ -110,10 +130,15 @@ def _put_outside(unit: nn.Module) -> None:
     """Move the user's hooks on `unit` out of the gate: before its first hook and behind its last one."""
     before: Any = unit._forward_pre_hooks  # an OrderedDict, whatever its annotation says
     after: Any = unit._forward_hooks
-    for key in [key for key, hook in before.items() if _is_users(hook)][::-1]:
+    for key in [key for key, hook in before.items() if is_users(hook)][::-1]:
         before.move_to_end(key, last=False)
-    for key in [key for key, hook in after.items() if _is_users(hook)]:
+    for key in [key for key, hook in after.items() if is_users(hook)]:
         after.move_to_end(key)
+
+
+def _put_back(hooks: dict[int, Any], key: int, hook: Any) -> None:
+    if key in hooks:  # the user may have removed it
+        hooks[key] = hook
 
 
 def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
@@ -122,7 +147,7 @@ def hooked_inside(module: nn.Module, units: Sequence[str]) -> list[str]:
         name
         for unit in units
         for name, inner in module.get_submodule(unit).named_modules(prefix=unit)
-        if name != unit and any(map(_is_users, inner._forward_hooks.values()))
+        if name != unit and any(map(is_users, inner._forward_hooks.values()))
     ]
 
 
@@ -130,11 +155,4 @@ def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
     """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
     inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
     hooks = (hooks for each in inside.values() for hooks in (each._forward_hooks, each._forward_pre_hooks))
-    return any(_is_users(hook) for some in hooks for hook in some.values())
-
-
-def _is_users(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return not origin.startswith(("torch.", "lightning_3d."))
+    return any(is_users(hook) for some in hooks for hook in some.values())

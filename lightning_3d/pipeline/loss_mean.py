@@ -8,12 +8,14 @@ gradient differs at once. So gradients are compared too.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Rows, split_batch
+from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
 from lightning_3d.sandbox.trees import weighted_mean
 
 ROUNDING = 1e-3
@@ -26,6 +28,8 @@ class StepResult(NamedTuple):
     loss: float
     gradient: Tensor
     """Of some parameters, in one row; empty where the loss depends on none."""
+    marks: Sequence[CallMarks] = ()
+    """Of the outputs of all calls of blocks."""
 
 
 Verdict = Literal["mean", "random", "unknown", "no mean"]
@@ -41,6 +45,8 @@ class LossMean:
     """"random" where the step differs from itself, "unknown" where there is nothing to compare."""
     reason: str = ""
     """Why it is no mean, or was not compared."""
+    mixing: int | None = None
+    """The first call of a block, in the step, that gives other values for a microbatch than for the full batch."""
 
 
 MEAN = LossMean("mean")
@@ -50,13 +56,11 @@ Run = Callable[[Any, int], StepResult | None]
 """Runs the step on some rows of the batch, with random streams from a seed. None where it has no loss."""
 
 
-def compare_halves(
-    run: Run, batch: Any, sizes: list[int], rounding: float = ROUNDING, rows: Rows = TENSORS
-) -> LossMean:
-    """Compare the loss on the full batch with the mean of the losses on its halves.
+def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUNDING, rows: Rows = TENSORS) -> LossMean:
+    """Compare the loss on the full batch with the mean of the losses on its parts.
 
-    Takes three runs, and a fourth where they differ: a random step differs from itself too. Halves are taken rather
-    than two microbatches, which may happen to have as many tokens each.
+    Takes four runs, and a fifth where they differ: a random step differs from itself too. The parts are the first
+    microbatch, two thirds of the others, and the rest. Equal parts may happen to have as many tokens each.
 
     Args:
         run: runs the step.
@@ -67,37 +71,43 @@ def compare_halves(
     """
     if len(sizes) < 2:
         return MEAN
-    middle = len(sizes) // 2
-    halves = [sum(sizes[:middle]), sum(sizes[middle:])]
+    cuts = sorted({0, 1, 1 + round((len(sizes) - 1) * 2 / 3), len(sizes)})
+    counts = [sum(sizes[start:end]) for start, end in pairwise(cuts)]
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
-    one, other = (run(half, seed) for seed, half in enumerate(split_batch(batch, halves, rows), start=1))
-    together = run(batch, 3)
-    if together is None or one is None or other is None:
-        return LossMean("unknown", "the step could not be compared with itself on halves of the first batch")
+    together, *found = (run(part, seed) for seed, part in enumerate([batch, *split_batch(batch, counts, rows)], 1))
+    parts = [part for part in found if part is not None]
+    if together is None or len(parts) < len(counts):
+        return LossMean("unknown", "the step could not be compared with itself on parts of the first batch")
     if together.loss != together.loss:
         return LossMean("unknown", "the loss on the first batch is not a number")
-    found = _difference(together, [one, other], halves, rounding)
-    if found is None:
+    difference = _difference(together, parts, counts, rounding)
+    if difference is None:
         return MEAN
-    if _differ(together, run(batch, 4), rounding):
+    if _differ(together, run(batch, len(cuts) + 1), rounding):
         return LossMean("random", "the loss of equal samples differs from run to run")
-    return LossMean("no mean", found)
+    return LossMean("no mean", difference, first_that_mixes(together.marks, parts[0].marks, rounding))
+
+
+def find_mixing(run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows) -> LossMean:
+    """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs."""
+    first, together = run(split_batch(batch, sizes, rows)[0], 1), run(batch, 2)
+    if first is None or together is None:
+        return UNSEEN
+    return LossMean("unknown", mixing=first_that_mixes(together.marks, first.marks, rounding))
 
 
 def _difference(together: StepResult, parts: list[StepResult], sizes: list[int], rounding: float) -> str | None:
-    rows, (first, second) = sum(sizes), sizes
+    rows = sum(sizes)
+    those = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} of them"
     weights = [size / rows for size in sizes]
     mean = weighted_mean([part.loss for part in parts], weights)
     off = _distance(together.gradient, [part.gradient for part in parts], weights)
     if not _equal(together.loss, mean, rounding):
-        return (
-            f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {first} and on {second} of"
-            f" them {mean:.6g}"
-        )
+        return f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {those} is {mean:.6g}"
     if not off <= rounding:  # also where it is not a number
         return (
             f"the gradient of the loss on {rows} samples differs by {off:.2g} of itself from the mean of those on"
-            f" {first} and on {second} of them"
+            f" {those}"
         )
     return None
 
@@ -120,14 +130,16 @@ def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> fl
     return float((together - sum(part * weight for part, weight in zip(parts, weights, strict=True))).norm()) / scale
 
 
-def step_result(loss: Tensor | None, parameters: Sequence[nn.Parameter]) -> StepResult | None:
-    """The loss and its gradient with respect to some parameters."""
+def step_result(
+    loss: Tensor | None, parameters: Sequence[nn.Parameter], marks: Sequence[CallMarks]
+) -> StepResult | None:
+    """The loss, its gradient with respect to some parameters, and the `marks` of the step's blocks."""
     if loss is None:
         return None
     trained = list(parameters) if loss.requires_grad else []
     grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
     flat = [grad.to_dense().flatten() for grad in grads if grad is not None]
-    return StepResult(float(loss.detach()), torch.cat(flat) if flat else torch.empty(0))
+    return StepResult(float(loss.detach()), torch.cat(flat) if flat else torch.empty(0), marks)
 
 
 def parameters_of_last_block(module: nn.Module, calls: Sequence[str]) -> list[nn.Parameter]:

@@ -21,6 +21,8 @@ class ChosenScope:
 
     value: Scope
     line: str = ""
+    mixing: int | None = None
+    """The first call of a block that uses other samples of the batch: the head must begin before it."""
 
 
 MICROBATCH = ChosenScope("microbatch")
@@ -29,12 +31,12 @@ MICROBATCH = ChosenScope("microbatch")
 def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) -> ChosenScope:
     """The scope that `wanted` stands for.
 
-    A step that draws random numbers by itself (mixup) stays with microbatches: its loss belongs to the numbers that
-    were drawn for the inputs of that microbatch.
+    The loss of a step that draws random numbers by itself (mixup) is computed on microbatches. It uses the numbers that
+    were drawn for the inputs of each.
     """
-    if wanted != "auto":
-        return ChosenScope(wanted)
     mean = uncut_run.loss_mean if uncut_run is not None else UNSEEN
+    if wanted != "auto":
+        return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
         return MICROBATCH
     if mean.verdict == "random":
@@ -43,6 +45,7 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
         "batch",
         f"  loss: {_why(mean)}, so it is computed once on the full batch (loss_scope='batch'). {_cost(layout)}. Where"
         " you know that it is a mean over samples: loss_scope='microbatch'",
+        mean.mixing,
     )
 
 

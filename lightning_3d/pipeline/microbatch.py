@@ -1,10 +1,10 @@
 """Microbatches: the places of the samples in a batch, and the cut between them.
 
-Most batches are tensors with a row per sample: dimension 0 is the batch. Detectors and others get lists with an entry
-per sample instead, whose tensors have another dimension 0 (the colours of an image, the boxes of a target). `Rows`
-distinguishes the two on the first batch, by the number of samples that the loader promises. Whatever is neither goes
-whole to every microbatch. A tensor whose first dimension equals the number of samples by chance (class weights, say)
-is cut too: give it another shape.
+Most batches are tensors with a row per sample: dimension 0 is the batch. Other batches, for example of detectors, are
+lists with an entry per sample. Dimension 0 of their tensors is something else: the colours of an image, the boxes of a
+target. `Rows` distinguishes the two on the first batch, by the loader's number of samples. Every microbatch gets
+anything else in full. A tensor whose first dimension equals the number of samples by chance (class weights, say) is cut
+too: give it another shape.
 """
 
 from collections import Counter

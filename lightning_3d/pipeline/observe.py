@@ -1,12 +1,12 @@
 """Runs the step on the uncut module: the order of its blocks, and the numbers that the cut must keep.
 
-Once the module is cut, no rank can run all of it. Values that blocks exchange in other ways than by arguments (a tensor
-on a module, a hook inside a block) are then lost on every rank alike. So one microbatch runs before the cut.
+Once the module is cut, no rank can run all of it. Blocks may exchange values in other ways than by arguments: a tensor
+on a module, a hook inside a block. After the cut these are lost on every rank alike. So one microbatch runs before it.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,8 @@ from lightning_3d.pipeline.loss_mean import (
     VERDICTS,
     LossMean,
     StepResult,
-    compare_halves,
+    compare_parts,
+    find_mixing,
     norms_on_running_statistics,
     parameters_of_last_block,
     rounding_of,
@@ -36,6 +37,7 @@ from lightning_3d.pipeline.loss_mean import (
     training_only,
 )
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
+from lightning_3d.pipeline.row_marks import CallMarks, row_marks
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
@@ -43,7 +45,7 @@ from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.sandbox.snapshot import changed, marks
-from lightning_3d.sandbox.trees import loss_of, unshared
+from lightning_3d.sandbox.trees import leaves, loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
 
@@ -66,6 +68,8 @@ class UncutRun:
     result: Prints
     grads: Mapping[str, Print]
     """By parameter, for those with a gradient; empty where there is no loss to differentiate."""
+    hooked: tuple[str, ...]
+    """Modules inside of units that have a forward hook of the user or of a library."""
     rounding: float
     """Largest difference of two computations of the same gradient, relative to it."""
     buffers: Mapping[str, Prints]
@@ -83,22 +87,29 @@ class Observer:
 
     skipping = False
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, *, marked: bool = False) -> None:
+        self.seed, self.marked = seed, marked
         self.calls: list[str] = []
         self.arguments: list[Prints] = []
+        self.passed: set[nn.Parameter] = set()
+        """Parameters among the arguments."""
+        self.marks: list[CallMarks] = []
+        """Of the outputs, if they are asked for."""
         self.drawn = False
         """True once code between units drew random numbers."""
         self.state = self._state()
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.drawn = self.drawn or self.state != self._state()
+        self.passed.update(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
         self.arguments.append(fingerprint((args, kwargs)))
         random_streams.restart(self.seed, 2 * len(self.calls))
         self.calls.append(unit)
         return args, kwargs
 
     def leave(self, unit: str, output: Any) -> Any:
+        if self.marked:
+            self.marks.append(row_marks(output))
         random_streams.restart(self.seed, 2 * len(self.calls) - 1)
         self.state = self._state()
         return output
@@ -138,23 +149,28 @@ def observe(
             before = marks(module, [name for name, _ in module.named_buffers()])
             with Interceptor(reads):
                 observer, output = _run(module, gates, step, args, context, seed)
+            hooked = tuple(hooked_inside(module, units))  # some are registered by the step
             buffers = {name: fingerprint(module.get_buffer(name)) for name in changed(module, before)}
             result = fingerprint(output)
             loss = loss_of(output) if compared else None
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     with context():
-        rounding = ROUNDING if hooked_inside(module, units) else rounding_of(module)
+        rounding = ROUNDING if hooked else rounding_of(module)
     calls, arguments = tuple(observer.calls), tuple(observer.arguments)
+    passed = sorted(name for item in observer.passed for name in names.get(item, ()))
+    read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(
-        step, args, seed, calls, tuple(reads.found), arguments, result, grads, rounding, buffers, compared,
-        observer.drawn,
+        step, args, seed, calls, read, arguments, result, grads, hooked, rounding, buffers,
+        compared, observer.drawn,
     )  # fmt: skip
 
 
-def _run(module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int) -> tuple[Observer, Any]:
+def _run(
+    module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: Any, seed: int, *, marked: bool = False
+) -> tuple[Observer, Any]:
     random_streams.restart_python(seed)
     random_streams.restart(seed, -1)
-    observer = Observer(seed)
+    observer = Observer(seed, marked=marked)
     with gates.directed(observer), context():
         output = getattr(module, step)(*unshared(args))
     return observer, output
@@ -162,7 +178,7 @@ def _run(module: Any, gates: Gates, step: str, args: tuple[Any, ...], context: A
 
 @dataclass
 class _OtherRuns:
-    """Runs of the step on halves of the batch and on all of it, without dropout and noise.
+    """Runs of the step on parts of the batch and on all of it, without dropout and noise.
 
     Each has another seed than the first: the stages of a pipeline must know which block comes next, whatever is drawn.
     """
@@ -171,6 +187,9 @@ class _OtherRuns:
     uncut: UncutRun
     units: Sequence[str]
     context: Callable[[], AbstractContextManager[Any]]
+    full_batch: Any
+    on_full_batch: Callable[[], AbstractContextManager[Any]]
+    """Entered around runs on the full batch."""
     failed: bool = False
 
     def __call__(self, rows: Any, seed: int) -> StepResult | None:
@@ -178,13 +197,13 @@ class _OtherRuns:
         parameters = parameters_of_last_block(self.module, self.uncut.calls)
         undo = UndoStack()
         gates = Gates(self.module, self.units, (), undo)
+        around = self.on_full_batch if rows is self.full_batch else nullcontext
         try:
             with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
-                with Interceptor(SilenceRandom()):
-                    other, output = _run(
-                        self.module, gates, self.uncut.step, args, self.context, self.uncut.seed + seed
-                    )
-                result = step_result(loss_of(output), parameters)
+                with around(), Interceptor(SilenceRandom()):
+                    seed += self.uncut.seed
+                    other, output = _run(self.module, gates, self.uncut.step, args, self.context, seed, marked=True)
+                result = step_result(loss_of(output), parameters, other.marks)
         except Lightning3DError:
             raise
         except Exception:  # code that needs real noise, or differentiates by other weights itself
@@ -245,6 +264,7 @@ def observe_one_batch(
     to_device: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     loss_scope: str,
+    on_full_batch: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> UncutRun | None:
     """Observe the step that is about to run, on the first microbatch of its first batch, forward and backward.
 
@@ -254,7 +274,8 @@ def observe_one_batch(
     Args:
         units: names of the modules that a pipeline will place.
         context: entered around a step (autocast).
-        loss_scope: other than "batch" to test that the loss is a mean over samples. "microbatch" warns if it is not.
+        loss_scope: "microbatch" warns if the loss is no mean over samples.
+        on_full_batch: entered around runs on the full batch.
     """
     assert trainer.state.fn is not None
     name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
@@ -276,10 +297,9 @@ def observe_one_batch(
         with _cut_as_rows(run, args, sizes, name):
             first = (*pieces[:1], *args[1:])
             uncut = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
-            others = _OtherRuns(module, uncut, units, context)
-            compares = cut and loss_scope != "batch"
-            mean = _test_for_mean(others, args[0], sizes, rows, loss_scope) if compares else UNSEEN
-            if not compares or others.failed:
+            others = _OtherRuns(module, uncut, units, context, args[0] if cut else None, on_full_batch)
+            mean = _test_for_mean(others, args[0], sizes, rows, loss_scope) if cut else UNSEEN
+            if not cut or others.failed:
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
         return replace(uncut, loss_mean=mean)
@@ -292,11 +312,16 @@ def _test_for_mean(others: _OtherRuns, batch: Any, sizes: list[int], rows: Rows,
 
     Those normalize over a microbatch wherever the loss is computed, so they do not decide about the loss.
     """
-    mean = compare_halves(others, batch, sizes, others.uncut.rounding, rows)
+    if loss_scope == "batch" and (others.uncut.drawn or len(sizes) == 1):  # other numbers would look like other samples
+        return UNSEEN
+    if loss_scope == "batch":
+        with norms_on_running_statistics(others.module, others.units):
+            return find_mixing(others, batch, sizes, others.uncut.rounding, rows)
+    mean = compare_parts(others, batch, sizes, others.uncut.rounding, rows)
     if mean.verdict != "no mean":
         return mean
     with norms_on_running_statistics(others.module, others.units) as frozen:
-        alone = compare_halves(others, batch, sizes, others.uncut.rounding, rows) if frozen else mean
+        alone = compare_parts(others, batch, sizes, others.uncut.rounding, rows) if frozen else mean
     because_of_norms = alone.verdict == "mean"
     if because_of_norms or loss_scope == "microbatch":
         why = _NORMALIZES if because_of_norms else _NO_MEAN
@@ -328,8 +353,10 @@ def _on_every_rank(observation: Callable[[], UncutRun | None], module: Lightning
     if uncut is None or len(found) < len(seen):
         return None
     calls, read, _ = found[0]  # all ranks must cut alike
-    worst = max((mean for _, _, mean in found), key=lambda mean: VERDICTS.index(mean.verdict))
-    return replace(uncut, calls=calls, read=read, loss_mean=worst)
+    means = [mean for _, _, mean in found]
+    worst = max(means, key=lambda mean: VERDICTS.index(mean.verdict))
+    mixing = min((mean.mixing for mean in means if mean.mixing is not None), default=None)
+    return replace(uncut, calls=calls, read=read, loss_mean=replace(worst, mixing=mixing))
 
 
 @contextmanager

@@ -8,20 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.comm.ledger import Ledger
+from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
 from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.gates import Gates
-from lightning_3d.pipeline.limits import check_supported
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.observe import UncutRun
+from lightning_3d.pipeline.pass_clock import PassClock
 from lightning_3d.pipeline.prove import rehearse
 from lightning_3d.pipeline.rehearsal import StepTrace
-from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.ties import Ties
 from lightning_3d.pipeline.training_step import TrainingStep
+from lightning_3d.pipeline.unsupported import check_supported
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.shards import local
@@ -46,6 +48,7 @@ class Pipeline:
         schedule: str = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         loss_scope: Literal["microbatch", "batch"] = "microbatch",
+        mixing: int | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """
@@ -58,15 +61,17 @@ class Pipeline:
             num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
             loss_scope: "batch" computes head and loss once on the full batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
+            mixing: the first call of a block that uses other samples of the batch. With "batch" the head must begin
+                before it.
             ledger: counts the bytes that this rank sends along the pipeline.
         """
         check_supported(module)
         self.module, self.split, self.schedule = module, split, schedule
-        self.num_microbatches, self.loss_scope = num_microbatches, loss_scope
+        self.num_microbatches, self.loss_scope, self.mixing = num_microbatches, loss_scope, mixing
         self.wire = Wire(group, device or torch.device("cpu"), ledger)
         self.per_rank = stages_per_rank(schedule, split.num_stages // group.size())
         self.stage_rank = stage_ranks(schedule, group.size(), self.per_rank)
-        self.my_stages = tuple(stage for stage, rank in enumerate(self.stage_rank) if rank == group.rank())
+        self.my_stages = split.stages_on(group.rank(), group.size(), schedule)
         self.rows: Rows | None = None
         self.traces: dict[Any, StepTrace] = {}
         self.trained = self._trained()
@@ -76,10 +81,12 @@ class Pipeline:
         self.proven: dict[Any, frozenset[str]] = {}
         """By pattern of a proven trace: the parameters that the loss does not depend on."""
         self.evaluations = Evaluations()
+        self.clock: PassClock | None = None
+        """Times the passes of training steps, where somebody asks for them."""
         self.checked_heads: set[Any] = set()
         """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
-    def open(self, hooks: Hooks, undo: UndoStack) -> None:
+    def open(self, hooks: StepCallbacks, undo: UndoStack) -> None:
         """Put the gates on the module until `undo` closes. Tensor layers and FSDP put their hooks on it before.
 
         Args:
@@ -90,8 +97,8 @@ class Pipeline:
         absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(self.module, units, absent, undo)
         self.recorder = LogRecorder(self.module, self.gates.inside_block)
-        self.locate = hooks.locate or self.module.get_parameter
-        self.ties = Ties(self.split, self.wire, self.stage_rank, self.locate)
+        self.grad_holder = hooks.grad_holder or self.module.get_parameter
+        self.ties = Ties(self.split, self.wire, self.stage_rank, self.grad_holder)
 
     @property
     def owns_last(self) -> bool:
@@ -214,7 +221,7 @@ class Pipeline:
         A gradient that is not zero stays: the loss may depend on more in some steps than in the rehearsal.
         """
         for name in frozenset.intersection(*(trace.unreached for trace in traces)):
-            tensor = self.locate(name)
+            tensor = self.grad_holder(name)
             if tensor.grad is not None and not local(tensor.grad).any():
                 tensor.grad = None
 

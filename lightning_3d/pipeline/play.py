@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 def play(
     pipeline: "Pipeline", trace: StepTrace, part: StagePart, title: str, name: str, args: tuple[Any, ...], seed: int,
     received: list[Tensor], record: Record, expected: Any = None, *, real: bool = False,
-    earlier: int | None = None,
+    earlier: int | None = None, draws: bool = True,
 ) -> Any:  # fmt: skip
     """Run one part of a step on a microbatch.
 
     Args:
         real: True in training. In a rehearsal, code of the step for rank 0 only does not run.
         earlier: the seed of random numbers that are drawn before the part, if it is another one.
+        draws: False to raise where the step draws random numbers up to the end of the part.
 
     Returns:
         The tensors that cross the cut behind the part; behind the last one the output of the step.
     """
-    player = StagePlay(trace, part, title, received, seed, pipeline.wire.device, earlier)
+    player = StagePlay(trace, part, title, received, seed, pipeline.wire.device, earlier, draws=draws)
     player.expected = expected
     undo = () if player.final else trace.changed
     ends = refuse_placeholders if player.final else None

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
-from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
@@ -73,7 +72,7 @@ def _run_in_stages(
         stages = [grads for rank in pipeline.wire.agree(mine) for grads in rank]
         _raise_if_any(pipeline, relay.problem)
         if uncut is not None:
-            _compare_gradients(pipeline, stages, uncut)
+            _compare_gradients(stages, uncut)
     return unreached
 
 
@@ -92,7 +91,11 @@ def _run_together(
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
         with isolated(pipeline.module) as changes:
-            result = _call(pipeline, step, args, seed)
+            try:
+                result = _call(pipeline, step, args, seed)
+            except Exception as error:
+                rehearsal.fail(error)
+                raise
         loss_of(result)  # where it has none: the error of the user's step, and not of its stages
         rehearsal.use_at_end((result, list(changes.values())))
     trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
@@ -115,14 +118,14 @@ def _call(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> 
 
 def _agree(pipeline: "Pipeline", trace: StepTrace, seed: int) -> None:
     """Raise unless all ranks have the same trace: else messages would not match."""
-    seeds_drawn = set(pipeline.wire.agree(seed))
-    if len(seeds_drawn) > 1:
+    text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
+    seeds, texts = map(set, zip(*pipeline.wire.agree((seed, text)), strict=True))
+    if len(seeds) > 1:
         raise DivergenceError(
-            f"The ranks of a pipeline drew {len(seeds_drawn)} different random seeds for one step. Seed torch's default"
+            f"The ranks of a pipeline drew {len(seeds)} different random seeds for one step. Seed torch's default"
             " generator alike on all of them: they run the same step on the same batch."
         )
-    text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
-    if len(set(pipeline.wire.agree(text))) > 1:
+    if len(texts) > 1:
         raise PipelineSplitError(
             "Different tensors cross the cuts on the ranks of a pipeline in the rehearsal. All ranks must have the same"
             " batch, and the step must not depend on the rank."
@@ -139,14 +142,13 @@ def _unlike_uncut(uncut: UncutRun, rehearsal: Rehearsal, result: Any) -> str | N
     return None
 
 
-def _compare_gradients(pipeline: "Pipeline", stages: list[dict[str, Print]], uncut: UncutRun) -> None:
+def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
     name = unlike(uncut.grads, stages, uncut.rounding)
     if name is None:
         return
     differs = f"Cut into stages, the step gives {name!r} another gradient than the whole module does"
-    hooked = hooked_inside(pipeline.module, list(pipeline.split.holders))
-    if hooked:
-        nearest = max(hooked, key=lambda inner: len(inner) if name.startswith(f"{inner}.") else 0)
+    if uncut.hooked:
+        nearest = max(uncut.hooked, key=lambda inner: len(inner) if name.startswith(f"{inner}.") else 0)
         raise PipelineSplitError(
             f"{differs}: {nearest!r}, which is inside of a block, has a forward hook. Values that a hook takes there"
             " are missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts"
@@ -293,7 +295,7 @@ class StageRelay:
                 found |= below
                 used = [id(tensor) in below for tensor in self.received[stage]]
             used = pipeline.wire.share(used, pipeline.stage_rank[stage], ("reached", stage))
-        # the gathered parameters themselves: `locate` would start an accumulation in mixed precision
+        # the gathered parameters themselves: `grad_holder` would start an accumulation in mixed precision
         return frozenset(name for name, parameter in pipeline.module.named_parameters() if id(parameter) in run - found)
 
     def _differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:

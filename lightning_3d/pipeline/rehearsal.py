@@ -5,14 +5,14 @@ real everywhere. Where tensors are computed and used determines which of them mu
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.utils import checkpoint
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.errors import ConfigurationError, PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.traced_tensor import Node, StepTape, TracedTensor
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -70,6 +70,8 @@ class StepTrace:
     """Parameters of this rank that run in the step but that the loss does not depend on."""
     tail: tuple[Carried, ...] = ()
     """In evaluation: the tensors that the step uses behind its blocks."""
+    zeros: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Placeholders of this rank for outputs of other stages, by shape and type."""
 
     def specs(self, cut: int) -> list[Spec]:
         """Specs of the tensors that cross from stage `cut` to the next one."""
@@ -94,6 +96,15 @@ class StepTrace:
         return f"computed after {self.calls[node[0] - 1].unit!r}" if node[0] else "computed before the first block"
 
 
+@dataclass(frozen=True)
+class BlockFailure:
+    """Sent in place of the output of a block that failed: the other ranks wait for it."""
+
+    text: str
+    refused: bool
+    """True for an error of ours, which all ranks raise after they have agreed on it."""
+
+
 class Rehearsal(StepTape):
     """Runs units on the ranks that own them, shares outputs, and records uses. A `Director` and a `StepTape`."""
 
@@ -112,6 +123,16 @@ class Rehearsal(StepTape):
         """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
         self.arguments: dict[int, list[list[float]]] = {}
         """By index of the call, for units that run here: fingerprints of the arguments."""
+        self.pending = False
+        """True while the other ranks wait for a block that runs here."""
+
+    def fail(self, error: Exception) -> None:
+        """Let ranks that wait for a block of this one know of its `error`."""
+        if self.pending:
+            self.pending = False
+            refused = isinstance(error, ConfigurationError)
+            text = str(error) if refused else f"{type(error).__name__}: {error}"
+            self.wire.share(BlockFailure(text, refused), self.wire.rank, ("rehearsal", self.call))
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._use((args, kwargs), self.call + 0.5)
@@ -133,11 +154,15 @@ class Rehearsal(StepTape):
         self._check_recomputed(unit, stage)
         self.calls.append(BlockCall(unit, stage, None))
         random_streams.restart(self.seed, 2 * self.next_call())
-        return self.stage_rank[stage] == self.wire.rank
+        self.pending = self.stage_rank[stage] == self.wire.rank
+        return self.pending
 
     def _share(self, output: Any) -> Any:
         call = self.calls[-1]
+        self.pending = False
         output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
+        if isinstance(output, BlockFailure):
+            raise PipelineSplitError(output.text) if output.refused else RuntimeError(output.text)
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self.calls[-1] = BlockCall(call.unit, call.stage, spec)
         random_streams.restart(self.seed, 2 * self.call - 1)

@@ -10,16 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from lightning_3d.errors import LayoutError
-from lightning_3d.layout import ONE_STAGE, V_SHAPED
-
-_CLASSES = {
-    "gpipe": "ScheduleGPipe",
-    "interleaved_1f1b": "ScheduleInterleaved1F1B",
-    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv_zero_bubble": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-    "loopedbfs": "ScheduleLoopedBFS",
-}
+from lightning_3d.layout import SCHEDULES, stage_ranks
 
 
 class Action(NamedTuple):
@@ -33,23 +24,16 @@ class Action(NamedTuple):
 
 def stages_per_rank(schedule: str, asked: int = 1) -> int:
     """Stages of a rank under `schedule`: two for the V-shaped ones, one for `gpipe` and `1f1b`."""
-    if schedule in V_SHAPED:
-        if asked not in (1, 2):
-            raise LayoutError(f"schedule={schedule!r} places exactly 2 stages on a rank, not stages_per_rank={asked}.")
-        return 2
-    if schedule in ONE_STAGE and asked > 1:
+    own = SCHEDULES[schedule].stages_per_rank
+    if own is None:
+        return asked
+    if asked not in (1, own):
+        free = [name for name, facts in SCHEDULES.items() if facts.stages_per_rank is None]
         raise LayoutError(
-            f"schedule={schedule!r} places one stage on a rank, not stages_per_rank={asked}. Use interleaved_1f1b,"
-            " interleaved_zero_bubble or loopedbfs."
+            f"schedule={schedule!r} places {own} stage{'s' * (own > 1)} on a rank, not stages_per_rank={asked}. Use"
+            f" {', '.join(free[:-1])} or {free[-1]}."
         )
-    return asked
-
-
-def stage_ranks(schedule: str, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage: round after round, or down and up again for the V-shaped schedules."""
-    if schedule in V_SHAPED:
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * per_rank))
+    return own
 
 
 @lru_cache(maxsize=64)
@@ -97,10 +81,11 @@ def _plain(action: Any) -> Action:
 
 
 def _compute_order(schedule: str, ranks: int, per_rank: int, microbatches: int) -> dict[int, list[Any]]:
-    if schedule == "1f1b":
+    facts = SCHEDULES[schedule]
+    if facts.torch_class is None:
         return {rank: _one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
-    cls: Any = getattr(torch_schedules, _CLASSES[schedule])
-    if schedule in ONE_STAGE:
+    cls: Any = getattr(torch_schedules, facts.torch_class)
+    if facts.stages_per_rank == 1:
         made = cls(_stage(0, ranks, ranks), microbatches, scale_grads=False)
     else:
         stages = [_stage(index, ranks, ranks * per_rank) for index in range(per_rank)]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
+from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.absent import absent_like
 from lightning_3d.pipeline.observe import UncutRun
@@ -50,6 +51,17 @@ class PipelineSplit:
     def solo(self) -> bool:
         """True where one stage does all the work, because there is nothing to cut."""
         return sum(bool(stage) for stage in self.stages) <= 1
+
+    def stages_of(self, parameter: str) -> tuple[int, ...]:
+        """The stages that have the parameter of this name."""
+        owners = [tie.stages for tie in self.ties if parameter in tie.names]
+        owners += [stages for unit, stages in self.holders.items() if parameter.startswith(f"{unit}.")]
+        return owners[0] if owners and parameter not in self.everywhere else tuple(range(self.num_stages))
+
+    def stages_on(self, rank: int, ranks: int, schedule: str) -> tuple[int, ...]:
+        """The stages of `rank` in a pipeline of `ranks`."""
+        placement = stage_ranks(schedule, ranks, self.num_stages // ranks)
+        return tuple(stage for stage, at in enumerate(placement) if at == rank)
 
     def describe(self) -> str:
         """One line per stage."""
@@ -288,8 +300,8 @@ class AppliedSplit:
 def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int]) -> AppliedSplit:
     """Move parameters and buffers of units that none of `my_stages` owns to meta, in place.
 
-    Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank;
-    an absent parameter never gets a gradient, so optimizers pass over it.
+    Names, order, sharing and `requires_grad` stay, so `configure_optimizers` builds the same groups on every rank. An
+    absent parameter never gets a gradient, so optimizers pass over it.
     """
     mine = set(my_stages)
     kept = {id(module.get_parameter(name)) for name in split.everywhere}
@@ -313,8 +325,3 @@ def apply_split(module: nn.Module, split: PipelineSplit, my_stages: Sequence[int
                     tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
                     absent[f"{prefix}.{name}"] = stages[0]
     return AppliedSplit(module, split, absent)
-
-
-def move_present(module: nn.Module, device: torch.device) -> None:
-    """Move the real tensors to `device`; `Module.to` would raise at the first absent parameter."""
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

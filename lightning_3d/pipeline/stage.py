@@ -26,14 +26,14 @@ class StagePlay(StepTape):
 
     def __init__(
         self, trace: StepTrace, part: StagePart, name: str, received: list[Tensor], seed: int, device: torch.device,
-        earlier: int | None = None,
+        earlier: int | None = None, *, draws: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(
             {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
             frozenset(carried.node for carried in part.after),
         )
         self.step_trace, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
-        self.earlier = earlier
+        self.earlier, self.draws = earlier, draws
         self.skipping = False
         self.final = part.stop == len(trace.calls) and not part.after
         self.expected: dict[int, list[list[float]]] | None = None
@@ -127,6 +127,8 @@ class StagePlay(StepTape):
 
     def _restart(self, moment: int) -> None:
         """Restart the random streams at a moment of the step: 2 * calls where a call begins, one less after it."""
+        if not self.draws and random_streams.drawn_since_restart():
+            raise PipelineSplitError("it draws random numbers, and each microbatch would draw the same ones")
         begun = moment >= 2 * self.part.start
         random_streams.restart(self.seed if begun or self.earlier is None else self.earlier, moment)
         if self.earlier is not None and moment == 2 * self.part.start:
@@ -150,7 +152,11 @@ class StagePlay(StepTape):
             )
 
     def _zeros(self, spec: Spec) -> Tensor:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        """Zeros for every block and microbatch, until code between blocks writes into them."""
+        made, key = self.step_trace.zeros, (spec.shape, spec.dtype)
+        if key not in made or made[key]._version:
+            made[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+        return made[key].detach()
 
 
 _DIFFERENT = (

@@ -19,14 +19,14 @@ class Ties:
     """The ties of this rank, grouped by the ranks that have them."""
 
     def __init__(
-        self, split: PipelineSplit, wire: Wire, stage_rank: Sequence[int], locate: Callable[[str], Tensor]
+        self, split: PipelineSplit, wire: Wire, stage_rank: Sequence[int], grad_holder: Callable[[str], Tensor]
     ) -> None:
         """
         Args:
-            locate: the tensor whose `.grad` holds this rank's gradient of a parameter, by the parameter's name. With
-                FSDP2 that is the unsharded parameter, as long as its gradient has not been reduced.
+            grad_holder: the tensor whose `.grad` is this rank's gradient of a parameter, by the parameter's name. With
+                FSDP2 that is the gathered parameter, as long as its gradient has not been reduced.
         """
-        self.wire, self.locate = wire, locate
+        self.wire, self.grad_holder = wire, grad_holder
         self.groups: dict[tuple[int, ...], list[Tie]] = {}
         self.ties: list[Tie] = []
         """Those of several ranks, also of others. Equal on every rank."""
@@ -42,11 +42,11 @@ class Ties:
         if not self.ties:
             return
         mine = {tie.name for ties in self.groups.values() for tie in ties}
-        present = [int(tie.name in mine and self.locate(tie.name).grad is not None) for tie in self.ties]
+        present = [int(tie.name in mine and self.grad_holder(tie.name).grad is not None) for tie in self.ties]
         hosts = talk.open_hosts(self.wire.group) if has_peers() else None
         self._present = talk.Largest(present, hosts)
         for ranks, ties in self.groups.items():
-            tensors = [self.locate(tie.name) for tie in ties]
+            tensors = [self.grad_holder(tie.name) for tie in ties]
             trained = [tensor for tensor in tensors if tensor.requires_grad]
             for dtype in dict.fromkeys(tensor.dtype for tensor in trained):
                 self._sum(ranks, [tensor for tensor in trained if tensor.dtype == dtype])
@@ -56,7 +56,7 @@ class Ties:
         if all(tensor.grad is not None for tensor in tensors):
             return []
         named = zip(self.ties, self._present.wait(), strict=True)
-        return [self.locate(tie.name) for tie, present in named if not present]
+        return [self.grad_holder(tie.name) for tie, present in named if not present]
 
     def _sum(self, ranks: tuple[int, ...], tensors: list[Tensor]) -> None:
         absent = {id(tensor) for tensor in self._without_gradient(tensors)}

@@ -244,13 +244,21 @@ _active: list[StepTape] = []
 _plain_apply: Any = Function.__dict__["apply"]
 
 
+def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Arguments of autograd functions are rarely in containers, and blocks call many such functions."""
+    values = (*args, *kwargs.values())
+    if any(isinstance(value, TracedTensor) for value in values):
+        return True
+    others = [value for value in values if not isinstance(value, Tensor | int | float | None)]
+    return any(isinstance(leaf, TracedTensor) for leaf in leaves(others))
+
+
 def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """`Function.apply` as one operation of the step: torch does not call `__torch_function__` for it (2.13).
 
     A function with a callable argument recomputes: it calls units inside, and runs as it is.
     """
     plain = partial(_plain_apply.__func__, cls)
-    traced = any(isinstance(leaf, TracedTensor) for leaf in leaves((args, kwargs)))
-    if not _active or not traced or any(callable(arg) for arg in args):
+    if not _active or not _any_traced(args, kwargs) or any(callable(arg) for arg in args):
         return plain(*args, **kwargs)
     return _active[-1].run(plain, args, kwargs)

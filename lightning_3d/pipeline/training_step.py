@@ -57,9 +57,11 @@ class TrainingStep:
         pipeline = self.pipeline
         execution = Execution(
             pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.full_trace else None, in_one_piece=pipeline.in_one_piece,
+            self._head if self.full_trace else None, in_one_piece=pipeline.in_one_piece, clock=pipeline.clock,
         )  # fmt: skip
         schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
+        if pipeline.clock is not None:
+            pipeline.clock.begin_step(schedule, len(self.sizes))
         placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
         execution.run(actions(schedule, *placement, len(self.sizes))[pipeline.wire.rank])
         return self._results()
@@ -76,6 +78,7 @@ class TrainingStep:
         if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
             self.full_trace = self.pipeline.trace(self.name, self.args, self.seed)
             self.head, self.dims = choose_head(self.full_trace, self.traces)
+            refuse_mixing(self.full_trace, self.full_trace.heads[self.head], self.pipeline.mixing)
             self.traces = [trace.with_head(self.head) for trace in self.traces]
 
     def _microbatch_seed(self, index: int) -> int:
@@ -126,8 +129,9 @@ class TrainingStep:
     def _refuse_earlier_draws(self, part: StagePart, joined: list[Tensor]) -> None:
         """Raise where the head uses random numbers that the step draws before it.
 
-        The microbatches have drawn their own, and the head, which runs on the full batch, would draw others: the
-        target of a noisy input would be another noise. Seen by running the head with two seeds for what comes before.
+        The microbatches have drawn their own. The head runs on the full batch and would draw others, for example
+        another noise than that of the inputs. This is seen from two runs of the head, with two seeds for the code
+        before it.
         """
         assert self.full_trace is not None
         outputs = []
@@ -198,6 +202,16 @@ def choose_head(full: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list
         " join to the value of the full batch. Name a cut before them with pipeline_split, or use"
         " loss_scope='microbatch'."
     )
+
+
+def refuse_mixing(trace: StepTrace, head: StagePart, mixing: int | None) -> None:
+    """Raise where call `mixing` uses other samples of the batch and belongs to no head, which has them."""
+    if mixing is not None and mixing < head.start:
+        raise UnsupportedError(
+            f"The output of {trace.calls[mixing].unit!r} for a sample depends on the other samples of the batch (their"
+            " mean, a capacity that they share). A pipeline computes it for each microbatch, so it would train"
+            " otherwise than one device does. num_microbatches=1 runs the full batch at once."
+        )
 
 
 def joined_dims(full: Sequence[Carried], parts: Sequence[Sequence[Carried]]) -> list[int | None] | None:

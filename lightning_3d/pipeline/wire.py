@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.comm.ledger import IDLE, Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
@@ -78,7 +79,7 @@ class Wire:
         for buffer in buffers:
             with _naming(what, source):
                 works.append(dist.irecv(buffer, group=link, group_src=peer, tag=tag))
-        return Receipt(buffers, works, what, source)
+        return Receipt(buffers, works, what, source, self._waiting(IDLE))
 
     def _link(self, peer: int, tag: int) -> tuple[dist.ProcessGroup, int]:
         """The group for a message with `peer`, and its rank there. Gradients have odd tags."""
@@ -88,7 +89,7 @@ class Wire:
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for work, _, what in self.sending:
-            with _naming(what, None):
+            with _naming(what, None), self._waiting(PIPELINE_AXIS):
                 work.wait()
         self.sending = []
 
@@ -101,7 +102,7 @@ class Wire:
         """
         if self.size == 1:
             return value
-        with self.naming("sharing a result", source):
+        with self.naming("sharing a result", source), self._waiting(PIPELINE_AXIS):
             if self.rank == source:
                 return self._share_mine(value, site)
             return self._share_received(source, site)
@@ -164,6 +165,9 @@ class Wire:
         if self.ledger is not None:
             self.ledger.add(PIPELINE_AXIS, collective, tensor.numel() * tensor.element_size())
 
+    def _waiting(self, reason: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.ledger is None else self.ledger.waiting(reason)
+
     def naming(self, what: str, peer: int | None = None) -> "_naming":
         """Name `what` was being done in errors of the process group inside."""
         return _naming(what, peer)
@@ -182,11 +186,14 @@ class Receipt:
     works: list[Any]
     what: str
     source: int
+    waiting: AbstractContextManager[None]
+    """Counts the seconds of the wait. It is entered once."""
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
-            with _naming(self.what, self.source):
-                work.wait()
+        with self.waiting:
+            for work in self.works:
+                with _naming(self.what, self.source):
+                    work.wait()
         return self.buffers
 
 

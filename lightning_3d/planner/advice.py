@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
-from lightning_3d.layout import V_SHAPED
+from lightning_3d.layout import SCHEDULES
 from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.formulas import A100_PEAK, RULE_SHARE, rule_of_thumb_hours, training_seconds
-from lightning_3d.planner.hardware import Accelerator, Cluster
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.priced_layout import Plan
-from lightning_3d.planner.question import TOKENS_PER_PARAMETER
-from lightning_3d.planner.scale import LOST_SECONDS, running_share
+from lightning_3d.planner.formulas import A100_PEAK, RULE_HOURS, RULE_SHARE, training_seconds
+from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.job import TOKENS_PER_PARAMETER, Job
+from lightning_3d.planner.priced_layout import LOST_SECONDS, Plan, running_share
 from lightning_3d.planner.search import ANYTHING, Pins, can_fit, families, leanest
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
 
@@ -45,34 +43,28 @@ def explain_misfit(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue)
 
 def impossible(job: Job, cluster: Cluster, pins: Pins) -> str | None:
     """The fixed size that no layout can have, in words; None if there is no single one."""
-    sizes = {"--tensor": pins.tensor, "--pipeline": pins.pipeline}
-    for flag, size in sizes.items():
-        if size is not None and cluster.devices % size:
-            return f"{flag} {size} does not divide {cluster.devices} devices"
-    if pins.tensor is not None and not job.profile.can_split(pins.tensor):
-        parts = ", ".join(map(str, job.profile.tensor_divides))
-        return f"--tensor {pins.tensor} must divide each of {parts} (heads, key-value heads, feed-forward width)"
-    if pins.pipeline is not None and pins.pipeline > job.profile.layers:
-        return f"--pipeline {pins.pipeline} is more than its {job.profile.layers} blocks"
-    if pins.schedule in ("1f1b", "gpipe") and pins.chunks not in (None, 1):
-        return f"--schedule {pins.schedule} has one stage on a rank, not --stages-per-rank {pins.chunks}"
-    if pins.schedule in V_SHAPED and pins.chunks not in (None, 2):
-        return f"--schedule {pins.schedule} has two stages on a rank, not --stages-per-rank {pins.chunks}"
-    stages = (pins.pipeline or 1) * (pins.chunks or 1)
-    if stages > job.profile.layers:
-        blocks = job.profile.layers
-        return f"--pipeline {pins.pipeline} x --stages-per-rank {pins.chunks} is more than its {blocks} blocks"
-    return None
+    tensor, pipeline, chunks, blocks = pins.tensor or 1, pins.pipeline or 1, pins.chunks or 1, job.profile.layers
+    parts = ", ".join(map(str, job.profile.tensor_divides))
+    own = SCHEDULES[pins.schedule].stages_per_rank if pins.schedule else None
+    per_rank = {None: None, 1: "one stage"}.get(own, f"{own} stages")
+    wrong = {
+        f"--tensor {tensor} does not divide {cluster.devices} devices": cluster.devices % tensor,
+        f"--pipeline {pipeline} does not divide {cluster.devices} devices": cluster.devices % pipeline,
+        f"--tensor {tensor} must divide each of {parts} (heads, key-value heads, feed-forward width)": (
+            not job.profile.can_split(tensor)
+        ),
+        f"--pipeline {pipeline} is more than its {blocks} blocks": pipeline > blocks,
+        f"--schedule {pins.schedule} has {per_rank} on a rank, not --stages-per-rank {chunks}": (
+            own and pins.chunks not in (None, own)
+        ),
+        f"--pipeline {pins.pipeline} x --stages-per-rank {pins.chunks} is more than its {blocks} blocks": (
+            pipeline * chunks > blocks
+        ),
+    }
+    return next((text for text, holds in wrong.items() if holds), None)
 
 
 _FLAGS = ("micro", "schedule", "chunks", "pipeline", "tensor")
-_NEEDS = {
-    "interleaved_1f1b": "microbatches that are a multiple of the pipeline's ranks, and 2 blocks on each",
-    "interleaved_zero_bubble": "microbatches that are a multiple of the pipeline's ranks",
-    "loopedbfs": "a microbatch for each of the pipeline's ranks, and 2 blocks on each",
-    "zbv_zero_bubble": "2 microbatches and 2 blocks for each of the pipeline's ranks",
-    "dualpipev": "2 microbatches and 2 blocks for each of the pipeline's ranks",
-}
 
 
 def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
@@ -85,7 +77,7 @@ def to_blame(job: Job, cluster: Cluster, pins: Pins) -> str | None:
         batch = f"a batch of {job.batch} samples"
         if field == "micro":
             return f"{flag} {value} divides what a data rank has of {batch} in no layout: give another --batch."
-        needs = _NEEDS.get(pins.schedule or "", "") if field in ("schedule", "chunks") else ""
+        needs = SCHEDULES[pins.schedule].needs if pins.schedule and field in ("schedule", "chunks") else ""
         why = f": {pins.schedule} needs {needs}" if needs else ""
         return (
             f"with {flag} {value} no layout divides {batch} and {job.profile.layers} blocks{why}. Leave it out, or give"
@@ -98,52 +90,30 @@ def remedy(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> str:
     """Changes that make the job fit: fewer fixed sizes, more devices, or larger ones."""
     if pins != ANYTHING and can_fit(job, cluster):
         return "It fits when the search is free: leave out the flags that fix the layout."
-    more = _more_devices(job, cluster, pins)
-    larger = _larger_device(job, cluster, pins, catalogue)
-    options = [
-        f"at least {more} devices (a batch that they divide)" if more else "",
-        f"{larger.name} ({larger.memory_gb:g} GB)" if larger else "",
-        "a shorter --sequence" if job.profile.tokens > 1 else "",
-    ]
-    return f"What would help: {', or '.join(option for option in options if option)}."
+    device, options = cluster.accelerator, []
+    for devices in (cluster.devices * 2**power for power in range(1, 15)):
+        batch = -(-job.batch // devices) * devices
+        if devices < 2 * 16384 and can_fit(replace(job, batch=batch), Cluster.of(device, devices), pins):
+            options.append(f"at least {devices} devices (a batch that they divide)")
+            break
+    for larger in sorted(catalogue.complete, key=lambda one: one.memory_gb):
+        more = larger.runs_here and larger.memory_gb > device.memory_gb
+        if more and can_fit(job, Cluster.of(larger, cluster.devices), pins):
+            options.append(f"{larger.name} ({larger.memory_gb:g} GB)")
+            break
+    options += ["a shorter --sequence"] * (job.profile.tokens > 1)
+    return f"What would help: {', or '.join(options)}."
 
 
 def _need(plan: Plan) -> str:
-    """The memory that a plan has too little of."""
     peak, device = plan.peak, plan.cluster.accelerator
     if peak.total > device.memory_gb * 1e9:
-        return f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {_most(plan)}"
+        size, part = max((size, part) for part, size in vars(peak).items() if part != "host")
+        return f"{show_bytes(peak.total)} of {device.memory_gb:g} GB per device, mostly {part} ({show_bytes(size)})"
     return f"{show_bytes(peak.host)} of {device.host_memory_gb:g} GB host memory per device"
 
 
-def _most(plan: Plan) -> str:
-    parts = ("weights", "gradients", "optimizer", "activations", "head", "casts", "buffers", "reserved")
-    name = max(parts, key=lambda part: getattr(plan.peak, part))
-    return f"{name} ({show_bytes(getattr(plan.peak, name))})"
-
-
-def _more_devices(job: Job, cluster: Cluster, pins: Pins) -> int | None:
-    devices = cluster.devices
-    while devices < 16384:
-        devices *= 2
-        batch = -(-job.batch // devices) * devices
-        if can_fit(replace(job, batch=batch), Cluster.of(cluster.accelerator, devices), pins):
-            return devices
-    return None
-
-
-def _larger_device(job: Job, cluster: Cluster, pins: Pins, catalogue: Catalogue) -> Accelerator | None:
-    """The smallest accelerator that fits the job on as many devices."""
-    devices = sorted(catalogue.complete, key=lambda device: device.memory_gb)
-    for device in devices:
-        larger = device.runs_here and device.memory_gb > cluster.accelerator.memory_gb
-        if larger and can_fit(job, Cluster.of(device, cluster.devices), pins):
-            return device
-    return None
-
-
 def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
-    """Notes on the plan that is shown first."""
     job = best.job
     notes = []
     if not best.fits:
@@ -162,8 +132,18 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     )
     notes.append(checkpoint_note(best))
     notes += [*restarts(best), *old_price(best)]
+    notes += [f"priced only, not run by this package: {name}" for name in job.options.not_run]
     notes += by_hand(best) if job.profile.tokens > 1 else []
-    return (*notes, *how_to_recompute(best), *frozen_note(best), *other_rates([best]), *counted_only([best]))
+    if best.layout.recompute == "selective":
+        notes.append(
+            "recompute selective: checkpoint the attention of each block in your module (torch.utils.checkpoint with"
+            " use_reentrant=False). The strategy's own recompute='selective' is another: it keeps attention"
+        )
+    if job.profile.trained != job.profile.parameters:
+        notes.append(
+            f"{show_count(job.profile.trained)} of {show_count(job.profile.parameters)} parameters are trained"
+        )
+    return (*notes, *other_rates([best]), *counted_only([best]))
 
 
 def _batch_like(plan: Plan) -> str:
@@ -175,7 +155,6 @@ def _batch_like(plan: Plan) -> str:
 
 
 def old_price(plan: Plan) -> list[str]:
-    """A note if the price is older than a year."""
     price = plan.cluster.accelerator.price
     if price is None or not price.date:
         return []
@@ -194,24 +173,6 @@ def restarts(plan: Plan) -> list[str]:
         f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
         f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)"
     ]
-
-
-def how_to_recompute(plan: Plan) -> list[str]:
-    """A note for a plan that recomputes attention alone: the module does it, not the strategy."""
-    if plan.layout.recompute != "selective":
-        return []
-    return [
-        "recompute selective: checkpoint the attention of each block in your module (torch.utils.checkpoint with"
-        " use_reentrant=False). The strategy's own recompute='selective' is another: it keeps attention"
-    ]
-
-
-def frozen_note(plan: Plan) -> list[str]:
-    """A note if some parameters are frozen."""
-    profile = plan.job.profile
-    if profile.trained == profile.parameters:
-        return []
-    return [f"{show_count(profile.trained)} of {show_count(profile.parameters)} parameters are trained"]
 
 
 def other_rates(plans: Sequence[Plan]) -> list[str]:
@@ -235,7 +196,6 @@ def other_rates(plans: Sequence[Plan]) -> list[str]:
 
 
 def counted_only(plans: Sequence[Plan]) -> list[str]:
-    """Notes on accelerators that the strategy does not run on."""
     devices = dict.fromkeys(plan.cluster.accelerator for plan in plans)
     return [
         f"{device.name} is in the catalogue for comparison only: lightning_3d does not run on it."
@@ -256,7 +216,7 @@ def checkpoint_note(plan: Plan) -> str:
 def by_hand(plan: Plan) -> list[str]:
     """Rules of thumb for the same job, to compare with the plan."""
     job = plan.job
-    tokens, parameters = job.samples * job.profile.tokens, job.profile.parameters
+    tokens, parameters = job.samples * job.profile.tokens, job.profile.active
     known = plan.cluster.accelerator.sustained_tflops
     sustained = job.sustained or (None if known is None else known * 1e12)
     notes = []
@@ -267,17 +227,13 @@ def by_hand(plan: Plan) -> list[str]:
         )
         formula = "8TP/(nX)" if again else "6TP/(nX)"
         notes.append(f"by hand, {formula} at X = {sustained / 1e12:g} TFLOP/s per device: {show_seconds(seconds)}")
-    hours = rule_of_thumb_hours(billion_tokens=tokens / 1e9, billion_parameters=parameters / 1e9)
+    hours = RULE_HOURS * tokens / 1e9 * parameters / 1e9
+    per_parameter = job.profile.model_flops(1) / (parameters * job.profile.tokens)
     reached = job.profile.model_flops(job.batch) / (plan.time.total * plan.cluster.devices)
     notes.append(
-        f"rule of thumb, 13.3 hours per billion tokens and billion parameters: {show_hours(hours)} A100 80 GB hours;"
-        f" planned: {show_hours(plan.device_hours)} of {plan.cluster.accelerator.name}, at {reached / 1e12:.3g} TFLOP/s"
-        f" a device and {_per_parameter(plan)} FLOPs per parameter and token, where the rule has"
-        f" {RULE_SHARE * A100_PEAK / 1e12:.3g} and 6"
+        f"rule of thumb, {RULE_HOURS} hours per billion tokens and billion parameters: {show_hours(hours)} A100 80 GB"
+        f" hours; planned: {show_hours(plan.device_hours)} of {plan.cluster.accelerator.name}, at"
+        f" {reached / 1e12:.3g} TFLOP/s a device and {per_parameter:.2g} FLOPs per parameter and token,"
+        f" where the rule has {RULE_SHARE * A100_PEAK / 1e12:.3g} and 6"
     )
     return notes
-
-
-def _per_parameter(plan: Plan) -> str:
-    profile = plan.job.profile
-    return f"{profile.model_flops(1) / (profile.parameters * profile.tokens):.2g}"

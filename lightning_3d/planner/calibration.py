@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from omegaconf import OmegaConf
 
 from lightning_3d.comm.ring import ring_all_reduce
-from lightning_3d.comm.ring_wire import Wire
+from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.local_cluster import machine_memory
 from lightning_3d.planner.step_time import USUAL_KERNELS
@@ -77,7 +77,6 @@ def _doubt(ranks: list[dict[str, float]]) -> str | None:
 
 
 def write_entry(entry: dict[str, Any], path: Path) -> None:
-    """Write a catalogue file that holds `entry`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(entry), path)
@@ -117,14 +116,16 @@ def _rank(rank: int, world: int, cuda: bool, rendezvous: str, answers: Any) -> N
     measured["memory"] = memory_rate(device)
     measured["kernels"] = kernel_rate(device)
     measured["link"] = link_rate(device) if world > 1 else measured["memory"]
-    measured["host"] = _host_rate(device) if cuda else measured["memory"]
+    measured["host"] = measured["memory"]
+    if cuda:
+        host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+        measured["host"] = LINK_BYTES / best_seconds(lambda: host.to(device), device)
     pair = sorted((measured["fp32"], matrix_rate(device, torch.float32, size)))
     answers.put({**measured, "ratio": pair[1] / pair[0]})
     dist.destroy_process_group()
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOP/s of a `size` x `size` product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / best_seconds(lambda: left @ right, device)
 
@@ -144,13 +145,8 @@ def kernel_rate(device: torch.device) -> float:
 
 def link_rate(device: torch.device) -> float:
     """Bytes per second that each of two ranks sends in a ring that sums a buffer over them."""
-    wire, buffer = Wire(dist.new_group()), torch.ones(LINK_BYTES // 4, device=device)
+    wire, buffer = RingWire(dist.new_group()), torch.ones(LINK_BYTES // 4, device=device)
     return LINK_BYTES / best_seconds(lambda: ring_all_reduce(buffer, wire, average=True), device)
-
-
-def _host_rate(device: torch.device) -> float:
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    return LINK_BYTES / best_seconds(lambda: host.to(device), device)
 
 
 def disk_rate(folder: Path) -> float:

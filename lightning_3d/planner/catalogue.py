@@ -1,17 +1,18 @@
-"""The catalogue of accelerators: YAML files of the package and of the user, with overrides, checked field by field."""
+"""The catalogue of accelerators, with overrides, checked field by field.
+
+Its data are YAML files: the package's in `conf/hardware/`, then those of the user's folder.
+"""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_3d.errors import PlannerError
-from lightning_3d.planner.conf_folder import conf_folder
+from lightning_3d.errors import PlannerError, did_you_mean
 from lightning_3d.planner.hardware import Accelerator, Cluster, Price, split_cluster
-from lightning_3d.planner.plain_yaml import read_plain
+from lightning_3d.planner.plain_yaml import conf_folder, read_plain
 
 CALIBRATED = "this-machine"
 """Name of the entry that `lightning-3d calibrate` writes."""
@@ -46,7 +47,6 @@ class Catalogue:
 
     @property
     def complete(self) -> list[Accelerator]:
-        """The accelerators whose entries can be used."""
         found = []
         for name in self.names:
             try:
@@ -60,7 +60,7 @@ class Catalogue:
         key = self._key(name)
         if key is None:
             raise PlannerError(
-                f"no accelerator is called {name!r}{near(name.lower(), [*self._entries, *self._aliases])}"
+                f"no accelerator is called {name!r}{_hint(name.lower(), [*self._entries, *self._aliases])}"
             )
         return accelerator_of_entry(key, {**self._resolve(key), **overrides}, str(self._files[key]))
 
@@ -104,39 +104,26 @@ def user_folder() -> Path:
     return Path(config) / "lightning-3d" / "hardware"
 
 
-def override(text: str) -> tuple[str, Any]:
-    """`"memory_gb=96"` or `"peak_tflops.bf16=800"` as a field and its value."""
-    name, separator, value = text.partition("=")
-    name = "price" if name == "price.dollars_per_hour" else name
-    field, _, part = name.partition(".")
-    if not separator or field not in NUMBERS or (part and field != "peak_tflops"):
-        raise PlannerError(f"{text!r} is not FIELD=VALUE{near(name, NUMBERS)}")
-    try:
-        return name, number(field, float(value), f"{text!r}: {name}")
-    except ValueError as error:
-        if isinstance(error, PlannerError):
-            raise
-        raise PlannerError(f"{text!r}: {value!r} is not a number.") from None
-
-
 def apply_overrides(accelerator: Accelerator, overrides: list[str]) -> Accelerator:
     """`accelerator` with `FIELD=VALUE` changes; `price=` is dollars per hour, `peak_tflops.DTYPE=` one peak."""
     for text in overrides:
-        name, value = override(text)
-        head, _, dtype = name.partition(".")
-        if dtype and dtype not in accelerator.peak_tflops:
-            raise PlannerError(
-                f"{text!r}: {accelerator.name} has no peak for {dtype}{near(dtype, accelerator.peak_tflops)}"
-            )
-        if head == "price":
-            accelerator = replace(accelerator, price=Price(dollars_per_hour=value))
-        elif head == "peak_tflops":
-            peaks = (
-                {**accelerator.peak_tflops, dtype: value} if dtype else dict.fromkeys(accelerator.peak_tflops, value)
-            )
-            accelerator = replace(accelerator, peak_tflops=MappingProxyType(peaks))
-        else:
-            accelerator = replace(accelerator, **{head: value})
+        name, separator, given = text.partition("=")
+        name = "price" if name == "price.dollars_per_hour" else name
+        field, _, dtype = name.partition(".")
+        if not separator or field not in NUMBERS or (dtype and field != "peak_tflops"):
+            raise PlannerError(f"{text!r} is not FIELD=VALUE{_hint(name, NUMBERS)}")
+        peaks = accelerator.peak_tflops
+        if dtype and dtype not in peaks:
+            raise PlannerError(f"{text!r}: {accelerator.name} has no peak for {dtype}{_hint(dtype, peaks)}")
+        try:
+            amount = float(given)
+        except ValueError:
+            raise PlannerError(f"{text!r}: {given!r} is not a number.") from None
+        value: Any = number(field, amount, f"{text!r}: {name}")
+        if field == "peak_tflops":
+            value = MappingProxyType({**peaks, dtype: value} if dtype else dict.fromkeys(peaks, value))
+        changed: dict[str, Any] = {field: Price(dollars_per_hour=value) if field == "price" else value}
+        accelerator = replace(accelerator, **changed)
     return accelerator
 
 
@@ -165,43 +152,10 @@ LEAST, MOST = 1e-6, 1e9
 FIELDS = {field.name: field for field in fields(Accelerator) if field.name != "name"}
 NUMBERS = FIELDS.keys() - {"title", "source", "runs_here"}
 _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING and f.default_factory is MISSING)
-_OPTIONAL = {name for name, field in FIELDS.items() if field.default is None}
 _SHARES = {"matrix_share", "link_share"}
 _WHOLE = {"devices_per_node", "link_domain"}
-_FREE = {
-    "reserved_gb",
-    "watts",
-    "link_domain",
-    "failure_hours",
-    *(name for name in FIELDS if name.endswith("_us")),
-}
-"""May be 0: nothing reserved, power not known, devices of their own, no time lost."""
-
-
-def accelerator_of_entry(name: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Accelerator:
-    """The accelerator that `entry`, which stands in `where`, describes."""
-    about = f"{where}: accelerator {name!r}"
-    unknown = sorted(map(str, set(entry) - FIELDS.keys()))
-    if unknown:
-        raise PlannerError(f"{about} has an unknown field {unknown[0]!r}{near(unknown[0], FIELDS)}")
-    missing = [field for field in _REQUIRED if field not in entry]
-    if missing:
-        raise PlannerError(f"{about} lacks {', '.join(missing)}.")
-    return Accelerator(name=name, **{field: _value(field, value, about) for field, value in entry.items()})
-
-
-def number(field: str, value: Any, what: str) -> float:
-    """`value`, if `field` can have it; `what` says in the error where it was given."""
-    least, text = _bounds(field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
-    sane = least <= value <= (1 if field in _SHARES else MOST) or (value == 0 and _may_be_0(field))
-    if not sane or (field in _WHOLE and value != int(value)):
-        raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
-    _check_unit(field, value, what)
-    return int(value) if field in _WHOLE else value
-
-
+_FREE = {"reserved_gb", "watts", "link_domain", "failure_hours", "price", *(n for n in FIELDS if n.endswith("_us"))}
+"""May be 0: nothing reserved, power not known, devices of their own, no time lost, no cost."""
 LARGEST = {
     "memory_gb": (4096, "MB"),
     "host_memory_gb": (65536, "MB"),
@@ -213,33 +167,62 @@ LARGEST = {
 """Numbers that no device has, and the unit that they were probably written in."""
 
 
-def _check_unit(field: str, value: float, what: str) -> None:
-    most, unit = LARGEST.get(field, (MOST, ""))
-    if value > most:
-        raise PlannerError(f"{what} is {value:g}, and no device has more than {most:g}: is it in {unit}?")
+def accelerator_of_entry(name: str, entry: Mapping[str, Any], where: str = "the catalogue") -> Accelerator:
+    """The accelerator that `entry`, which stands in `where`, describes."""
+    about = f"{where}: accelerator {name!r}"
+    _refuse_unknown(entry, FIELDS, about)
+    missing = [field for field in _REQUIRED if field not in entry]
+    if missing:
+        raise PlannerError(f"{about} lacks {', '.join(missing)}.")
+    return Accelerator(name=name, **{field: _value(field, value, about) for field, value in entry.items()})
 
 
-def near(name: str, known: Any) -> str:
-    """The end of an error about `name`: the nearest of those that are `known`, or all."""
-    found = get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(found)}?" if found else f". Known: {', '.join(sorted(known))}."
+def number(field: str, value: Any, what: str) -> float:
+    """`value`, if `field` can have it; `what` says in the error where it was given."""
+    whole, zero, most = field in _WHOLE, field in _FREE, 1 if field in _SHARES else MOST
+    least = 1 if whole else LEAST
+    text = f"a finite number above 0, from {LEAST:g} to {MOST:g}"
+    if field in _SHARES:
+        text = "a share above 0 and at most 1"
+    elif whole:
+        text = f"a whole number from {0 if zero else 1} to {MOST:g}"
+    elif zero:
+        text = f"0 or a finite number from {LEAST:g} to {MOST:g}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (least <= value <= most or (value == 0 and zero)) or (whole and value != int(value)):
+        raise PlannerError(f"{what} must be {text}, not {_shown(value)}.")
+    highest, unit = LARGEST.get(field, (MOST, ""))
+    if value > highest:
+        raise PlannerError(f"{what} is {value:g}, and no device has more than {highest:g}: is it in {unit}?")
+    return int(value) if whole else value
+
+
+def _refuse_unknown(entry: Mapping[str, Any], known: Any, about: str) -> None:
+    unknown = sorted(map(str, set(entry) - set(known)))
+    if unknown:
+        raise PlannerError(f"{about} has an unknown field {unknown[0]!r}{_hint(unknown[0], known)}")
+
+
+def _hint(name: str, known: Any) -> str:
+    return did_you_mean(name, known) or f". Known: {', '.join(sorted(known))}."
 
 
 def _value(field: str, value: Any, about: str) -> Any:
-    if value is None and field in _OPTIONAL:
+    what = f"{about}: {field}"
+    if value is None and FIELDS[field].default is None:
         return None
-    return _READERS.get(field, number)(field, value, f"{about}: {field}")
+    if field == "runs_here":
+        return _typed(bool, "true or false", value, what)
+    if field in ("title", "source"):
+        return _typed(str, "text", value, what)
+    if field == "peak_tflops":
+        return _peaks(field, value, what)
+    return _price(field, value, what) if field == "price" else number(field, value, what)
 
 
-def _title(field: str, value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise PlannerError(f"{what} must be text, not {_shown(value)}.")
-    return value
-
-
-def _runs_here(field: str, value: Any, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise PlannerError(f"{what} must be true or false, not {_shown(value)}.")
+def _typed(kind: type, words: str, value: Any, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise PlannerError(f"{what} must be {words}, not {_shown(value)}.")
     return value
 
 
@@ -248,7 +231,7 @@ def _peaks(field: str, value: Any, what: str) -> MappingProxyType[str, float]:
         raise PlannerError(f"{what} must say the peak of each dtype, as in {{bf16: 100}}, not {_shown(value)}.")
     for dtype in value:
         if dtype not in DTYPES:
-            raise PlannerError(f"{what} has an unknown dtype {_shown(dtype)}{near(str(dtype), DTYPES)}")
+            raise PlannerError(f"{what} has an unknown dtype {_shown(dtype)}{_hint(str(dtype), DTYPES)}")
     return MappingProxyType({dtype: float(number(field, peak, f"{what}.{dtype}")) for dtype, peak in value.items()})
 
 
@@ -256,38 +239,11 @@ def _price(field: str, value: Any, what: str) -> Price:
     """A plain number is dollars per hour."""
     if not isinstance(value, Mapping):
         return Price(dollars_per_hour=number(field, value, what))
-    known = ("dollars_per_hour", "date", "source")
-    unknown = sorted(map(str, set(value) - set(known)))
-    if unknown:
-        raise PlannerError(f"{what} has an unknown field {unknown[0]!r}{near(unknown[0], known)}")
+    _refuse_unknown(value, ("dollars_per_hour", "date", "source"), what)
     if "dollars_per_hour" not in value:
         raise PlannerError(f"{what} lacks dollars_per_hour.")
-    said = {name: _title(name, value[name], f"{what}.{name}") for name in ("date", "source") if name in value}
-    return Price(dollars_per_hour=number(field, value["dollars_per_hour"], f"{what}.dollars_per_hour"), **said)
-
-
-_READERS: dict[str, Callable[[str, Any, str], Any]] = {
-    "title": _title,
-    "source": _title,
-    "runs_here": _runs_here,
-    "peak_tflops": _peaks,
-    "price": _price,
-}
-
-
-def _may_be_0(field: str) -> bool:
-    return field in _FREE or field == "price"
-
-
-def _bounds(field: str) -> tuple[float, str]:
-    """The least value of `field` other than 0, and its range in words."""
-    if field in _SHARES:
-        return LEAST, "a share above 0 and at most 1"
-    if field in _WHOLE:
-        return 1, f"a whole number from {0 if _may_be_0(field) else 1} to {MOST:g}"
-    if _may_be_0(field):
-        return LEAST, f"0 or a finite number from {LEAST:g} to {MOST:g}"
-    return LEAST, f"a finite number above 0, from {LEAST:g} to {MOST:g}"
+    texts = {name: _typed(str, "text", value[name], f"{what}.{name}") for name in value if name != "dollars_per_hour"}
+    return Price(dollars_per_hour=number(field, value["dollars_per_hour"], f"{what}.dollars_per_hour"), **texts)
 
 
 def _shown(value: Any) -> str:

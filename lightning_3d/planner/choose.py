@@ -9,7 +9,7 @@ from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import Plan, price_layout
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.search import divisors
+from lightning_3d.planner.search import divisors, zero_stages
 from lightning_3d.planner.show import show_bytes, show_count
 from lightning_3d.planner.states import Optimizer, Precision
 
@@ -74,20 +74,11 @@ def choose_layout(
 ) -> tuple[Layout, str]:
     """A layout of `profile` for every device of `cluster`, and three lines that say what was chosen and why.
 
-    With a measured profile and `loading` it is the simplest of the layouts that fit whose samples take at most a
-    quarter longer than the fastest one's; plain data parallelism with ZeRO 1 is the simplest. A profile that was only
-    counted gets the simplest layout whose states leave room for activations.
+    With a measured profile and `loading`, the candidates fit and take at most a quarter longer per sample than the
+    fastest. The simplest of them is chosen; plain data parallelism with ZeRO 1 is the simplest of all. A profile that
+    was only counted gets the simplest layout whose states leave room for activations.
 
-    Args:
-        profile: of the module.
-        cluster: the devices.
-        loading: what each data rank is given, where that is known.
-        pieces: how the pipeline will cut a batch.
-        base: everything that is not chosen here: schedule, offload ...
-        fixed: what the user gave.
-        ability: what can be done to the module.
-        precision: of the training.
-        optimizer: of the training.
+    `base` has everything that is not chosen here: schedule, offload ...
     """
     fixed, ability = fixed or Fixed(), ability or Ability()
     measured = loading is not None and profile.block_flops > 0
@@ -98,7 +89,18 @@ def choose_layout(
             f"no layout of {cluster.devices} ranks has {fixed}: leave one of them open, or start another number of"
             " processes."
         )
-    plans = [_priced(profile, cluster, layout, loading, pieces, precision, optimizer) for layout in layouts]
+
+    def price(layout: Layout) -> Plan:
+        """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each."""
+        count, given = 1, layout.num_microbatches
+        if layout.pipeline_parallel_size > 1:
+            count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
+        batch = loading.samples * loading.accumulate * layout.data_parallel_size
+        job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer)
+        plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
+        return replace(plan, layout=layout)  # a number of microbatches was only assumed
+
+    plans = [price(layout) for layout in layouts]
     chosen = _best(plans, measured)
     return chosen.layout, _because(chosen, plans[0], fixed, ability, measured)
 
@@ -114,14 +116,8 @@ def candidates(profile: Profile, cluster: Cluster, base: Layout, fixed: Fixed, a
         data = cluster.devices // (tensor * pipeline)
         if fixed.data not in (None, data):
             continue
-        for stage in _zero_stages(data, pipeline, base, fixed):
-            yield replace(
-                base,
-                data_parallel_size=data,
-                tensor_parallel_size=tensor,
-                pipeline_parallel_size=pipeline,
-                zero_stage=stage,
-            )
+        layout = replace(base, data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+        yield from (replace(layout, zero_stage=stage) for stage in zero_stages(layout, base.offload, fixed.zero))
 
 
 def _tensor_sizes(profile: Profile, cluster: Cluster, fixed: Fixed, ability: Ability) -> list[int]:
@@ -136,33 +132,6 @@ def _pipeline_sizes(profile: Profile, devices: int, base: Layout, fixed: Fixed, 
         return [fixed.pipeline] if devices % fixed.pipeline == 0 else []
     most = profile.layers // base.stages_per_rank if ability.pipeline is None else ability.pipeline
     return [size for size in divisors(devices) if size == 1 or (size <= most and base.offload == "none")]
-
-
-def _zero_stages(data: int, pipeline: int, base: Layout, fixed: Fixed) -> tuple[ZeroStage, ...]:
-    if fixed.zero is not None:
-        return (fixed.zero,)
-    if base.offload == "all":
-        return (3,)
-    return (1, 2, 3) if data > 1 and pipeline == 1 else (1,)
-
-
-def _priced(
-    profile: Profile,
-    cluster: Cluster,
-    layout: Layout,
-    loading: Loading,
-    pieces: Pieces,
-    precision: Precision,
-    optimizer: Optimizer,
-) -> Plan:
-    """`layout` as the strategy would run it: every data rank has batches of its own, a pipeline cuts each of them."""
-    count, given = 1, layout.num_microbatches
-    if layout.pipeline_parallel_size > 1:
-        count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
-    batch = loading.samples * loading.accumulate * layout.data_parallel_size
-    job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer)
-    plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
-    return replace(plan, layout=layout)  # a number of microbatches was only assumed
 
 
 def _best(plans: list[Plan], measured: bool) -> Plan:
@@ -206,12 +175,9 @@ def _because(plan: Plan, plain: Plan, fixed: Fixed, ability: Ability, measured: 
     what = "states and activations" if measured else "states, before activations,"
     share = f"{show_bytes(plan.peak.total)} of the {show_bytes(plan.cluster.accelerator.memory_gb * 1e9)} of a device"
     reasons = [_reason(plan, plain, measured), *ability.reasons, *([f"{fixed} is fixed"] if str(fixed) else [])]
-    return "\n".join(
-        [
-            f"layout: {plan.layout} for {_what(plan)} on {plan.cluster}.",
-            f"memory: {what} need {share}.",
-            f"why: {'; '.join(reasons)}.",
-        ]
+    return (
+        f"layout: {plan.layout} for {_what(plan)} on {plan.cluster}.\nmemory: {what} need {share}.\n"
+        f"why: {'; '.join(reasons)}."
     )
 
 

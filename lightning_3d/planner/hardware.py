@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import ceil, gcd
+from math import ceil, gcd, prod
 from types import MappingProxyType
 
 from lightning_3d.errors import PlannerError
@@ -11,8 +11,7 @@ from lightning_3d.planner.states import Precision
 
 _DTYPES = {"32": ("fp32",), "16-mixed": ("fp16", "bf16", "fp32"), "16-true": ("fp16", "bf16", "fp32")}
 _BF16 = ("bf16", "fp16", "fp32")
-_SHAPE = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w.-]*|\d{4}[a-z]*)", re.IGNORECASE)
-_SIZES = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?", re.IGNORECASE)
+_NAME = re.compile(r"[a-z][\w.-]*|\d{4}[a-z]*", re.IGNORECASE)
 MOST_DEVICES = 10_000_000
 """In a cluster: ten times what has ever been built, and few enough to go through the ways to divide them."""
 
@@ -42,8 +41,8 @@ class Accelerator:
     """Dense peak by dtype."""
     sustained_tflops: float | None = None
     """Rate of complete trainings, where published."""
-    matrix_share: float = 0.55
-    """Share of the peak that the model's matrix products reach."""
+    matrix_share: float = 0.70
+    """Share of the peak that the model's matrix products reach. The default is that of an A100."""
     memory_gb_per_s: float
     devices_per_node: int = 1
     link_domain: int = 0
@@ -81,6 +80,12 @@ class Accelerator:
     def peak(self, precision: Precision) -> float:
         """FLOP/s of matrix products under `precision` (the nearest dtype that the device has)."""
         return self.peak_tflops[self.rated_dtype(precision)] * 1e12
+
+    @property
+    def fp8(self) -> float:
+        if "fp8" not in self.peak_tflops:
+            raise PlannerError(f"{self.name} has no fp8 rate in the catalogue: leave out --fp8, or use another device.")
+        return self.peak_tflops["fp8"] * 1e12
 
     def rated_dtype(self, precision: Precision) -> str:
         """The dtype whose peak stands for `precision`: its own where the device has one for it."""
@@ -133,34 +138,18 @@ class Cluster:
 def split_cluster(text: str, known: Collection[str] = ()) -> tuple[int | None, int | None, str]:
     """`"128x8xh100"` as `(128, 8, "h100")`, `"8xh100"` as `(None, 8, "h100")`, `"h100"` as `(None, None, "h100")`.
 
-    Names in `known` may be any text (`7900xtx`); other names must look like one.
+    Names in `known` may be any text and begin with digits (`7900xtx`); other names must look like one.
     """
-    groups = _known_name(text.strip(), known)
-    if groups is None:
-        match = _SHAPE.fullmatch(text.strip())
-        if match is None:
-            raise PlannerError(f"cluster {text!r} is not NODESxDEVICESxNAME, as in 128x8xh100, 8xa100-80g or h100.")
-        groups = match[1], match[2], match[3]
-    first, second, name = groups
-    if any(len(size) > 12 for size in (first, second) if size is not None):
-        raise PlannerError(f"cluster {text[:60]!r} is larger than any: give at most {MOST_DEVICES:,} devices.")
-    nodes, devices = (None, first) if second is None else (int(first or 1), second)
-    count = None if devices is None else int(devices)
-    if nodes == 0 or count == 0:
+    text = text.strip()
+    parts = re.split("x", text, flags=re.IGNORECASE)
+    digits = next((index for index, part in enumerate(parts[:2]) if not part.isdigit()), 2)
+    readings = [(parts[:count], "x".join(parts[count:])) for count in range(min(digits, len(parts) - 1), -1, -1)]
+    sizes, name = next((reading for reading in readings if reading[1].lower() in known), readings[0])
+    if name.lower() not in known and not _NAME.fullmatch(name):
+        raise PlannerError(f"cluster {text!r} is not NODESxDEVICESxNAME, as in 128x8xh100, 8xa100-80g or h100.")
+    counts = [int(size) if len(size) <= 12 else MOST_DEVICES + 1 for size in sizes]
+    if 0 in counts:
         raise PlannerError(f"cluster {text!r} has no devices: give at least 1x1.")
-    if (nodes or 1) * (count or 1) > MOST_DEVICES:
-        raise PlannerError(f"cluster {text!r} is larger than any: give at most {MOST_DEVICES:,} devices.")
-    return nodes, count, name
-
-
-def _known_name(text: str, known: Collection[str]) -> tuple[str | None, str | None, str] | None:
-    """`text` as sizes and one of the `known` names, with as many sizes as can be: names may begin with digits."""
-    sizes = _SIZES.match(text)
-    assert sizes is not None, "every part of the pattern is optional"
-    first, second = sizes.groups()
-    readings = [(first, second), (first, None), (None, None)]
-    for one, two in readings:
-        name = text[sum(len(size) + 1 for size in (one, two) if size is not None) :]
-        if name.lower() in known:
-            return one, two, name
-    return None
+    if prod(counts) > MOST_DEVICES:
+        raise PlannerError(f"cluster {text[:60]!r} is larger than any: give at most {MOST_DEVICES:,} devices.")
+    return counts[0] if len(counts) == 2 else None, counts[-1] if counts else None, name

@@ -1,22 +1,54 @@
 """`Job`: a model, its data, batch, precision and optimizer, the same in every layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, log2
+from typing import Literal
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.layout import Layout
-from lightning_3d.planner.number_bytes import NumberBytes, number_bytes
+from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Optimizer, Precision, StateBytes
+from lightning_3d.planner.states import NumberBytes, Optimizer, Precision, StateBytes, number_bytes
 
+Offloaded = Literal["optimizer", "activations"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choices of a plan that a `Layout` does not have."""
+
+    recomputed: float = 1.0
+    """Share of the blocks that `recompute="full"` computes again."""
+    compression: GradCompression | None = None
+    """Of gradients on the links."""
+    offload: Offloaded | None = None
+    """One kind of data in host memory. The package moves all states (`Layout.offload`) or none."""
+    fp8: bool = False
+    """Products of 8-bit numbers."""
+    context: int = 1
+    """Data ranks that share each sample: each has a slice of its tokens."""
+    experts: int = 1
+    """Data ranks that share the experts of a block: each owns some of them."""
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """The choices that this package prices and cannot run."""
+        named = {
+            "fp8": self.fp8,
+            f"context parallelism over {self.context} ranks": self.context > 1,
+            f"expert parallelism over {self.experts} ranks": self.experts > 1,
+            f"offload of {self.offload} alone": self.offload is not None,
+        }
+        return tuple(name for name, chosen in named.items() if chosen)
+
+
+TOKENS_PER_PARAMETER = 20
+"""Assumed where no amount of data is given: compute-optimal for a decoder (Hoffmann et al. 2022)."""
 MOST_SAMPLES = 10**9
 """Largest batch: the search tries its divisors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model and its training."""
-
     profile: Profile
     samples: float
     """Samples seen in the whole training."""
@@ -26,6 +58,7 @@ class Job:
     optimizer: Optimizer = "adam"
     sustained: float | None = None
     """FLOP/s per device known from elsewhere, in place of the estimate."""
+    options: Options = Options()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -43,14 +76,12 @@ class Job:
 
     def numbers(self, layout: Layout) -> NumberBytes:
         """Bytes of a number of each kind under `layout`."""
-        return number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
+        numbers = number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
+        return replace(numbers, half=1) if self.options.fp8 and numbers.half < 4 else numbers
 
     def states(self, parameters: float, trained: float) -> StateBytes:
         """Bytes of `parameters`, of which `trained` have gradients and moments."""
-        per = self.per_parameter
-        return StateBytes(
-            weights=per.weights * parameters, gradients=per.gradients * trained, optimizer=per.optimizer * trained
-        )
+        return self.per_parameter.times(parameters, trained, trained)
 
 
 def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:

@@ -34,7 +34,14 @@ def cluster_here(device_type: str, *, devices_per_node: int, nodes: int = 1) -> 
 
 def _gpu() -> Accelerator:
     catalogue, properties = Catalogue.load(), torch.cuda.get_device_properties(0)
-    name = CALIBRATED if CALIBRATED in catalogue.names else _entry_of(properties.name)
+    name = CALIBRATED if CALIBRATED in catalogue.names else catalogue_name(properties.name)
+    if name is None:
+        warnings.warn(
+            f"{properties.name} is not in the catalogue, so a layout is chosen with the rates of an A10G."
+            " `lightning-3d calibrate` measures yours.",
+            stacklevel=2,
+        )
+        name = "a10g"
     return replace(catalogue.find(name), title=properties.name, memory_gb=properties.total_memory / 1e9)
 
 
@@ -44,18 +51,6 @@ def catalogue_name(gpu: str) -> str | None:
     known = {*words, *map("".join, pairwise(words))}  # RTX 2080 Ti is rtx-2080ti
     able = [name for name in Catalogue.load().names if known.issuperset(name.split("-"))]
     return max(able, key=len, default=None)
-
-
-def _entry_of(gpu: str) -> str:
-    entry = catalogue_name(gpu)
-    if entry is not None:
-        return entry
-    warnings.warn(
-        f"{gpu} is not in the catalogue, so a layout is chosen with the rates of an A10G. `lightning-3d calibrate`"
-        " measures yours.",
-        stacklevel=2,
-    )
-    return "a10g"
 
 
 def _cpu(processes: int) -> Accelerator:

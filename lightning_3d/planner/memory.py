@@ -1,10 +1,10 @@
-"""`RankMemory`: the memory of one rank of a layout at its peak."""
+"""`PlannedMemory`: the memory of one rank of a layout at its peak."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout import SCHEDULES, Layout
 from lightning_3d.planner.formulas import microbatches_held
-from lightning_3d.planner.job import Job
+from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 
@@ -13,14 +13,14 @@ FRESH_GRADIENTS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class PlannedMemory:
     """Bytes on one rank at the peak of a step."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    head: float
+    activations: float = 0
+    head: float = 0
     """Logits and the loss."""
     casts: float = 0
     """16-bit copies of fp32 matrices, in mixed precision."""
@@ -36,29 +36,38 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
 
+def last_rank(layout: Layout) -> int:
+    """The pipeline rank that owns what comes after the blocks: the first one of a V."""
+    return 0 if SCHEDULES[layout.schedule].v_shaped else layout.pipeline_parallel_size - 1
+
+
+def tied_copy(profile: Profile, layout: Layout) -> float:
+    """Elements of the tied parameters that the last stage needs again: none where one rank has both ends."""
+    return profile.tied_parameters if last_rank(layout) else 0.0
+
+
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
-    pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
+    tensor = layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
     parameters = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters)
     if stage == 0:
         parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
-    if stage == pipeline - 1:
-        words = profile.last_parameters - profile.last_whole + (profile.tied_parameters if pipeline > 1 else 0)
+    if stage == last_rank(layout):
+        words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
         parameters += words / tensor + profile.last_whole
     return parameters
 
 
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
-    pipeline, tensor = layout.pipeline_parallel_size, layout.tensor_parallel_size
+    tensor = layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
     frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * frozen_share(profile)
     if stage == 0:
         frozen += profile.first_frozen / tensor
-    if stage == pipeline - 1:
-        tied = min(profile.tied_parameters, profile.first_frozen) if pipeline > 1 else 0
-        frozen += (profile.last_frozen + tied) / tensor
+    if stage == last_rank(layout):
+        frozen += (profile.last_frozen + min(tied_copy(profile, layout), profile.first_frozen)) / tensor
     return rank_parameters(profile, layout, stage) - frozen
 
 
@@ -68,15 +77,25 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
     tensor, half = layout.tensor_parallel_size, layers_on_rank(profile.layers, layout, stage) * _half(job, layout)
     if stage == 0:
         half += profile.first_half
-    if stage == layout.pipeline_parallel_size - 1:
+    if stage == last_rank(layout):
         half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
-    return numbers.gathered * rank_parameters(profile, layout, stage) - (numbers.gathered - numbers.half) * half
+    present = rank_parameters(profile, layout, stage) - absent_experts(job, layout, stage)
+    half -= absent_experts(job, layout, stage)
+    return numbers.gathered * present - (numbers.gathered - numbers.half) * half
+
+
+def absent_experts(job: Job, layout: Layout, stage: int) -> float:
+    """Parameters of experts that other expert ranks own."""
+    share, layers = 1 - 1 / job.options.experts, layers_on_rank(job.profile.layers, layout, stage)
+    return share * layers * job.profile.expert_parameters / layout.tensor_parallel_size
 
 
 def block_bytes(job: Job, layout: Layout) -> float:
     """Bytes of the gathered weights of one block."""
     numbers, half = job.numbers(layout), _half(job, layout)
-    return numbers.half * half + numbers.gathered * (job.profile.block_parameters - job.profile.half_parameters)
+    absent = (1 - 1 / job.options.experts) * job.profile.expert_parameters / layout.tensor_parallel_size
+    vectors = job.profile.block_parameters - job.profile.half_parameters
+    return numbers.half * (half - absent) + numbers.gathered * vectors
 
 
 def _half(job: Job, layout: Layout) -> float:
@@ -94,9 +113,10 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> fl
     profile, numbers = job.profile, job.numbers(layout)
     in_half = numbers.half < numbers.gathered
     flying = held_microbatches(layout, stage, microbatches)
-    blocks = 1 if layout.recompute == "full" else layers_on_rank(profile.layers, layout, stage) * flying
+    kept = layers_on_rank(profile.layers, layout, stage) * flying
+    blocks = 1 + (1 - job.options.recomputed) * (kept - 1) if layout.recompute == "full" else kept
     matrices = 0.0 if in_half else blocks * profile.matrix_parameters
-    if stage == layout.pipeline_parallel_size - 1:
+    if stage == last_rank(layout):
         head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
         matrices += (max(0.0, head) + profile.tied_parameters) * flying
     return numbers.cast * matrices / layout.tensor_parallel_size
@@ -107,35 +127,44 @@ def frozen_share(profile: Profile) -> float:
     return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
 
 
-def layers_on_rank(layers: int, layout: Layout, stage: int = 0) -> int:
-    """Blocks of pipeline rank `stage`. Early stages have one more where the number does not divide."""
-    least, more = divmod(layers, layout.num_stages)
-    own = range(stage, layout.num_stages, layout.pipeline_parallel_size)
-    return sum(least + (virtual < more) for virtual in own)
+def layers_on_rank(layers: int, layout: Layout, stage: int | None = None) -> int:
+    """Blocks of pipeline rank `stage`, by default of the one with most."""
+    ranks = layout.stages if stage is None else (layout.stages[stage],)
+    return max(sum(layers_on_stage(layers, layout, virtual) for virtual in own) for own in ranks)
 
 
-def rank_memory(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float) -> RankMemory:
+def layers_on_stage(layers: int, layout: Layout, virtual: int) -> int:
+    """Blocks of virtual stage `virtual`. Early stages have one more where the number does not divide."""
+    least, more = divmod(layers, len(layout.stages) * len(layout.stages[0]))
+    return least + (virtual < more)
+
+
+def rank_memory(
+    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float
+) -> PlannedMemory:
     """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    The peak is the end of the last forward, with all activations, or the end of the last backward, with all gradients.
+    The peak is at one of two times. At the end of the last forward all activations exist. At the end of the last
+    backward all gradients exist, and the temporaries of one block's gradients or of its update.
     """
-    after_forward = _after_forward(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
-    after_backward = _after_backward(job, layout, stage=stage, microbatches=microbatches, reserved=reserved)
-    return max(after_forward, after_backward, key=lambda memory: memory.total)
+    kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
+    states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
+    temporary = gathered_weights(job, layout, blocks=2) + _block_gradients(job, layout)
+    after_forward = _after_forward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
+    return max(after_forward, replace(states, buffers=temporary), key=lambda memory: memory.total)
 
 
 def _after_forward(
-    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int, reserved: float
-) -> RankMemory:
-    profile = job.profile
-    kept, host = offloaded(states_after_forward(job, layout, stage, microbatches), layout)
-    last = stage == layout.pipeline_parallel_size - 1
-    activations = stage_activations(profile, layout, stage=stage, micro=micro, microbatches=microbatches)
+    job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
+) -> PlannedMemory:
+    profile, host, gradients = job.profile, states.host, states.gradients
+    last = stage == last_rank(layout)
+    activations = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
+    if job.options.offload == "activations":
+        activations, host = 2 * activations / layers_on_rank(profile.layers, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
-    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
     head = profile.last_bytes * micro / layout.tensor_parallel_size if last else 0
     loss = profile.loss_bytes * micro / layout.tensor_parallel_size if last else 0
-    gradients = kept.gradients
     if streams_weights(layout):
         # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
         first_backward = 2 * _block_gradients(job, layout)
@@ -150,34 +179,9 @@ def _after_forward(
         head += loss
     elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
         head, gradients = head + loss, 0.0
-    return RankMemory(
-        weights=kept.weights,
-        gradients=gradients,
-        optimizer=kept.optimizer,
-        activations=activations,
-        head=head,
-        casts=casts,
-        buffers=buffers,
-        reserved=reserved,
-        host=host,
-    )
-
-
-def _after_backward(job: Job, layout: Layout, *, stage: int, microbatches: int, reserved: float) -> RankMemory:
-    """The states, and one block's temporaries: of its gradients or of its update."""
-    kept, host = offloaded(states_after_backward(job, layout, stage, microbatches), layout)
-    per_block = _block_gradients(job, layout)
-    blocks = gathered_weights(job, layout, blocks=2)
-    return RankMemory(
-        weights=kept.weights,
-        gradients=kept.gradients,
-        optimizer=kept.optimizer,
-        activations=0,
-        head=0,
-        casts=0,
-        buffers=blocks + per_block,
-        reserved=reserved,
-        host=host,
+    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
+    return replace(
+        states, gradients=gradients, activations=activations, head=head, casts=casts, buffers=buffers, host=host
     )
 
 
@@ -201,20 +205,15 @@ def streams_weights(layout: Layout) -> bool:
     return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
 
 
-def states_after_forward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
-    """The states when backward begins. Stages 1 and 2 have gathered weights and their shards.
+def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
+    """The states when backward begins, and when it ends. Stages 1 and 2 have gathered weights and their shards.
 
-    Gradients are those of the step before, or those of earlier microbatches.
+    Gradients are those of the step before, or those of earlier microbatches. Each block's are reduced and freed when
+    they are computed, or once in a step if they accumulate.
     """
     whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
-    return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
-
-
-def states_after_backward(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
-    """Each block's gradients are reduced and freed when they are computed, or once in a step if they accumulate."""
-    whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    gradients = whole.gradients if accumulates(layout, microbatches) else whole.gradients / ranks
+    present = whole.gradients - job.per_parameter.gradients * absent_experts(job, layout, stage)
+    gradients = present if accumulates(layout, microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
 
 
@@ -225,30 +224,29 @@ def accumulates(layout: Layout, microbatches: int) -> bool:
 
 def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
     """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
-    whole, ranks = _whole_states(job, layout, stage), shards(layout)
-    return StateBytes(
-        weights=whole.weights / ranks, gradients=whole.gradients / ranks, optimizer=whole.optimizer / ranks
-    )
+    return _whole_states(job, layout, stage).of(1 / shards(layout))
 
 
 def _weights(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of shards, and of gathered weights."""
     sharded = _whole_states(job, layout, stage).weights / shards(layout)
-    if shards(layout) == 1 or streams_weights(layout):
+    if shards(layout) == 1:
+        return sharded - job.per_parameter.weights * absent_experts(job, layout, stage)
+    if streams_weights(layout):
         return sharded
     return sharded + gathered_bytes(job, layout, stage)
 
 
-def offloaded(states: StateBytes, layout: Layout) -> tuple[StateBytes, float]:
+def offloaded(states: StateBytes, layout: Layout, options: Options = Options()) -> tuple[StateBytes, float]:  # noqa: B008
     """The states that stay on the device, and the bytes in host memory.
 
     A pipeline has gathered weights and full gradients for its step, so that only the optimizer can leave it.
     """
-    if layout.offload == "none":
+    if layout.offload == "none" and options.offload != "optimizer":
         return states, 0.0
-    if layout.pipeline_parallel_size > 1:
-        return StateBytes(weights=states.weights, gradients=states.gradients, optimizer=0), states.optimizer
-    return StateBytes(weights=0, gradients=0, optimizer=0), states.total
+    if layout.pipeline_parallel_size > 1 or options.offload == "optimizer":
+        return states.times(1, 1, 0), states.optimizer
+    return states.of(0), states.total
 
 
 def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
@@ -261,27 +259,33 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
         chunks=layout.stages_per_rank,
         microbatches=microbatches,
     )
-    ends_early = layout.schedule in ("1f1b", "interleaved_1f1b")
-    return max(1, min(microbatches, held - stage)) if stage and ends_early else held
+    fewer = SCHEDULES[layout.schedule].fewer_on_later_ranks
+    return max(1, min(microbatches, held - stage)) if stage and fewer else held
 
 
-def stage_activations(profile: Profile, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
+def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
     """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
-    tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
+    tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
-    held = held_microbatches(layout, stage, microbatches)
-    again = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
-    return block * layers_on_rank(profile.layers, layout, stage) * held + (again if layout.recompute == "full" else 0)
+    blocks = layers_on_rank(profile.layers, layout, stage) * held_microbatches(layout, stage, microbatches)
+    if layout.recompute != "full":
+        return block * blocks
+    unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    share = job.options.recomputed
+    return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0)
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
     """One microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts.
     (torch's own `PipelineStage` takes one per microbatch for the whole step.)"""
-    pipeline, chunks = layout.pipeline_parallel_size, layout.stages_per_rank
-    if pipeline == 1:
-        return 0.0
-    directions = 2 * chunks - (stage == 0) - (stage == pipeline - 1)
-    return directions * micro * profile.boundary_elements * profile.element_bytes
+    return transfers(layout, stage) * micro * profile.boundary_elements * profile.element_bytes
+
+
+def transfers(layout: Layout, stage: int) -> int:
+    """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
+    own, count = layout.stages[stage], len(layout.stages) * len(layout.stages[0])
+    next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
+    return sum(0 <= near < count and near not in own for near in next_to)
 
 
 def gathered_weights(job: Job, layout: Layout, blocks: int = 1) -> float:

@@ -1,7 +1,7 @@
 """Reading a Hugging Face `config.json` into a `Transformer`, without transformers installed.
 
-What a file leaves out is not guessed: the defaults of transformers are the sizes of one checkpoint of each family, and
-change with its versions. Only what it derives from other fields is derived here too.
+A missing size is an error: the defaults of transformers are those of one checkpoint of each family, and change with its
+versions. Fields that transformers derives from others are derived here too.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.planner.plain_yaml import conf_folder, read_plain
 from lightning_3d.planner.transformer import MOST_SIZE, Transformer
 
 _NAMES = {
@@ -19,50 +20,16 @@ _NAMES = {
     "vocabulary": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-_GPT = {"gated": False, "tied": True}
-_LLAMA = {
-    "gated": True,
-    "qkv_bias": False,
-    "out_bias": False,
-    "mlp_bias": False,
-    "norm_bias": False,
-    "tied": False,
-    "dropout": False,
-}
+_TABLE = read_plain(conf_folder() / "models" / "families.yaml", "models file")
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT,
-    "opt": _GPT,
-    "gpt_neox": {"gated": False, "tied": False},
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "gemma": {**_LLAMA, "tied": True},
-    "qwen2": {**_LLAMA, "qkv_bias": True},
-    "qwen3": {**_LLAMA, "qk_norm": True},
-    "granite": _LLAMA,
-    "phi3": _LLAMA,
+    family: {**_TABLE["traits"][about["like"]], **about.get("traits", {})}
+    for family, about in _TABLE["families"].items()
 }
-_LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}
-"""Families with a position table, and the rows it has beyond the longest sequence."""
-_FEEDFORWARD = {"gpt2": "n_inner", "opt": "ffn_dim"}
-"""Where a family keeps the width inside its MLP; intermediate_size in the others."""
-_DERIVED = {
-    "feedforward": {"gpt2"},
-    "num_key_value_heads": {"llama", "granite", "phi3"},
-    "head_dim": {"llama", "mistral", "qwen2", "granite", "phi3"},
-}
-"""Families that derive a field where the file leaves it out: 4 x width, one per head, width / heads."""
-_BIASES = {
-    "attention_bias": ({"llama", "gemma", "qwen3", "granite", "gpt_neox"}, ("qkv_bias", "out_bias")),
-    "mlp_bias": ({"llama", "granite"}, ("mlp_bias",)),
-    "enable_bias": ({"opt"}, ("qkv_bias", "out_bias", "mlp_bias")),
-}
-"""Switches of biases: the families that know them, and what they switch. Other families ignore them."""
-_PLAIN = {
-    "opt": {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
-    "gpt2": {"add_cross_attention": False},
-}
-"""Switches of which the planner counts one position only."""
+"""Traits of `Transformer` by model_type."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_RENAMED = {"num_experts": "num_local_experts"}
+"""As transformers 5 writes what older versions wrote."""
+_MAY_LACK = ("dense_layers", "query_rank")
 
 
 def read_config(path: Path) -> Transformer:
@@ -82,25 +49,35 @@ def read_config(path: Path) -> Transformer:
 
 
 def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str = "config") -> Transformer:
-    """The model that the settings in `config` describe."""
     family = _family(config, where)
+    about, derived = _TABLE["families"][family], _TABLE["families"][family].get("derived", ())
     sizes: dict[str, Any] = {field: _first(config, field, where) for field in _NAMES}
     positions = sizes.pop("positions")
     traits = {**FAMILIES[family], "tied": _switch(config, "tie_word_embeddings", FAMILIES[family]["tied"], where)}
-    for key, (families, switched) in _BIASES.items():
-        if family in families and config.get(key) is not None:
+    for key, switched in about.get("biases", {}).items():
+        if config.get(key) is not None:
             traits |= dict.fromkeys(switched, _switch(config, key, False, where))
+
+    def size(key: str, field: str) -> int | None:
+        return _size(config, key, where) if field in derived else _needed(config, key, where)
+
     if traits["gated"]:
-        sizes["kv_heads"] = _derivable(config, "num_key_value_heads", family, where)
-        sizes["head_size"] = _derivable(config, "head_dim", family, where)
-    key = _FEEDFORWARD.get(family, "intermediate_size")
-    extra = _LEARNED_POSITIONS.get(family)
+        sizes |= {
+            "kv_heads": size("num_key_value_heads", "num_key_value_heads"),
+            "head_size": size("head_dim", "head_dim"),
+        }
+    for field, key in about.get("experts", {}).items():
+        given = key if key in config else _RENAMED.get(key, key)
+        sizes[field] = 0 if field in _MAY_LACK and not config.get(key) else _needed(config, given, where)
+    if "shared_width" in sizes:
+        sizes["shared_width"] *= _needed(config, "n_shared_experts", where)
+    more = about.get("more_positions")
     return Transformer(
         name=name,
         **sizes,
         sequence=positions,
-        positions=0 if extra is None else positions + extra,
-        feedforward=_size(config, key, where) if family in _DERIVED["feedforward"] else _needed(config, key, where),
+        positions=0 if more is None else positions + more,
+        feedforward=size(about.get("feedforward", "intermediate_size"), "feedforward"),
         **traits,
     )
 
@@ -116,11 +93,12 @@ def _family(config: Mapping[str, Any], where: str) -> str:
             f"{where}: model_type {str(family)[:60]!r} is not one that the planner counts ({', '.join(FAMILIES)}):"
             f" {instead}"
         )
-    for key in _EXPERTS:
+    about = _TABLE["families"][family]
+    for key in () if "experts" in about else _EXPERTS:
         if config.get(key) not in (None, 0, 1):
             raise PlannerError(f"{where}: {key}={config[key]!r} is a mixture of experts, not a {family}: {instead}")
-    for key, counted in _PLAIN.get(family, {}).items():
-        if _switch(config, key, counted, where) is not counted:
+    for key, counted in about.get("only", {}).items():
+        if config.get(key) is not None and config[key] not in counted:
             raise PlannerError(f"{where}: {family} with {key}={config[key]} is not counted: {instead}")
     width = _size(config, "word_embed_proj_dim", where) if family == "opt" else None
     if width is not None and width != _first(config, "hidden", where):
@@ -152,10 +130,6 @@ def _needed(config: Mapping[str, Any], key: str, where: str) -> int:
     if value is None:
         raise PlannerError(f"{where} lacks {key}, which the planner needs.")
     return value
-
-
-def _derivable(config: Mapping[str, Any], key: str, family: str, where: str) -> int | None:
-    return _size(config, key, where) if family in _DERIVED[key] else _needed(config, key, where)
 
 
 def _first(config: Mapping[str, Any], field: str, where: str) -> int:

@@ -35,7 +35,7 @@ def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
         module = made(**given)
     except FAILURES as error:
         raise PlannerError(
-            f"{dotted}({_call(given)}) cannot be built: {said(error)}. Arguments go in --arg."
+            f"{dotted}({_call(given)}) cannot be built: {error_line(error)}. Arguments go in --arg."
         ) from error
     if not isinstance(module, nn.Module):
         raise PlannerError(f"{dotted} makes a {type(module).__name__}, not a LightningModule or nn.Module.")
@@ -44,7 +44,7 @@ def build_module(dotted: str, arguments: Sequence[str]) -> nn.Module:
         try:
             configure()
         except FAILURES as error:
-            raise PlannerError(f"configure_model of {dotted} fails: {said(error)}.") from error
+            raise PlannerError(f"configure_model of {dotted} fails: {error_line(error)}.") from error
     return module
 
 
@@ -54,7 +54,7 @@ def build_inputs(text: str) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The error of a user's code, in one line."""
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({error.code!r})"
@@ -86,7 +86,7 @@ def _named(dotted: str) -> Any:
         if hasattr(module, name):  # a package may import its parts here, and they may fail
             return getattr(module, name)
     except FAILURES as error:
-        raise PlannerError(f"{module_name!r} of {dotted!r} cannot be imported: {said(error)}.") from error
+        raise PlannerError(f"{module_name!r} of {dotted!r} cannot be imported: {error_line(error)}.") from error
     raise PlannerError(f"{module_name!r} has no {name!r}.")
 
 
@@ -97,7 +97,7 @@ def _refuse_others(made: Any, dotted: str) -> None:
         try:
             kind = get_type_hints(made).get("return")
         except FAILURES as error:
-            raise PlannerError(f"what {dotted} returns cannot be looked up: {said(error)}.") from error
+            raise PlannerError(f"what {dotted} returns cannot be looked up: {error_line(error)}.") from error
     if not isclass(kind) or not issubclass(kind, nn.Module):
         raise PlannerError(
             f"{dotted} is not a LightningModule or nn.Module, nor a function that says it returns one"

@@ -1,54 +1,67 @@
 """Parameters of a module by place: before, in and after its blocks, and those that tensor ranks or ZeRO treat alike."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain
+from lightning_3d.module.anatomy import PRODUCTS, Chain
 
+PLACES = ("first", "block", "last")
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
 
 
-def frozen(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
+def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[nn.Parameter, set[str]]:
+    """Each parameter with its `PLACES`: a pipeline cuts in the order of the first calls.
+
+    `called` has the modules around the blocks, and True for those first called after a block. A module that was not
+    called stays behind the one declared before it. A tied parameter may stand at several places.
+    """
+    inside, found, outside = _inside(chain), dict[nn.Parameter, set[str]](), "first"
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name.startswith(inside):
+            place = outside = "block"
+        else:
+            late = called.get(name.rpartition(".")[0], outside != "first")
+            place = outside = "last" if late else "first"
+        found.setdefault(parameter, set()).add(place)
+    return found
+
+
+def around(module: nn.Module, chain: Chain) -> dict[nn.Module, str]:
+    """The modules with parameters of their own outside of the blocks, with their names."""
+    named = {part: name for name, part in module.named_modules() if not f"{name}.".startswith(_inside(chain))}
+    return {part: name for part, name in named.items() if any(True for _ in part.parameters(recurse=False))}
+
+
+def _inside(chain: Chain) -> str | tuple[str, ...]:
+    """Beginnings of the names that are in the blocks."""
+    return f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)
 
 
 def backward_share(module: nn.Module, chain: Chain, *, before: bool) -> float:
-    """Share of the blocks that gradients go back through: all where something `before` them is trained."""
+    """The share of blocks that run a backward: all of them if something `before` the blocks is trained."""
     trained = [any(p.requires_grad for p in module.get_submodule(name).parameters()) for name in chain.blocks]
     ahead = trained.index(True) if True in trained else len(trained)
     return 1.0 if before else 1 - ahead / len(trained)
 
 
-def outside(
-    module: nn.Module, chain: Chain, counts: Callable[[str, nn.Parameter], bool] = lambda name, parameter: True
-) -> tuple[int, int]:
-    """Elements of the parameters that count, before and after the chain, in the order of registration."""
-    before, after, passed = 0, 0, False
-    for name, parameter in module.named_parameters():
-        if name.startswith(f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)):
-            passed = True
-        elif passed:
-            after += parameter.numel() * counts(name, parameter)
-        else:
-            before += parameter.numel() * counts(name, parameter)
-    return before, after
-
-
 def vocabulary(module: nn.Module, chain: Chain) -> set[int]:
-    """Parameters outside the blocks that tensor ranks split: the largest embedding, and heads with as many rows."""
+    """Ids of the parameters outside the blocks that tensor ranks split.
+
+    These are the largest embedding, and the linear layers with as many rows: output heads.
+    """
     inside = {id(parameter) for name in chain.blocks for parameter in module.get_submodule(name).parameters()}
     outside = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.Linear) and id(m.weight) not in inside]
     rows = max((m.num_embeddings for m in outside if isinstance(m, nn.Embedding)), default=0)
     return {id(p) for m in outside if len(m.weight) == rows for p in m.parameters()}
 
 
-def whole(module: nn.Module, chain: Chain) -> int:
-    """Elements in the blocks that a tensor axis leaves unsplit: norms, and biases as long as the stream is wide.
+def unsplit(module: nn.Module, chain: Chain) -> set[int]:
+    """Ids of the parameters in the blocks that tensor ranks leave unsplit: norms, and biases of a block's output.
 
-    Of three products in a row (queries, keys, values) with such biases, the biases are split.
+    A bias of queries, keys or values has the same length and is split.
     """
-    return sum(p.numel() for name in chain.blocks for p in _unsplit(module.get_submodule(name)))
+    return {id(p) for name in chain.blocks for p in _unsplit(module.get_submodule(name))}
 
 
 def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
@@ -62,37 +75,26 @@ def _unsplit(block: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def products(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that only products use. A head that is tied to an embedding is none."""
+    """Parameters of matrix products and of nothing else. A head that is tied to an embedding is not one of them."""
     parts = [part for part in module.modules() if isinstance(part, (*PRODUCTS, nn.MultiheadAttention))]
     others = {id(p) for part in module.modules() if part not in parts for p in part.parameters(recurse=False)}
     yield from (p for part in parts for p in part.parameters(recurse=False) if id(p) not in others)
 
 
-def half(block: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in products(block))
-
-
 def regions(block: nn.Module) -> int:
-    """Products that lead back to the stream between blocks. Of several square ones, one does."""
+    """The number of matrix products whose output is added to the stream between blocks.
+
+    Of several square ones (queries, keys, values, output) only the last is.
+    """
     linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
     back = [part for part in linears if part.out_features == linears[-1].out_features]
     square = sum(part.in_features == part.out_features for part in back)
     return max(1, len(back) - square + (square > 0))
 
 
-def vectors(module: nn.Module, chain: Chain) -> int:
-    """Elements in the blocks that are no matrices."""
-    blocks = (module.get_submodule(name) for name in chain.blocks)
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters() if parameter.ndim < 2)
-
-
-def tied(module: nn.Module, anatomy: Anatomy) -> int:
-    return sum(module.get_parameter(group[0]).numel() for group in anatomy.tied)
-
-
-def matrices(block: nn.Module) -> int:
-    """Parameters of a block that a tensor axis could divide: of two in a row the first by columns, the next by rows."""
-    return sum(parameter.ndim > 1 for parameter in block.parameters())
+def splits(block: nn.Module) -> bool:
+    """Return True if tensor ranks can divide a block: it has two matrices or more."""
+    return sum(parameter.ndim > 1 for parameter in block.parameters()) > 1
 
 
 def heads(block: nn.Module) -> tuple[int, ...]:

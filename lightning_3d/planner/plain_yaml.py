@@ -13,6 +13,13 @@ MOST_VALUES = 20_000
 """With every alias written out; a catalogue has some five hundred."""
 
 
+def conf_folder() -> Path:
+    """The folder `conf/` of YAML files: next to the package in a checkout, inside it when installed."""
+    package = Path(__file__).parents[1]
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
 def read_plain(path: Path, what: str) -> Any:
     """The content of `path`; interpolations stay text. `what` names the file in errors."""
     try:

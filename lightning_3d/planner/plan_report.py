@@ -1,7 +1,7 @@
 """Plans as tables for people and as plain data for programs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from importlib.util import find_spec
 from io import StringIO
@@ -10,13 +10,13 @@ from typing import Any
 
 from lightning_3d.layout import Layout
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import RankMemory
-from lightning_3d.planner.number_bytes import number_bytes
-from lightning_3d.planner.priced_layout import Plan
+from lightning_3d.planner.memory import PlannedMemory, layers_on_rank
+from lightning_3d.planner.priced_layout import Plan, ends
 from lightning_3d.planner.show import show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.planner.states import number_bytes
 
-HEADER = ("data", "tensor", "pipe", "ZeRO", "schedule", "micro", "recompute", "offload")
-RESULTS = ("per rank", "step", "MFU", "time", "cost", "limited by")
+Columns = dict[str, tuple[Callable[[Plan], Any], Callable[[Any], str]]]
+"""Name of a column of the table of plans -> its value, and the text of the value."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,9 +24,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if sys.stdout.isatty() and find_spec("rich") is not None:
         return _drawn(header, rows)
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(_cell(*cell) for cell in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
-    )
+    cells = [
+        [text.rjust(width) if _is_number(text) else text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        for row in (header, *rows)
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
 
 
 def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -47,37 +49,41 @@ def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
 
 
-def plans_table(plans: Sequence[Plan]) -> str:
+def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
     """One line per plan."""
-    return table((*HEADER, *RESULTS), [(*layout_cells(plan), *result_cells(plan)) for plan in plans])
+    return table(tuple(columns), [tuple(show(value(plan)) for value, show in columns.values()) for plan in plans])
 
 
-def layout_cells(plan: Plan) -> tuple[str, ...]:
-    layout = plan.layout
-    return (
-        str(layout.data_parallel_size),
-        str(layout.tensor_parallel_size),
-        str(layout.pipeline_parallel_size),
-        str(layout.zero_stage),
-        schedule_name(layout),
-        f"{plan.microbatches}x{plan.micro}",
-        layout.recompute,
-        layout.offload,
-    )
-
-
-def result_cells(plan: Plan) -> tuple[str, ...]:
-    return (
-        show_bytes(plan.peak.total),
-        show_seconds(plan.time.total),
-        f"{100 * plan.mfu:.1f}%",
-        show_seconds(plan.seconds),
-        "-" if plan.dollars is None else show_dollars(plan.dollars),
-        plan.time.limit,
-    )
+def recompute_name(plan: Plan) -> str:
+    """`full`, or with the blocks of the first pipeline rank that are computed again: `full 3/8`."""
+    share, blocks = plan.job.options.recomputed, layers_on_rank(plan.job.profile.layers, plan.layout)
+    part = f" {round(share * blocks)}/{blocks}" if plan.layout.recompute == "full" and share < 1 else ""
+    return plan.layout.recompute + part
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Layout)}
+COLUMNS: Columns = {
+    "data": (lambda plan: plan.layout.data_parallel_size, str),
+    "tensor": (lambda plan: plan.layout.tensor_parallel_size, str),
+    "pipe": (lambda plan: plan.layout.pipeline_parallel_size, str),
+    "ZeRO": (lambda plan: plan.layout.zero_stage, str),
+    "schedule": (lambda plan: schedule_name(plan.layout), str),
+    "micro": (lambda plan: (plan.micro, plan.microbatches), lambda sizes: f"{sizes[1]}x{sizes[0]}"),
+    "recompute": (recompute_name, str),
+    "offload": (lambda plan: plan.job.options.offload or plan.layout.offload, str),
+    "per rank": (lambda plan: plan.peak.total, show_bytes),
+    "step": (lambda plan: plan.time.total, show_seconds),
+    "MFU": (lambda plan: plan.mfu, "{:.1%}".format),
+    "time": (lambda plan: plan.seconds, show_seconds),
+    "cost": (lambda plan: plan.dollars, lambda dollars: "-" if dollars is None else show_dollars(dollars)),
+    "limited by": (lambda plan: plan.time.limit, str),
+}
+COMPARED: Columns = {
+    "accelerator": (lambda plan: plan.cluster.accelerator.name, str),
+    "devices": (lambda plan: plan.cluster.devices, str),
+    **COLUMNS,
+}
+"""With the columns in which plans on several accelerators differ."""
 
 
 def strategy_line(plan: Plan) -> str:
@@ -85,11 +91,19 @@ def strategy_line(plan: Plan) -> str:
     given = {name: value for name, value in vars(plan.layout).items() if name != "data_parallel_size"}
     if plan.layout.recompute == "selective":  # of attention, which the module must do
         del given["recompute"]
-    changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS[name]]
+    if plan.layout.recompute == "full" and plan.job.options.recomputed < 1:
+        kept = max(memory.activations + memory.head for memory in plan.memory)
+        given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}
+    if plan.job.options.compression:
+        given["grad_compression"] = plan.job.options.compression
+    changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS.get(name)]
     trainer = [f'precision="{plan.job.precision}"']
     if plan.layout.pipeline_parallel_size == 1 and plan.microbatches > 1:
         trainer.append(f"accumulate_grad_batches={plan.microbatches}")
     samples = plan.micro * (plan.microbatches if plan.layout.pipeline_parallel_size > 1 else 1)
+    not_run = plan.job.options.not_run
+    if not_run:
+        return f"not run by this package: {', '.join(not_run)}"
     return (
         f"Trainer(devices={plan.cluster.devices_per_node}, num_nodes={plan.cluster.nodes}, {', '.join(trainer)},"
         f" strategy=Strategy3D({', '.join(changed)})) with a loader of batch_size={samples}"
@@ -98,8 +112,7 @@ def strategy_line(plan: Plan) -> str:
 
 def sent_line(plan: Plan) -> str:
     """Bytes that the fullest rank sends in a step, by axis."""
-    ends = [plan.sent(stage) for stage in (0, plan.layout.pipeline_parallel_size - 1)]
-    most = max(ends, key=lambda sent: sum(sent.values()))
+    most = max(map(plan.sent, ends(plan.layout)), key=lambda sent: sum(sent.values()))
     parts = [f"{show_bytes(size)} {axis.partition('_')[0]}" for axis, size in most.items()]
     return f"sent by a rank in a step: {', '.join(parts) or 'nothing'}"
 
@@ -118,7 +131,7 @@ def schedule_name(layout: Layout) -> str:
 
 def memory_table(plan: Plan) -> str:
     """Memory per rank, a line for the first and one for the last pipeline rank."""
-    names = [field.name for field in fields(RankMemory) if field.name != "host"]
+    names = [field.name for field in fields(PlannedMemory) if field.name != "host"]
     if any(memory.host for memory in plan.memory):
         names.append("host")
     ranks = ["every rank"] if len(plan.memory) == 1 else ["first stage", "last stage"]
@@ -138,23 +151,26 @@ def time_line(plan: Plan) -> str:
 def job_lines(job: Job) -> list[str]:
     """The model and its data."""
     profile = job.profile
-    what = f"{profile.name}: {show_count(profile.parameters)} parameters, {profile.layers} blocks"
+    active = f" ({show_count(profile.active)} active)" if profile.active < profile.parameters else ""
+    what = f"{profile.name}: {show_count(profile.parameters)} parameters{active}, {profile.layers} blocks"
+    slices = job.options.context  # of each sample; the job counts them
     if profile.tokens > 1:
-        what += f", {profile.tokens} tokens a sample"
+        what += f", {profile.tokens * slices} tokens a sample"
     data = (
         f"{show_count(job.samples * profile.tokens)} tokens"
         if profile.tokens > 1
         else f"{show_count(job.samples)} samples"
     )
-    steps = f"{data} in {job.steps:,.0f} steps of {job.batch:,} samples, {job.precision}, {job.optimizer}"
+    steps = f"{data} in {job.steps:,.0f} steps of {job.batch // slices:,} samples, {job.precision}, {job.optimizer}"
     return [what, steps]
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
     """A plan as plain data: bytes, seconds, dollars. Lists have the first and the last pipeline rank."""
-    ends = sorted({0, plan.layout.pipeline_parallel_size - 1})
     return {
         "layout": asdict(plan.layout),
+        "options": asdict(plan.job.options),
+        "not_run_by_this_package": list(plan.job.options.not_run),
         "cluster": {
             "name": str(plan.cluster),
             "accelerator": plan.cluster.accelerator.name,
@@ -164,8 +180,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "microbatch_samples": plan.micro,
         "microbatches": plan.microbatches,
         "strategy": strategy_line(plan),
-        "state_bytes": [asdict(plan.states(stage)) for stage in ends],
-        "sent_bytes": [plan.sent(stage) for stage in ends],
+        "state_bytes": [asdict(plan.states(stage)) for stage in ends(plan.layout)],
+        "sent_bytes": [plan.sent(stage) for stage in ends(plan.layout)],
         "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
         "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
         "fits": plan.fits,
@@ -183,10 +199,10 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def job_data(job: Job) -> dict[str, Any]:
-    """A job as plain data."""
     return {
         "model": job.profile.name,
         "parameters": job.profile.parameters,
+        "active_parameters": job.profile.active,
         "layers": job.profile.layers,
         "tokens_per_sample": job.profile.tokens,
         "samples": job.samples,
@@ -195,10 +211,6 @@ def job_data(job: Job) -> dict[str, Any]:
         "optimizer": job.optimizer,
         "model_flops_per_step": job.profile.model_flops(job.batch),
     }
-
-
-def _cell(text: str, width: int) -> str:
-    return text.rjust(width) if _is_number(text) else text.ljust(width)
 
 
 def _is_number(text: str) -> bool:

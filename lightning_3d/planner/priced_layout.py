@@ -1,22 +1,24 @@
 """`Plan`: one layout of a job on a cluster, priced."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
-from lightning_3d.planner.formulas import energy_kwh, rent
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import RankMemory, rank_memory, states_between_steps
-from lightning_3d.planner.scale import running_share
+from lightning_3d.planner.memory import PlannedMemory, rank_memory, states_between_steps
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.planner.step_time import StepTime, step_time
-from lightning_3d.planner.wire_bytes import data_bytes, pipeline_bytes, tensor_bytes
+from lightning_3d.planner.wire_bytes import data_parts, pipeline_bytes, tensor_bytes
+
+LOST_SECONDS = 1001.0
+"""Lost by one failure: Llama 3 405B lost less than 10% of 54 days to 466 interruptions, checkpoints included."""
+POWER_OVERHEAD = 1.2
+"""Energy with cooling and power supply, over that of the devices (PUE)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A layout with its memory, time and cost."""
-
     job: Job
     cluster: Cluster
     layout: Layout
@@ -24,7 +26,7 @@ class Plan:
     """Samples in a microbatch."""
     microbatches: int
     """Microbatches per data rank and step: pipeline pieces, or accumulation without a pipeline."""
-    memory: tuple[RankMemory, ...]
+    memory: tuple[PlannedMemory, ...]
     """Of the first and the last pipeline rank (one where there is no pipeline)."""
     time: StepTime
 
@@ -36,14 +38,14 @@ class Plan:
         """Bytes that a rank of pipeline rank `stage` sends in a step, by axis."""
         job, layout, micro, count = self.job, self.layout, self.micro, self.microbatches
         sent = {
-            DATA_AXIS: data_bytes(job, layout, stage=stage, microbatches=count),
+            DATA_AXIS: sum(data_parts(job, layout, stage=stage, microbatches=count)),
             TENSOR_AXIS: tensor_bytes(job, layout, stage=stage, micro=micro) * count,
             PIPELINE_AXIS: pipeline_bytes(job, layout, stage=stage, micro=micro, microbatches=count),
         }
         return {axis: size for axis, size in sent.items() if size}
 
     @property
-    def peak(self) -> RankMemory:
+    def peak(self) -> PlannedMemory:
         return max(self.memory, key=lambda memory: memory.total)
 
     @property
@@ -65,14 +67,12 @@ class Plan:
     def dollars(self) -> float | None:
         """Of the whole training, or None where the accelerator has no price."""
         price = self.cluster.accelerator.price
-        if price is None:
-            return None
-        return rent(devices=self.cluster.devices, dollars_per_hour=price.dollars_per_hour, hours=self.seconds / 3600)
+        return None if price is None else self.device_hours * price.dollars_per_hour
 
     @property
     def kwh(self) -> float:
-        watts = self.cluster.accelerator.watts
-        return energy_kwh(devices=self.cluster.devices, watts=watts, hours=self.seconds / 3600)
+        """At the wall."""
+        return self.device_hours * self.cluster.accelerator.watts / 1000 * POWER_OVERHEAD
 
     @property
     def mfu(self) -> float:
@@ -82,7 +82,8 @@ class Plan:
     @property
     def hfu(self) -> float:
         """The same with recomputed FLOPs counted."""
-        return self._utilisation(self.job.profile.hardware_flops(self.job.batch, self.layout.recompute))
+        share = self.job.options.recomputed
+        return self._utilisation(self.job.profile.hardware_flops(self.job.batch, self.layout.recompute, share))
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,16 +103,30 @@ def price_layout(job: Job, cluster: Cluster, layout: Layout, *, micro: int) -> P
         layout=replace(layout, num_microbatches=microbatches if layout.pipeline_parallel_size > 1 else "auto"),
         micro=micro,
         microbatches=microbatches,
-        memory=ends_memory(job, cluster, layout, micro=micro, microbatches=microbatches),
+        memory=stages_memory(job, cluster, layout, ends(layout), micro=micro, microbatches=microbatches),
         time=step_time(job, layout, cluster, micro=micro, microbatches=microbatches),
     )
 
 
-def ends_memory(job: Job, cluster: Cluster, layout: Layout, *, micro: int, microbatches: int) -> tuple[RankMemory, ...]:
-    """Memory of the first and last pipeline ranks, between which the others lie."""
+def ends(layout: Layout) -> list[int]:
+    """The first and the last pipeline rank, between which the others lie; one where there is no pipeline."""
+    return sorted({0, layout.pipeline_parallel_size - 1})
+
+
+def stages_memory(
+    job: Job, cluster: Cluster, layout: Layout, stages: Iterable[int], *, micro: int, microbatches: int
+) -> tuple[PlannedMemory, ...]:
     reserved = cluster.accelerator.reserved_gb * 1e9
-    stages = (0,) if layout.pipeline_parallel_size == 1 else (0, layout.pipeline_parallel_size - 1)
     return tuple(
         rank_memory(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
         for stage in stages
     )
+
+
+def running_share(cluster: Cluster) -> float:
+    """Share of the time in which a training runs, and does not repeat steps or wait for a restart."""
+    hours = cluster.accelerator.failure_hours
+    if not hours:
+        return 1.0
+    between = hours * 3600 / cluster.devices
+    return between / (between + LOST_SECONDS)

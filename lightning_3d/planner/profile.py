@@ -1,8 +1,8 @@
 """`Profile`: cost of one sample in one block of a model, for any source of the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_3d.layout import Recompute
+from lightning_3d.layout import RecomputeMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,14 @@ class Profile:
     """Saved by one block, split over tensor ranks, and not under selective recompute."""
     boundary_elements: float = 0
     """Elements that pass from one block to the next."""
+    key_elements: float = 0
+    """Keys and values of one block: what context ranks exchange."""
+    expert_parameters: float = 0
+    """Of `block_parameters`, those of routed experts."""
+    active_share: float = 1
+    """Share of them that a token goes through."""
+    routed_elements: float = 0
+    """Elements that one block sends to its experts; as many come back."""
     positions: float = 0
     """Positions of the stream between blocks: tokens of a text, patches of an image."""
     block_regions: int = 2
@@ -66,6 +74,8 @@ class Profile:
     """More bytes of the loss at its peak than it saves: logits and their gradient in the middle of its backward."""
     element_bytes: int = 2
     """Of a boundary element."""
+    head_bytes: int = 0
+    """Of an element that enters the head; 0 where it is as wide as a boundary element."""
     tokens: int = 1
     """Tokens in a sample."""
     example_samples: int = 0
@@ -75,13 +85,22 @@ class Profile:
     tensor_splits: bool = True
     """False where nothing is known that a tensor axis could split."""
 
+    def sliced(self, slices: int) -> "Profile":
+        """The profile of one of `slices` equal pieces of each sample, as context ranks compute it."""
+        own = {name: getattr(self, name) / slices for name in _OF_SAMPLE}
+        return replace(self, **own, tokens=self.tokens // slices)
+
     @property
     def parameters(self) -> float:
         return self.layers * self.block_parameters + self.first_parameters + self.last_parameters
 
     @property
+    def active(self) -> float:
+        """Parameters that a token goes through."""
+        return self.parameters - self.layers * self.expert_parameters * (1 - self.active_share)
+
+    @property
     def trained(self) -> float:
-        """Parameters that have gradients."""
         return self.parameters - self.layers * self.block_frozen - self.first_frozen - self.last_frozen
 
     @property
@@ -107,12 +126,15 @@ class Profile:
         """Forward and backward, nothing recomputed: the FLOPs of MFU."""
         return self.passes * self.forward_flops * samples
 
-    def hardware_flops(self, samples: float, recompute: Recompute) -> float:
-        """FLOPs of the devices. Selective recompute counts as in Korthikanti et al. (2022), equation 9."""
-        again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": self.block_flops}[recompute]
+    def hardware_flops(self, samples: float, recompute: RecomputeMode, share: float = 1.0) -> float:
+        """FLOPs of the devices. Selective recompute counts as in Korthikanti et al. (2022), equation 9.
+
+        Full recompute is that of a `share` of the blocks.
+        """
+        again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": share * self.block_flops}[recompute]
         return (self.passes * self.forward_flops + self.layers * again) * samples
 
-    def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: Recompute) -> float:
+    def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: RecomputeMode) -> float:
         """Bytes that one block saves for backward, per sample, on one tensor rank."""
         if recompute == "full":
             return self.boundary_elements * self.element_bytes
@@ -122,3 +144,10 @@ class Profile:
     def can_split(self, tensor: int) -> bool:
         """Return True if a tensor axis of this size divides the model."""
         return tensor == 1 or (self.tensor_splits and all(size % tensor == 0 for size in self.tensor_divides))
+
+
+_OF_SAMPLE = (
+    "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
+    "boundary_elements", "key_elements", "routed_elements", "positions", "last_bytes", "loss_bytes",
+)  # fmt: skip
+"""Amounts that are those of one sample."""

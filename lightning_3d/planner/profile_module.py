@@ -4,9 +4,10 @@ Kernels are counted too.
 """
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,18 +15,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.planner import parameter_places
-from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, said
-from lightning_3d.planner.number_bytes import number_bytes
+from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, error_line
+from lightning_3d.planner.parameter_places import PLACES
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Precision
+from lightning_3d.planner.states import Precision, number_bytes
+from lightning_3d.sandbox.shapes_only import ShapesOnly
+from lightning_3d.sandbox.trees import leaves
 
 
 @dataclass
@@ -49,6 +51,10 @@ class CostTrace:
     boundary_bytes: float = 0
     width: int = 1
     """Elements of one position of what passes between blocks."""
+    head_bytes: float = 0
+    """Of an element that enters the last linear layer around the blocks; 0 where there is none."""
+    called: dict[str, bool] = field(default_factory=dict)
+    """Modules around the blocks, and True where a block had run before their first call."""
     seen: dict[int, Tensor] = field(default_factory=dict)
     """Storages already counted. References to them prevent their reuse."""
 
@@ -57,17 +63,20 @@ def profile_module(
     dotted: str, arguments: Sequence[str], *, precision: Precision, tokens: int | None, inputs: str | None
 ) -> Profile:
     """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
-    with FakeTensorMode(), _quiet():
+    with ShapesOnly() as mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `self.log` outside a Trainer warns, and here it is meant to be
         module = build_module(dotted, arguments)
+        mode.answers = False  # costs of a step that depends on values are not known
         if not any(True for _ in module.parameters()):
             raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
-        counted = count_module(module, name=dotted.rpartition(".")[2], precision=precision)
         trace = CostTrace(precision=precision)
         _run(module, trace, dotted, tokens=tokens, inputs=inputs)
-    return measured_profile(counted, trace)
+        return measured_profile(module, trace, name=dotted.rpartition(".")[2])
 
 
-def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -> Profile:
+def count_module(
+    module: nn.Module, *, name: str, precision: Precision = "32", called: Mapping[str, bool] = MappingProxyType({})
+) -> Profile:
     """The profile of `module` without running it: parameters by place, and what a tensor axis could split."""
     anatomy = Anatomy.of(module)
     chain = main_chain(anatomy)
@@ -79,64 +88,69 @@ def count_module(module: nn.Module, *, name: str, precision: Precision = "32") -
             block_parameters=anatomy.parameters,
             vector_parameters=vectors,
             tensor_splits=False,
-            block_frozen=parameter_places.frozen(module),
+            block_frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
         )
-    blocks = [module.get_submodule(name) for name in chain.blocks]
-    first, last = parameter_places.outside(module, chain)
-    first_frozen, last_frozen = parameter_places.outside(module, chain, lambda _, p: not p.requires_grad)
-    halves = {id(parameter) for parameter in parameter_places.products(module)}
-    first_half, last_half = parameter_places.outside(module, chain, lambda _, p: id(p) in halves)
-    words = parameter_places.vocabulary(module, chain)
-    split = parameter_places.outside(module, chain, lambda _, p: id(p) in words)
-    inside = anatomy.parameters - first - last
-    heads = parameter_places.heads(module.get_submodule(chain.blocks[0]))
+    placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
+    kinds = {
+        "half": {id(parameter) for parameter in parameter_places.products(module)},
+        "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
+        "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
+        "unsplit": parameter_places.unsplit(module, chain),
+        "words": parameter_places.vocabulary(module, chain),
+    }
+
+    def elements(place: str, kind: str | None = None) -> int:
+        here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
+        chosen = (p for p in here if kind is None or id(p) in kinds[kind])
+        return sum(parameter.numel() for parameter in chosen)
+
+    first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
-        layers=len(chain.blocks),
-        block_parameters=inside / len(chain.blocks),
-        whole_parameters=parameter_places.whole(module, chain) / len(chain.blocks),
-        vector_parameters=parameter_places.vectors(module, chain) / len(chain.blocks),
-        half_parameters=sum(map(parameter_places.half, blocks)) / len(blocks),
-        first_half=first_half,
-        last_half=last_half,
-        first_parameters=first,
-        first_whole=first - split[0],
-        last_parameters=last,
-        last_whole=last - split[1],
-        tied_parameters=parameter_places.tied(module, anatomy),
-        block_frozen=(parameter_places.frozen(module) - first_frozen - last_frozen) / len(chain.blocks),
+        layers=count,
+        block_parameters=elements("block") / count,
+        whole_parameters=elements("block", "unsplit") / count,
+        vector_parameters=elements("block", "vector") / count,
+        half_parameters=elements("block", "half") / count,
+        first_half=elements("first", "half"),
+        last_half=elements("last", "half"),
+        first_parameters=elements("first"),
+        first_whole=elements("first") - elements("first", "words"),
+        last_parameters=elements("last"),
+        last_whole=elements("last") - elements("last", "words"),
+        tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
+        block_frozen=elements("block", "frozen") / count,
         first_frozen=first_frozen,
-        last_frozen=last_frozen,
-        backward_share=parameter_places.backward_share(module, chain, before=first > first_frozen),
+        last_frozen=elements("last", "frozen"),
+        backward_share=parameter_places.backward_share(module, chain, before=elements("first") > first_frozen),
         block_regions=parameter_places.regions(module.get_submodule(chain.blocks[0])),
         element_bytes=number_bytes(precision).stream,
-        tensor_divides=heads,
-        tensor_splits=any(parameter_places.matrices(module.get_submodule(name)) > 1 for name in chain.blocks),
+        tensor_divides=parameter_places.heads(module.get_submodule(chain.blocks[0])),
+        tensor_splits=any(parameter_places.splits(module.get_submodule(name)) for name in chain.blocks),
     )
 
 
-def measured_profile(counted: Profile, trace: CostTrace) -> Profile:
-    """`counted` with what `trace` measured, per sample."""
+def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profile:
+    """The profile of `module` with what `trace` measured, per sample."""
+    counted = count_module(module, name=name, precision=trace.precision, called=trace.called)
     blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
-    return Profile(
-        **{
-            **vars(counted),
-            "block_flops": trace.block_flops / blocks,
-            "attention_flops": trace.attention_flops / blocks,
-            "last_flops": trace.last_flops / trace.samples,
-            "block_kernels": trace.block_kernels / counted.layers,
-            "outside_kernels": trace.outside_kernels,
-            "whole_bytes": half * trace.whole_bytes / blocks,
-            "split_bytes": half * trace.split_bytes / blocks,
-            "last_bytes": half * trace.outside_bytes / trace.samples,
-            "loss_bytes": 2 * half * trace.largest_bytes / trace.samples,
-            "boundary_elements": trace.boundary_elements / trace.samples,
-            "positions": trace.boundary_elements / trace.width / trace.samples,
-            "element_bytes": int(half * trace.boundary_bytes / max(1, trace.boundary_elements))
-            or counted.element_bytes,
-            "tokens": trace.tokens,
-            "example_samples": trace.samples,
-        }
+    return replace(
+        counted,
+        block_flops=trace.block_flops / blocks,
+        attention_flops=trace.attention_flops / blocks,
+        last_flops=trace.last_flops / trace.samples,
+        block_kernels=trace.block_kernels / counted.layers,
+        outside_kernels=trace.outside_kernels,
+        whole_bytes=half * trace.whole_bytes / blocks,
+        split_bytes=half * trace.split_bytes / blocks,
+        last_bytes=half * trace.outside_bytes / trace.samples,
+        loss_bytes=2 * half * trace.largest_bytes / trace.samples,
+        boundary_elements=trace.boundary_elements / trace.samples,
+        positions=trace.boundary_elements / trace.width / trace.samples,
+        element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
+        head_bytes=int(half * trace.head_bytes),
+        tokens=trace.tokens,
+        example_samples=trace.samples,
     )
 
 
@@ -152,12 +166,18 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    state: dict[str, Any] = {"inside": False, "before": 0, "started": 0}
-    kernels = KernelCount(owned)
-    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops(trace)})
+    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0}
+    count = OperationCount(owned)
+
+    outside = parameter_places.around(module, chain) if chain else {}
+
+    def call(part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        trace.called.setdefault(outside[part], state["begun"])
+        if isinstance(part, nn.Linear) and inputs:
+            trace.head_bytes = inputs[0].element_size()
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        state.update(inside=True, before=counter.get_total_flops(), started=kernels.kernels)
+        state.update(inside=True, begun=True, before=count.flops, started=count.kernels)
         hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
         if hidden is not None:
             trace.boundary_elements, trace.boundary_bytes = hidden.numel(), hidden.nbytes
@@ -165,41 +185,28 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
 
     def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state["inside"] = False
-        trace.block_flops += counter.get_total_flops() - state["before"]
-        trace.block_kernels += kernels.kernels - state["started"]
+        trace.block_flops += count.flops - state["before"]
+        trace.block_kernels += count.kernels - state["started"]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
-        if storage not in owned and storage not in kernels.casts and storage not in trace.seen:
+        if storage not in owned and storage not in count.casts and storage not in trace.seen:
             trace.seen[storage] = tensor
             _count_saved(tensor, trace, state["inside"])
         return tensor
 
     hooks = [block.register_forward_pre_hook(enter) for block in blocks]
     hooks += [block.register_forward_hook(leave) for block in blocks]
+    hooks += [part.register_forward_pre_hook(call) for part in outside]
     try:
-        with _autocast(trace.precision), counter, kernels, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-    trace.last_flops = counter.get_total_flops() - trace.block_flops
-    trace.outside_kernels = kernels.kernels - trace.block_kernels
-
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-def _attention_flops(trace: CostTrace) -> Any:
-    """torch's counter has no rule for attention on CPU: two products of (queries x keys x head size) each."""
-
-    def rule(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-        batch, heads, queries, size = query
-        flops = int(2 * batch * heads * queries * key[2] * (size + value[3]))
-        trace.attention_flops += flops
-        return flops
-
-    return rule
+    trace.attention_flops += count.attention_flops
+    trace.last_flops = count.flops - trace.block_flops
+    trace.outside_kernels = count.kernels - trace.block_kernels
 
 
 def _autocast(precision: Precision) -> AbstractContextManager[Any]:
@@ -222,7 +229,7 @@ def _count_saved(tensor: Tensor, trace: CostTrace, inside: bool) -> None:
 
 def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
     step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
-    first = next((tensor for tensor in _tensors(batch) if tensor.ndim), None)
+    first = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None or first.numel() == 0:
         raise PlannerError(f"the example_input_array of {dotted} has no samples: describe a batch with --inputs.")
     trace.samples = first.shape[0]
@@ -231,7 +238,7 @@ def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None
         with traced(module, trace):
             result = step()
     except FAILURES as error:
-        raise PlannerError(f"{dotted} cannot be run{_why(error, inputs)} ({said(error)}).") from error
+        raise PlannerError(f"{dotted} cannot be run{_why(error, inputs)} ({error_line(error)}).") from error
     if result is None and getattr(module, "automatic_optimization", True):
         raise PlannerError(f"{dotted} returns no loss from its step, so there is nothing to train.")
 
@@ -281,42 +288,3 @@ def _forward(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
         return module(**batch)
     return module(*batch) if isinstance(batch, tuple) else module(batch)
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict | list | tuple):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(part)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """`self.log` outside a Trainer warns; here that is how it is meant to be."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-class KernelCount(TorchDispatchMode):
-    """Counts operations that compute or copy. Notes copies of `weights` in another dtype: autocast makes them."""
-
-    def __init__(self, weights: Container[int] = ()) -> None:
-        super().__init__()
-        self.kernels, self.weights = 0, weights
-        self.casts: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
-            self.casts[result.untyped_storage()._cdata] = result
-        elif _computes(func):
-            self.kernels += 1
-        return result
-
-
-def _computes(func: Any) -> bool:
-    results = func._schema.returns
-    view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
-    return func.namespace != "prim" and func is not torch.ops.aten._unsafe_view.default and not view

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil
-from typing import Any
+from math import ceil, inf
+from typing import Any, get_args
 
-from lightning_3d.layout import Layout, Offload, Recompute, Schedule, ZeroStage
+from lightning_3d.layout import SCHEDULES, Layout, OffloadMode, RecomputeMode, Schedule, ZeroStage
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.priced_layout import Plan, ends_memory, price_layout
+from lightning_3d.planner.memory import layers_on_rank
+from lightning_3d.planner.priced_layout import Plan, ends, price_layout, stages_memory
+from lightning_3d.planner.step_time import least_seconds
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-OFFLOAD: tuple[Offload, ...] = ("none", "all")
+RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+OFFLOAD: tuple[OffloadMode, ...] = ("none", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +26,11 @@ class Pins:
     schedule: Schedule | None = None
     chunks: int | None = None
     micro: int | None = None
-    recompute: Recompute | None = None
-    offload: Offload | None = None
+    recompute: RecomputeMode | None = None
+    offload: OffloadMode | None = None
     sequence_parallel: bool | None = None
+    shard: int | None = None
+    """Data ranks that share one sharded copy."""
 
 
 ANYTHING = Pins()
@@ -42,7 +46,32 @@ def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
     return []
 
 
-def _offloads(pins: Pins) -> tuple[Offload, ...]:
+def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) -> list[Plan]:
+    """The best plan of each tensor and pipeline size, `most` at most, as `search` orders them."""
+    bounds = [
+        (least_seconds(job, one.layout, cluster, micro=one.micro, microbatches=one.microbatches), at, one)
+        for at, one in enumerate(families(job, cluster, pins))
+    ]
+    bounds.sort(key=lambda one: one[:2])
+    for offload in _offloads(pins):
+        found: dict[tuple[int, int], tuple[Any, Plan]] = {}
+        slowest = inf
+        for seconds, at, family in bounds:
+            size = (family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size)
+            if seconds * (1 - 1e-9) > min(slowest, found[size][0][0] if size in found else inf):
+                continue  # no member is fast enough, so none is priced
+            for plan in fitting(job, cluster, family, pins, offload):
+                rank = (*_order(plan), at)
+                if size not in found or rank < found[size][0]:
+                    found[size] = (rank, plan)
+            times = sorted(rank[0] for rank, _ in found.values())
+            slowest = times[most - 1] if len(times) >= most else inf
+        if found:
+            return [plan for _, plan in sorted(found.values(), key=lambda one: one[0])][:most]
+    return []
+
+
+def _offloads(pins: Pins) -> tuple[OffloadMode, ...]:
     return OFFLOAD if pins.offload is None else (pins.offload,)
 
 
@@ -74,14 +103,6 @@ def leanest(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> Plan | None:
     return min(lean, key=lambda plan: plan.peak.total, default=None)
 
 
-def distinct(plans: list[Plan], most: int) -> list[Plan]:
-    """The best plan of each tensor and pipeline size, `most` at most."""
-    best: dict[Any, Plan] = {}
-    for plan in plans:
-        best.setdefault((plan.layout.tensor_parallel_size, plan.layout.pipeline_parallel_size), plan)
-    return list(best.values())[:most]
-
-
 @dataclass(frozen=True)
 class Family:
     """Layouts that differ only in ZeRO stage, recompute and offload."""
@@ -95,7 +116,8 @@ def families(job: Job, cluster: Cluster, pins: Pins) -> Iterator[Family]:
     """Every split of the devices, schedule and microbatch that divides the model and the batch."""
     for tensor, pipeline in _model_sizes(job, cluster, pins):
         data = cluster.devices // (tensor * pipeline)
-        if job.batch % data:
+        shared = job.options.context * job.options.experts
+        if job.batch % data or data % shared or data % (pins.shard or 1):
             continue
         for micro in _micro_sizes(job.batch // data, pins):
             for schedule, chunks in schedules(pipeline, job.batch // data // micro, job.profile.layers, pins):
@@ -105,20 +127,27 @@ def families(job: Job, cluster: Cluster, pins: Pins) -> Iterator[Family]:
                     pipeline_parallel_size=pipeline,
                     schedule=schedule,
                     stages_per_rank=chunks,
+                    zero_shard_size=pins.shard,
                     sequence_parallel=tensor > 1 and pins.sequence_parallel is not False,
                 )
                 yield Family(layout, micro, job.batch // data // micro)
 
 
 def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iterator[tuple[Schedule, int]]:
-    """Schedules that can run `microbatches` over `pipeline` ranks, with stages per rank."""
+    """Those that torch has for `microbatches` over `pipeline` ranks, with stages per rank.
+
+    For others torch would run all forwards first.
+    """
     if pipeline == 1:
         yield (pins.schedule or "1f1b"), 1
         return
-    sizes = even_chunks(pipeline, layers) if pins.chunks is None else [pins.chunks]
-    for schedule, chunks in _all_schedules(pipeline, microbatches, layers, sizes):
-        if pins.schedule in (None, schedule) and pins.chunks in (None, chunks):
-            yield schedule, chunks
+    sizes = [1, *even_chunks(pipeline, layers)] if pins.chunks is None else [pins.chunks]
+    for schedule in get_args(Schedule) if pins.schedule is None else (pins.schedule,):
+        facts = SCHEDULES[schedule]
+        for chunks in (facts.stages_per_rank,) if facts.stages_per_rank else sizes:
+            fits = pipeline * chunks <= layers and facts.runs(pipeline, chunks, microbatches)
+            if fits and pins.chunks in (None, chunks):
+                yield schedule, chunks
 
 
 def even_chunks(pipeline: int, layers: int) -> list[int]:
@@ -129,38 +158,71 @@ def even_chunks(pipeline: int, layers: int) -> list[int]:
     ]
 
 
-def fitting(job: Job, cluster: Cluster, family: Family, pins: Pins, offload: Offload) -> Iterator[Plan]:
+def fitting(job: Job, cluster: Cluster, family: Family, pins: Pins, offload: OffloadMode) -> Iterator[Plan]:
     """The members of `family` that fit. A member is skipped where one that costs less time fits as well."""
-    for recompute in RECOMPUTE if pins.recompute is None else (pins.recompute,):
+    useful = RECOMPUTE if job.profile.attention_bytes else ("none", "full")  # selective saves scores, if there are any
+    for recompute in useful if pins.recompute is None else (pins.recompute,):
         stage = _least_stage(job, cluster, family, pins, recompute, offload)
         if stage is None:
             continue
         layout = replace(family.layout, zero_stage=stage, recompute=recompute, offload=offload)
-        yield price_layout(job, cluster, layout, micro=family.micro)
+        fewer = job if pins.recompute else fewest_recomputed(job, cluster, layout, family)
+        yield price_layout(fewer, cluster, layout, micro=family.micro)
+        hybrid = replace(layout, zero_shard_size=_node_share(layout, cluster, pins))
+        if hybrid != layout and _fits(job, cluster, hybrid, family):
+            yield price_layout(job, cluster, hybrid, micro=family.micro)
         if stage <= 1:
             return
 
 
+def fewest_recomputed(job: Job, cluster: Cluster, layout: Layout, family: Family) -> Job:
+    """`job` with the fewest blocks computed again that fit. All of them fit."""
+    if layout.recompute != "full":
+        return job
+    fits, misfits = layers_on_rank(job.profile.layers, layout), 0
+    blocks = fits
+
+    def with_share(count: int) -> Job:
+        return replace(job, options=replace(job.options, recomputed=count / blocks))
+
+    while fits - misfits > 1:
+        middle = (fits + misfits) // 2
+        fits, misfits = (middle, misfits) if _fits(with_share(middle), cluster, layout, family) else (fits, middle)
+    return with_share(fits)
+
+
+def _node_share(layout: Layout, cluster: Cluster, pins: Pins) -> int | None:
+    """Data ranks in a node, where ZeRO 3 over more of them could shard among these alone."""
+    inside, ranks = cluster.domain // layout.tensor_parallel_size, layout.data_parallel_size
+    able = layout.zero_stage == 3 and layout.pipeline_parallel_size == 1 and pins.shard is None
+    return inside if able and 1 < inside < ranks and ranks % inside == 0 else layout.zero_shard_size
+
+
 def _least_stage(
-    job: Job, cluster: Cluster, family: Family, pins: Pins, recompute: Recompute, offload: Offload
+    job: Job, cluster: Cluster, family: Family, pins: Pins, recompute: RecomputeMode, offload: OffloadMode
 ) -> ZeroStage | None:
     """The lowest ZeRO stage that fits: stage 1 sends what stage 0 sends, the higher ones more."""
-    for stage in _stages(family.layout, pins, offload):
+    for stage in zero_stages(family.layout, offload, pins.zero):
         layout = replace(family.layout, zero_stage=stage, recompute=recompute, offload=offload)
-        memory = ends_memory(job, cluster, layout, micro=family.micro, microbatches=family.microbatches)
-        device = cluster.accelerator
-        if all(end.total <= device.memory_gb * 1e9 and end.host <= device.host_memory_gb * 1e9 for end in memory):
+        if _fits(job, cluster, layout, family):
             return stage
     return None
 
 
-def _stages(layout: Layout, pins: Pins, offload: Offload) -> tuple[ZeroStage, ...]:
-    if pins.zero is not None:
-        return (pins.zero,)
-    plain = layout.data_parallel_size == 1 or layout.pipeline_parallel_size > 1
-    if offload == "all" and layout.pipeline_parallel_size == 1:
-        return (3,)
-    return (1,) if plain else (1, 2, 3)
+def _fits(job: Job, cluster: Cluster, layout: Layout, family: Family) -> bool:
+    stages = ends(layout)
+    memory = stages_memory(job, cluster, layout, stages, micro=family.micro, microbatches=family.microbatches)
+    device = cluster.accelerator
+    return all(end.total <= device.memory_gb * 1e9 and end.host <= device.host_memory_gb * 1e9 for end in memory)
+
+
+def zero_stages(layout: Layout, offload: OffloadMode, fixed: ZeroStage | None) -> tuple[ZeroStage, ...]:
+    """ZeRO stages to try. A pipeline has gathered weights and full gradients, so that stage 1 saves as much."""
+    if fixed is not None:
+        return (fixed,)
+    if layout.data_parallel_size == 1 or layout.pipeline_parallel_size > 1:
+        return (3,) if offload == "all" and layout.pipeline_parallel_size == 1 else (1,)
+    return (3,) if offload == "all" else (1, 2, 3)
 
 
 def _model_sizes(job: Job, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, int]]:
@@ -184,25 +246,6 @@ def _micro_sizes(per_rank: int, pins: Pins) -> list[int]:
 
 _APART = 1.5
 _MOST_SIZES = 12
-
-
-def _all_schedules(pipeline: int, microbatches: int, layers: int, sizes: list[int]) -> Iterator[tuple[Schedule, int]]:
-    """Those that torch has for so many microbatches (for others it would run all forwards first), `sizes` stages on a
-    rank where a schedule has several."""
-    yield "1f1b", 1
-    yield "gpipe", 1
-    if microbatches % max(1, microbatches // pipeline) == 0:
-        yield "interleaved_zero_bubble", 1
-    for chunks in sizes:
-        if chunks > 1 and pipeline * chunks <= layers:
-            if microbatches % pipeline == 0:
-                yield "interleaved_1f1b", chunks
-                yield "interleaved_zero_bubble", chunks
-            if microbatches >= pipeline:
-                yield "loopedbfs", chunks
-    if layers >= 2 * pipeline and microbatches >= 2 * pipeline:
-        yield "zbv_zero_bubble", 2
-        yield "dualpipev", 2
 
 
 def divisors(number: int) -> list[int]:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.formulas import inference_devices
 from lightning_3d.planner.hardware import Accelerator
-from lightning_3d.planner.number_bytes import number_bytes
 from lightning_3d.planner.show import positive, show_bytes, show_dollars
-from lightning_3d.planner.states import Precision
+from lightning_3d.planner.states import Precision, number_bytes
 from lightning_3d.planner.transformer import Transformer
 
 
@@ -28,6 +26,10 @@ class Serving:
     """Tokens of each user in the cache."""
     rate: float
     """Tokens per second for each user."""
+
+    def __post_init__(self) -> None:
+        for name in ("users", "context", "rate"):
+            positive(getattr(self, name), f"--{name}")
 
     @property
     def number(self) -> int:
@@ -84,9 +86,7 @@ class Serving:
         """The answer with its formulas, for people."""
         size, users, copies = self.answer()
         devices, speed = size * copies, self.tokens_per_second(size, users)
-        by_hand = inference_devices(
-            output_tokens=self.rate * 60, tokens_per_second=speed / size, requests_per_minute=self.users
-        )
+        by_hand = self.rate * self.users * size / speed
         price = self.device.price
         cost = f", {show_dollars(devices * price.dollars_per_hour)} an hour" if price else ""
         return [
@@ -100,13 +100,3 @@ class Serving:
             " difference is the memory, and copies are complete",
             "rates are those of the data sheet: an upper bound. lightning_3d trains; serve with an inference engine",
         ]
-
-
-def serving(
-    model: Transformer, device: Accelerator, *, precision: Precision, users: int, context: int, rate: float
-) -> Serving:
-    """The serving that the flags describe, checked."""
-    positive(users, "--users")
-    positive(context, "--context")
-    positive(rate, "--rate")
-    return Serving(model=model, device=device, precision=precision, users=users, context=context, rate=rate)

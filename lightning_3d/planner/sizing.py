@@ -1,19 +1,19 @@
 """The number of devices: the fewest that meet a deadline, the fastest within a budget."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import Plan
-from lightning_3d.planner.search import Pins, search
+from lightning_3d.planner.search import Pins, leaders
 from lightning_3d.planner.show import positive, show_dollars, show_seconds
 
 MOST_DEVICES = 65536
-ROUND_PRIMES = (2, 3, 5, 7)
-"""Prime factors of sizes that divide a batch and a model in many ways."""
+ROUND = (2 * 3 * 5 * 7) ** 30
+"""A multiple of every size without a prime factor above 7: they divide a batch and a model in many ways."""
 NEIGHBOURS = 8
 """Sizes next below an answer that are tried, round or not."""
 DENSE = 16
@@ -49,27 +49,26 @@ class Sizes:
     """The job with a batch that suits so many devices."""
     pins: Pins
 
-    def cluster(self, devices: int) -> Cluster:
-        per_node = min(devices, self.node.devices_per_node)
-        return Cluster(accelerator=self.node.accelerator, nodes=devices // per_node, devices_per_node=per_node)
-
     def best(self, devices: int) -> Plan | None:
         """The fastest plan on so many devices that fits."""
-        return next(iter(search(self.job_on(devices), self.cluster(devices), self.pins)), None)
+        per_node = min(devices, self.node.devices_per_node)
+        cluster = replace(self.node, nodes=devices // per_node, devices_per_node=per_node)
+        return next(iter(leaders(self.job_on(devices), cluster, self.pins)), None)
 
-    def round(self, least: int, most: int) -> list[int]:
-        """Every size of few nodes, round ones of more, and `most`."""
-        node = self.node.devices_per_node
-        parts = [size for size in range(1, node) if least <= size <= most]
-        nodes = [n for n in range(ceil(least / node), most // node + 1) if n <= DENSE or _is_round(n)]
-        return sorted({*parts, *(node * count for count in nodes), most})
+    def sizes(self, least: int, most: int, *, dense: bool) -> list[int]:
+        """Parts of a node, then complete nodes, and `most`.
 
-    def coarse(self, most: int) -> list[int]:
-        """Parts of a node by powers of two, then nodes in steps of a quarter of a power of two, and `most`."""
+        Dense sizes are every one of few nodes and round ones of more. Others are powers of two, of nodes also their
+        quarters.
+        """
         node = self.node.devices_per_node
-        parts = [size for size in (1, 2, 4, 8, 16) if size < node]
-        nodes = [2**power * quarters // 4 for power in range(18) for quarters in (4, 5, 6, 7)]
-        return sorted({size for size in (*parts, *(node * count for count in nodes)) if size <= most} | {most})
+        if dense:
+            parts = list(range(1, node))
+            counts = [count for count in range(1, most // node + 1) if count <= DENSE or ROUND % count == 0]
+        else:
+            parts = [size for size in (1, 2, 4, 8, 16) if size < node]
+            counts = [2**power * quarters // 4 for power in range(18) for quarters in (4, 5, 6, 7)]
+        return sorted({size for size in (*parts, *(node * count for count in counts), most) if least <= size <= most})
 
     def below(self, size: int) -> list[int]:
         """The sizes next below `size`, largest first."""
@@ -82,12 +81,6 @@ def smallest(wish: Wish, node: Cluster, job_on: Callable[[int], Job], pins: Pins
     """The plan on the fewest devices that meets the wish; without a deadline the fastest within the budget.
 
     None where no cluster has a layout that fits.
-
-    Args:
-        wish: deadline, budget, most devices.
-        node: one machine.
-        job_on: the job with a batch that suits a number of devices.
-        pins: the fixed part of the layout.
     """
     accelerator, sizes = node.accelerator, Sizes(node, job_on, pins)
     if wish.budget is not None and accelerator.price is None:
@@ -103,10 +96,11 @@ def smallest(wish: Wish, node: Cluster, job_on: Callable[[int], Job], pins: Pins
     if not tried:
         return None
     if not granted:
-        raise PlannerError(_refusal(wish, tried))
+        in_time = [plan for plan in tried if wish.deadline is None or plan.seconds <= wish.deadline]
+        raise PlannerError(_too_dear(wish, in_time) if in_time else _too_slow(wish, tried))
     if wish.deadline is None:
         return _faster_neighbour(wish, sizes, min(granted, key=lambda plan: plan.seconds))
-    return _smaller_neighbour(wish, sizes, granted[0])
+    return _smaller_neighbour(wish, sizes, granted[0], {plan.cluster.devices for plan in tried})
 
 
 def fewest(wish: Wish, sizes: Sizes) -> int:
@@ -114,14 +108,14 @@ def fewest(wish: Wish, sizes: Sizes) -> int:
     if wish.deadline is None:
         return 1
     job, device = sizes.job_on(1), sizes.node.accelerator
-    rate = job.sustained or device.peak(job.precision) * device.matrix_share
+    rate = job.sustained or (device.fp8 if job.options.fp8 else device.peak(job.precision)) * device.matrix_share
     return max(1, ceil(job.profile.model_flops(job.samples) / (rate * wish.deadline) * (1 - 1e-9)))
 
 
 def _growing(wish: Wish, sizes: Sizes, least: int) -> Iterator[Plan]:
     """The best plan of ever larger clusters: to the first that is granted, or until more devices do not help."""
     slower, fastest = 0, float("inf")
-    for devices in sizes.round(least, wish.most) if wish.deadline is not None else sizes.coarse(wish.most):
+    for devices in sizes.sizes(least, wish.most, dense=wish.deadline is not None):
         plan = sizes.best(devices)
         if plan is None:
             continue
@@ -135,12 +129,12 @@ def _growing(wish: Wish, sizes: Sizes, least: int) -> Iterator[Plan]:
             return
 
 
-def _smaller_neighbour(wish: Wish, sizes: Sizes, plan: Plan) -> Plan:
-    """The smallest that is granted of `plan` and the sizes next below, again and again."""
+def _smaller_neighbour(wish: Wish, sizes: Sizes, plan: Plan, tried: set[int]) -> Plan:
+    """The smallest that is granted of `plan` and the sizes next below, again and again, without those `tried`."""
     for devices in sizes.below(plan.cluster.devices):
-        fewer = sizes.best(devices)
+        fewer = None if devices in tried else sizes.best(devices)
         if fewer is not None and wish.granted(fewer):
-            return _smaller_neighbour(wish, sizes, fewer)
+            return _smaller_neighbour(wish, sizes, fewer, tried)
     return plan
 
 
@@ -151,18 +145,6 @@ def _faster_neighbour(wish: Wish, sizes: Sizes, plan: Plan) -> Plan:
     around = [size + index * step for index in range(1, NEIGHBOURS + 1)] + sizes.below(size)
     others = [sizes.best(devices) for devices in around if devices <= wish.most]
     return min((plan, *(one for one in others if one and wish.granted(one))), key=lambda one: one.seconds)
-
-
-def _refusal(wish: Wish, tried: list[Plan]) -> str:
-    in_time = [plan for plan in tried if wish.deadline is None or plan.seconds <= wish.deadline]
-    return _too_dear(wish, in_time) if in_time else _too_slow(wish, tried)
-
-
-def _is_round(number: int) -> bool:
-    for prime in ROUND_PRIMES:
-        while number % prime == 0:
-            number //= prime
-    return number == 1
 
 
 def _too_slow(wish: Wish, tried: list[Plan]) -> str:

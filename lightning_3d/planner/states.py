@@ -1,18 +1,18 @@
-"""Memory that weights, gradients and optimizer take, per rank and ZeRO stage.
+"""Bytes of weights, gradients and optimizer states: of one number in each precision, and per rank and ZeRO stage.
 
-From Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). Bytes; the
-paper's GB is 1e9.
+From Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). The paper's GB
+is 1e9.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from lightning_3d.errors import PlannerError
 from lightning_3d.layout import ZeroStage
 
 Precision = Literal["32", "16-mixed", "bf16-mixed", "16-true", "bf16-true"]
 Optimizer = Literal["adam", "sgd-momentum", "sgd"]
-_MOMENTS = {"adam": 2, "sgd-momentum": 1, "sgd": 0}
+MOMENTS: dict[Optimizer, int] = {"adam": 2, "sgd-momentum": 1, "sgd": 0}
+"""States of a parameter's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,48 +29,54 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def of(self, parameters: float) -> "StateBytes":
-        """These bytes for `parameters` parameters."""
+        return self.times(parameters, parameters, parameters)
+
+    def times(self, weights: float, gradients: float, optimizer: float) -> "StateBytes":
         return StateBytes(
-            weights=self.weights * parameters,
-            gradients=self.gradients * parameters,
-            optimizer=self.optimizer * parameters,
+            weights=self.weights * weights, gradients=self.gradients * gradients, optimizer=self.optimizer * optimizer
         )
 
 
-def moments_of(optimizer: Optimizer) -> int:
-    """States of a parameter's size that `optimizer` keeps."""
-    if optimizer not in _MOMENTS:
-        raise PlannerError(f"optimizer {optimizer!r} is not one of {', '.join(_MOMENTS)}.")
-    return _MOMENTS[optimizer]
+@dataclass(frozen=True, kw_only=True)
+class NumberBytes:
+    """Bytes of one number of each kind."""
+
+    weight: int
+    """Of a weight as the optimizer steps it."""
+    gathered: int
+    """Of a weight that ZeRO gathers for a step; also on the links."""
+    half: int
+    """Of a gathered weight that autocast would cast for every use."""
+    cast: int
+    """Of the copy of a matrix that autocast makes for products. Backward keeps it."""
+    gradient: int
+    """Of a gradient, when it is computed, reduced and stepped."""
+    product: int
+    """Of a result of a product."""
+    stream: int
+    """Of a number that passes from block to block."""
+
+    def states(self, optimizer: Optimizer) -> StateBytes:
+        """Bytes of one parameter between steps, with nothing sharded."""
+        return StateBytes(weights=self.weight, gradients=self.gradient, optimizer=self.weight * MOMENTS[optimizer])
 
 
-def state_bytes(precision: Precision = "16-mixed", optimizer: Optimizer = "adam") -> StateBytes:
-    """Bytes per parameter as papers count them: 16 for mixed-precision Adam (2 + 2 + 12) and fp32 Adam (4 + 4 + 8).
+_FULL = NumberBytes(weight=4, gathered=4, half=4, cast=0, gradient=4, product=4, stream=4)
+_HALF = NumberBytes(weight=2, gathered=2, half=2, cast=0, gradient=2, product=2, stream=2)
+_MIXED = NumberBytes(weight=4, gathered=4, half=4, cast=2, gradient=4, product=2, stream=4)
+"""Autocast: fp32 weights, gradients and sums; products in 16 bits, of weights that each forward casts."""
+_GATHERED_IN_HALF = replace(_MIXED, half=2)
+"""ZeRO gathers the weights of products in 16 bits, as `zero/half_weights.py` does. Others are cast as without ZeRO."""
 
-    `number_bytes` has those of this strategy, which casts fp32 weights: 4 + 4 + 8.
-    """
-    moments = moments_of(optimizer)
-    if precision == "32":
-        return StateBytes(weights=4, gradients=4, optimizer=4 * moments)
+
+def number_bytes(precision: Precision, *, sharded: bool = False) -> NumberBytes:
+    """Bytes under `precision`; `sharded` where ZeRO gathers the weights."""
     if precision.endswith("-mixed"):
-        return StateBytes(weights=2, gradients=2, optimizer=4 + 4 * moments)
-    return StateBytes(weights=2, gradients=2, optimizer=2 * moments)
+        return _GATHERED_IN_HALF if sharded else _MIXED
+    return _FULL if precision == "32" else _HALF
 
 
 def sharded_states(per_parameter: StateBytes, parameters: float, *, stage: ZeroStage, ranks: int) -> StateBytes:
     """Bytes on one of `ranks` data-parallel ranks: stage 1 shards the optimizer, 2 also gradients, 3 also weights."""
-    if stage not in get_args(ZeroStage):
-        raise PlannerError(f"ZeRO stage {stage!r} is not one of 0, 1, 2 and 3.")
-    if ranks < 1:
-        raise PlannerError(f"states cannot be shared by {ranks} ranks: give at least 1.")
-    whole = per_parameter.of(parameters)
-    return StateBytes(
-        weights=whole.weights / (ranks if stage >= 3 else 1),
-        gradients=whole.gradients / (ranks if stage >= 2 else 1),
-        optimizer=whole.optimizer / (ranks if stage >= 1 else 1),
-    )
-
-
-def largest_model(memory: float, *, stage: ZeroStage, ranks: int, per_parameter: StateBytes | None = None) -> float:
-    """Parameters whose states alone fill `memory` bytes on each of `ranks` ranks."""
-    return memory / sharded_states(per_parameter or StateBytes(), 1, stage=stage, ranks=ranks).total
+    weights, gradients, optimizer = (parameters / (ranks if stage >= least else 1) for least in (3, 2, 1))
+    return per_parameter.times(weights, gradients, optimizer)

@@ -1,26 +1,37 @@
 """`StepTime`: the seconds of one optimizer step, by cause."""
 
 from dataclasses import dataclass, fields
+from math import ceil, log2
 
-from lightning_3d.layout import HALVED_BACKWARD, Layout
-from lightning_3d.planner.bubble import PassTimes, bubble_time
+from lightning_3d.layout import HALVED_BACKWARD, Layout, PassTimes
+from lightning_3d.planner.formulas import bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import frozen_share, layers_on_rank, rank_parameters, rank_trained, shards
+from lightning_3d.planner.memory import (
+    frozen_share,
+    layers_on_rank,
+    rank_parameters,
+    rank_trained,
+    shards,
+    stage_activations,
+)
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.scale import ring_latency, sum_latency
-from lightning_3d.planner.wire_bytes import data_bytes, data_calls, tensor_bytes
+from lightning_3d.planner.wire_bytes import block_exchange_bytes, data_calls, data_parts, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
-PIPELINE_OVERLAP = 0.5
+CROWDING = 0.3
+"""Share of their time that hidden collectives take from products, with which they share processors and memory."""
+PIPELINE_OVERLAP = 0.8
 """Share of pipeline transfers that other microbatches' compute hides."""
 SPLIT_COST = 0.03
 """Cost of computing gradients of inputs and of weights separately, as a share of the compute."""
-KEPT_PASSES = 6
-"""Times that a byte saved for backward crosses the memory bus: written and read by forward and backward."""
+KEPT_PASSES = 10
+"""Times that a byte saved for backward crosses the memory bus: products, norms and sums write and read it."""
 WEIGHT_PASSES = 5
 """Times that a microbatch reads a weight (three products) or reads and writes its gradient."""
+LOSS_PASSES = 3
+"""Times that logits and the loss cross the memory bus, over their bytes at the peak."""
 GRADIENT_PASSES = 3
 """Of those, the ones that a frozen weight does without."""
 USUAL_KERNELS = 10
@@ -96,11 +107,24 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         bubble=bubble,
         tensor=tensor_seconds(job, layout, cluster, micro) * microbatches,
         pipeline=pipeline_seconds(job, layout, cluster, micro) * microbatches,
-        data=data_seconds(job, layout, cluster, hidden_by=DATA_OVERLAP * useful, microbatches=microbatches),
+        data=data_seconds(job, layout, cluster, busy=useful + again + traffic, microbatches=microbatches),
         optimizer=optimizer_seconds(job, layout, cluster),
-        offload=offload_seconds(job, layout, cluster, microbatches),
+        offload=offload_seconds(job, layout, cluster, micro=micro, microbatches=microbatches, busy=useful),
         overhead=overhead_seconds(job, layout, cluster, microbatches),
     )
+
+
+def least_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microbatches: int) -> float:
+    """Seconds below which no recompute, ZeRO stage or offload brings a step of `layout`, which has none of them."""
+    if job.sustained is not None:
+        return sustained_step(job, layout, cluster.devices).compute
+    busy = compute_seconds(job, layout, cluster, micro)[0] + sum(traffic_seconds(job, layout, cluster, micro))
+    ranks, halved = layout.pipeline_parallel_size, layout.schedule in HALVED_BACKWARD
+    times = pass_times(job.profile, layout, useful=busy, again=0.0)
+    # the idle time of a halved backward may shrink where another part of it takes longer
+    idle = 0.0 if halved else bubble_time(layout.schedule, stages=ranks, chunks=layout.stages_per_rank, times=times)
+    sums = tensor_seconds(job, layout, cluster, micro) + pipeline_seconds(job, layout, cluster, micro)
+    return (busy + sums) * microbatches + idle + overhead_seconds(job, layout, cluster, microbatches)
 
 
 def splits_backward(layout: Layout) -> bool:
@@ -124,18 +148,21 @@ def sustained_step(job: Job, layout: Layout, devices: int) -> StepTime:
     """A step at a known rate per device: every loss is in that rate already."""
     rate = devices * (job.sustained or 1.0)
     useful = job.profile.model_flops(job.batch) / rate
-    return StepTime(compute=useful, recompute=job.profile.hardware_flops(job.batch, layout.recompute) / rate - useful)
+    all_flops = job.profile.hardware_flops(job.batch, layout.recompute, job.options.recomputed)
+    return StepTime(compute=useful, recompute=all_flops / rate - useful)
 
 
 def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
-    """Seconds of one microbatch on the busiest rank: useful, and done again."""
-    profile, device = job.profile, cluster.accelerator
-    rate = device.peak(job.precision) * device.matrix_share * layout.tensor_parallel_size
-    pipeline = layout.pipeline_parallel_size
+    """Seconds of products of one microbatch on the busiest rank: useful, and done again."""
+    profile, device, pipeline = job.profile, cluster.accelerator, layout.pipeline_parallel_size
+    share = device.matrix_share * layout.tensor_parallel_size / micro
+    rate = device.peak(job.precision) * share
+    core = profile.attention_flops / rate
+    block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
     layers = layers_on_rank(profile.layers, layout)
-    forward = max(layers * profile.block_flops, (profile.layers * profile.block_flops + profile.last_flops) / pipeline)
-    again = {"none": 0.0, "selective": 3 * profile.attention_flops, "full": profile.block_flops}[layout.recompute]
-    return profile.passes * forward * micro / rate, layers * again * micro / rate
+    forward = max(layers * block, (profile.layers * block + profile.last_flops / rate) / pipeline)
+    again = core if layout.recompute == "selective" else recomputed_share(job, layout) * block
+    return profile.passes * forward, layers * again
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
@@ -147,12 +174,20 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
     passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
-    weights = passes * job.numbers(layout).product * profile.block_parameters / tensor
+    present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
+    weights = passes * job.numbers(layout).product * present / tensor
     layers = layers_on_rank(profile.layers, layout)
-    bus = layers * (KEPT_PASSES * kept * micro + weights) / (device.memory_gb_per_s * 1e9)
+    crossings = KEPT_PASSES * (1 + recomputed_share(job, layout) / 3)
+    outside = LOSS_PASSES * (profile.last_bytes + profile.loss_bytes) * micro / tensor / layout.pipeline_parallel_size
+    bus = (layers * (crossings * kept * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
     return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
+
+
+def recomputed_share(job: Job, layout: Layout) -> float:
+    """Share of the blocks' forward that backward computes again, other than attention alone."""
+    return job.options.recomputed if layout.recompute == "full" else 0.0
 
 
 def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
@@ -165,13 +200,24 @@ def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
 
 
 def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
-    """Seconds of tensor collectives for one microbatch; nothing hides them. Full recompute repeats the forward's."""
-    tensor = layout.tensor_parallel_size
-    if tensor == 1:
-        return 0.0
-    ends = {0, layout.pipeline_parallel_size - 1}
-    sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in ends)
-    return sent / link_rate(cluster, span=tensor, stride=1)
+    """Seconds of tensor, context and expert collectives for one microbatch. Nothing hides them, except DualPipe."""
+    tensor, context = layout.tensor_parallel_size, job.options.context
+    stages = {0, layout.pipeline_parallel_size - 1}
+    sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in stages) if tensor > 1 else 0.0
+    keys, routed = block_exchange_bytes(job, layout, micro=micro)
+    seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
+    return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile.layers, layout) * seconds
+
+
+def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Bytes per second that one rank sends to experts. A token goes to another node once, however many it has there."""
+    device, reach = cluster.accelerator, max(1, cluster.domain // layout.tensor_parallel_size)
+    nodes = max(1.0, job.options.experts / reach)
+    copies = max(1.0, job.profile.routed_elements / max(1.0, job.profile.boundary_elements))
+    crossing = nodes * (1 - (1 - 1 / nodes) ** copies) / copies * (1 - 1 / nodes)
+    seconds = max(1 / device.node_link_gb_per_s, crossing / device.cluster_link_gb_per_s)
+    hidden = CROWDING if layout.schedule == "dualpipev" else 1.0
+    return 1e9 * device.link_share / seconds / hidden
 
 
 def tensor_sums(job: Job, layout: Layout) -> float:
@@ -189,35 +235,42 @@ def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> 
     return (1 - PIPELINE_OVERLAP) * sent / link_rate(cluster, span=2, stride=neighbour)
 
 
-def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, hidden_by: float, microbatches: int) -> float:
-    """Seconds of gradient and weight collectives that compute does not hide."""
-    ranks = layout.data_parallel_size
+def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, busy: float, microbatches: int) -> float:
+    """Seconds of gradient and weight collectives that compute does not hide, or that they take from it.
+
+    `busy` is the time of one microbatch behind which they travel.
+    """
+    ranks, group, stride = layout.data_parallel_size, shards(layout), layout.tensor_parallel_size
     if ranks == 1:
         return 0.0
-    sent = data_bytes(job, layout, stage=0, microbatches=microbatches)
-    stride = layout.tensor_parallel_size
+    inside = group if group > 1 else ranks
+    within, between = data_parts(job, layout, stage=0, microbatches=microbatches)
     latency = ring_latency if layout.zero_stage else sum_latency
-    waits = data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=ranks, stride=stride)
-    seconds = sent / link_rate(cluster, span=ranks, stride=stride) + waits
+    waits = data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=inside, stride=stride)
+    sent = within / link_rate(cluster, span=inside, stride=stride)
+    sent += between / link_rate(cluster, span=ranks // inside, stride=stride * inside)
     reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
-    return max(0.0, seconds - hidden_by * reduces)
+    return max(sent + waits - DATA_OVERLAP * busy * reduces, CROWDING * sent)
 
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Seconds to read and write every state that this rank updates."""
-    if layout.offload != "none":
+    if layout.offload != "none" or job.options.offload == "optimizer":
         return 0.0
     per = job.per_parameter
     touched = updated_parameters(job, layout) * (2 * per.optimizer + per.gradients + per.weights)
     return touched / (cluster.accelerator.memory_gb_per_s * 1e9)
 
 
-def offload_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: int) -> float:
-    """Seconds to move gradients and weights over the host link, and to update on the host."""
-    if layout.offload == "none":
+def offload_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microbatches: int, busy: float) -> float:
+    """Seconds to move data over the host link, and to update on the host. Activations travel while `busy`."""
+    if layout.offload == "none" and job.options.offload is None:
         return 0.0
     per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
     updated = updated_parameters(job, layout)
+    if job.options.offload == "activations":
+        ends = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
+        return max(0.0, 2 * ends / link - busy) * microbatches
     passes = 2 * microbatches if layout.offload == "all" else 1
     held = rank_parameters(job.profile, layout, 0) / shards(layout)
     moved = updated * per.gradients + held * passes * per.weights
@@ -255,3 +308,25 @@ def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:
         return node
     members = max(1, per_node // stride)
     return min(node, device.cluster_link_gb_per_s * 1e9 * device.link_share * members)
+
+
+def ring_latency(cluster: Cluster, *, span: int, stride: int) -> float:
+    """Seconds of a gather or a reduce-scatter of nothing on a ring of `span` ranks at a distance of `stride`."""
+    device, nodes = cluster.accelerator, _nodes(cluster, span, stride)
+    if span == 1:
+        return 0.0
+    return (device.start_us + (span - nodes) * device.node_hop_us + (nodes - 1) * device.network_hop_us) * 1e-6
+
+
+def sum_latency(cluster: Cluster, *, span: int, stride: int) -> float:
+    """Seconds of an all-reduce of nothing: on a ring twice, or up and down a tree that branches between nodes."""
+    device, nodes = cluster.accelerator, _nodes(cluster, span, stride)
+    if span == 1:
+        return 0.0
+    tree = (span / nodes - 1) * device.tree_hop_us + log2(nodes) * device.network_hop_us
+    return min(2 * ring_latency(cluster, span=span, stride=stride), (device.start_us + 2 * tree) * 1e-6)
+
+
+def _nodes(cluster: Cluster, span: int, stride: int) -> int:
+    """Nodes that a ring of `span` ranks reaches."""
+    return min(span, ceil(span * stride / cluster.domain))

@@ -1,15 +1,19 @@
 """Bytes that a rank sends in one optimizer step, on each axis, as the ledger of a run counts them."""
 
-from lightning_3d.layout import Layout
-from lightning_3d.planner.formulas import ring_all_reduce, ring_reduce_scatter
+from lightning_3d.layout import COMPRESSED_BYTES, POWERSGD_RANK, Layout
+from lightning_3d.planner.formulas import powersgd_elements, ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
+    absent_experts,
     block_bytes,
     gathered_bytes,
+    last_rank,
     layers_on_rank,
     rank_trained,
     shards,
     streams_weights,
+    tied_copy,
+    transfers,
 )
 
 LOSS_SUMS = 3
@@ -18,16 +22,41 @@ LOSS_BYTES = 4
 """Of such a number, which is fp32 in every precision."""
 
 
-def data_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Bytes on the data axis: gathered weights and reduced gradients. Copies of a hybrid shard also sum theirs."""
-    ranks, group, numbers = layout.data_parallel_size, shards(layout), job.numbers(layout)
-    trained = rank_trained(job.profile, layout, stage) * numbers.gradient
+def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
+    """Bytes of gathered weights and reduced gradients: among ranks that share a sharded copy, and between copies."""
+    ranks, group, apart = layout.data_parallel_size, shards(layout), absent_experts(job, layout, stage)
+    reduced = (rank_trained(job.profile, layout, stage) - apart) * gradient_bytes(job, layout)
     if group == 1:
-        return ring_all_reduce(trained, ranks)
+        return ring_all_reduce(reduced, ranks), 0.0
     reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
-    between = ring_all_reduce(trained / group, ranks // group)
+    between = ring_all_reduce(reduced / group, ranks // group)
     gathered = sent_weights(job, layout, stage=stage, microbatches=microbatches)
-    return ring_reduce_scatter(gathered + reduces * trained, group) + reduces * between
+    return ring_reduce_scatter(gathered + reduces * reduced, group), reduces * between
+
+
+def gradient_bytes(job: Job, layout: Layout) -> float:
+    """Bytes of the gradient of one parameter on the links."""
+    profile, codec = job.profile, job.options.compression
+    if codec is None:
+        return job.numbers(layout).gradient
+    if codec != "powersgd":
+        return COMPRESSED_BYTES[codec]
+    matrices, width = 2 * profile.block_regions, profile.boundary_elements / profile.positions
+    factors = matrices * powersgd_elements(width, profile.matrix_parameters / width / matrices, POWERSGD_RANK)
+    return 4 * (factors + profile.vector_parameters) / profile.block_parameters
+
+
+def block_exchange_bytes(job: Job, layout: Layout, *, micro: int) -> tuple[float, float]:
+    """Bytes for one block and microbatch: keys and values over context ranks, tokens to experts and back.
+
+    Each rank gathers the keys and values of all slices in forward and in backward, and sends their gradients.
+    """
+    profile, options, size = job.profile, job.options, job.numbers(layout).product
+    again = 1 if layout.recompute == "full" else 0
+    tensor = layout.tensor_parallel_size
+    keys = (3 + again) * (options.context - 1) * micro * profile.key_elements * size / tensor
+    routed = (4 + 2 * again) * micro * profile.routed_elements * size / tensor
+    return keys, ring_reduce_scatter(routed, options.experts)
 
 
 def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
@@ -53,27 +82,21 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     profile, tensor, numbers = job.profile, layout.tensor_parallel_size, job.numbers(layout)
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
-    forward = 2 if layout.recompute == "full" else 1
+    forward = 1 + job.options.recomputed if layout.recompute == "full" else 1
     block = profile.block_regions * (forward * product + profile.element_bytes) * elements
     sent = layers_on_rank(profile.layers, layout, stage) * block
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes
-    if stage == layout.pipeline_parallel_size - 1 and splits_head(job):
-        sent += elements * profile.element_bytes + LOSS_SUMS * LOSS_BYTES * micro * profile.positions
+    splits_head = profile.last_parameters > profile.last_whole or profile.tied_parameters > 0
+    if stage == last_rank(layout) and splits_head:
+        sent += elements * (profile.head_bytes or profile.element_bytes)
+        sent += LOSS_SUMS * LOSS_BYTES * micro * profile.positions
     return ring_all_reduce(sent, tensor)
-
-
-def splits_head(job: Job) -> bool:
-    """Return True if tensor ranks split the output head."""
-    return job.profile.last_parameters > job.profile.last_whole or job.profile.tied_parameters > 0
 
 
 def pipeline_bytes(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
     """Bytes on the pipeline axis: activations forward, their gradients backward, gradients of tied weights."""
-    profile, pipeline, chunks = job.profile, layout.pipeline_parallel_size, layout.stages_per_rank
-    if pipeline == 1:
-        return 0.0
-    sends = 2 * chunks - (stage == 0) - (stage == pipeline - 1)
-    ties = profile.tied_parameters / layout.tensor_parallel_size if stage in (0, pipeline - 1) else 0
+    profile = job.profile
+    ties = tied_copy(profile, layout) / layout.tensor_parallel_size if stage in (0, last_rank(layout)) else 0
     boundary = micro * profile.boundary_elements * profile.element_bytes
-    return sends * microbatches * boundary + ties * job.numbers(layout).gradient
+    return transfers(layout, stage) * microbatches * boundary + ties * job.numbers(layout).gradient

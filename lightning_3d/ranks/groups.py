@@ -86,7 +86,7 @@ def return_groups(axes: Axes) -> None:
         _Unused.axes.append(axes)
 
 
-def in_step(axes: Axes, moment: Hashable) -> bool:
+def sent_equally(axes: Axes, moment: Hashable) -> bool:
     """True where every rank has called the same collectives on `axes`, so that another run may use them.
 
     Collective over the world.

@@ -21,8 +21,8 @@ _links: weakref.WeakKeyDictionary[dist.ProcessGroup, Links] = weakref.WeakKeyDic
 def open_links(group: dist.ProcessGroup, device: torch.device) -> None:
     """Open and connect the links of this rank in its pipeline `group`. Every rank of the job must call it.
 
-    Each rank opens as many groups as any other, where it has no neighbour a group of its own: NCCL splits the
-    communicator of the job, which all ranks do together.
+    All ranks open the same number of groups, because NCCL splits the communicator of the job on all ranks together. In
+    a round without a neighbour a rank opens a group of itself alone.
     """
     if talk.takes_cpu_tensors(group) or group.size() == 1:
         return

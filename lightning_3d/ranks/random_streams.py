@@ -8,8 +8,8 @@ samples differently from then on. A pipeline draws other numbers than one device
 
 Under a pipeline every stage runs the same code around the blocks, but each block runs on one stage, so a shared stream
 would diverge. Instead the stream restarts before and after every call of a unit, from a number derived from (step,
-microbatch, calls so far). Noise is then equal on all stages, dropout masks do not depend on the number of stages, and a
-step that is run twice draws the same numbers.
+microbatch, calls so far). Noise is then equal on all stages, and dropout masks do not depend on the number of stages. A
+step that runs twice draws the same numbers.
 """
 
 import os
@@ -146,6 +146,15 @@ _MASK = (1 << 63) - 1
 def draw() -> int:
     """A number for this step, from torch's default stream, which is equal on every rank of a pipeline."""
     return int(torch.randint(_MASK, (), dtype=torch.int64).item())
+
+
+def drawn_since_restart() -> bool:
+    """Return True if torch's streams have moved since the last `restart`. Waits for no device."""
+    fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    if not torch.default_generator.get_state().equal(fresh.get_state()):
+        return True
+    in_use = torch.cuda.is_initialized()
+    return in_use and bool(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
 
 def restart(*numbers: int) -> None:

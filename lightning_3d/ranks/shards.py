@@ -1,12 +1,21 @@
-"""The local shard of a sharded tensor, and the way back."""
+"""The local shard of a sharded tensor, the axes that shard it, and the way back."""
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, or the tensor itself. No gradient passes through it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: Tensor) -> dict[str, tuple[int, Placement]]:
+    """The axes that shard `tensor`, by name: the dimension of the mesh, and the way in which it shards."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    names = tensor.device_mesh.mesh_dim_names or tuple(map(str, range(tensor.device_mesh.ndim)))
+    axes = zip(names, enumerate(tensor.placements), strict=True)
+    return {name: (at, how) for name, (at, how) in axes if not isinstance(how, Replicate)}
 
 
 def unsharded(tensor: DTensor) -> Tensor:

@@ -167,7 +167,7 @@ class Largest:
             self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> list[int]:
-        """The largest numbers, once all ranks have said theirs."""
+        """The largest numbers, once all ranks have given theirs."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -208,14 +208,14 @@ def meet_once(what: str, ranks: Sequence[int], met: set[str]) -> None:
         meet(what, ranks)
 
 
-def failed_everywhere(in_step: bool) -> bool:
+def failed_everywhere(own_error: bool) -> bool:
     """True where every rank fails now, each by its own error.
 
     If all ranks raise (a user's mistake), the process group is in step and clean-up may still use it. After an error of
     one rank, or one that the group itself raised, clean-up must not.
 
     Args:
-        in_step: True where this rank's error does not come from the process group.
+        own_error: True where this rank's error does not come from the process group.
     """
     if not dist.is_initialized():
         return False
@@ -228,7 +228,7 @@ def failed_everywhere(in_step: bool) -> bool:
         store.set(keys[mine], "here")
         deadline = time.monotonic() + PATIENCE_AFTER_ERROR
         together = False
-        while in_step and not together and not store.check([verdict]) and time.monotonic() < deadline:
+        while own_error and not together and not store.check([verdict]) and time.monotonic() < deadline:
             together = store.check(keys)
             time.sleep(0.002)
         # the first verdict counts on all ranks: one may come just when another gives up
@@ -271,6 +271,11 @@ def bounded(question: Callable[[], T], seconds: float) -> T:
     if not answers:
         raise StoreGone(f"the job's store did not answer for {seconds:.0f} s")
     return answers[0]
+
+
+def job_store() -> Any:
+    """The store through which the ranks of this job met."""
+    return _get_default_store()
 
 
 class StoreGone(Exception):

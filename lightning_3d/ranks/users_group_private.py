@@ -1,8 +1,8 @@
 """The default process group as the user's code sees it: the data ranks.
 
 Code that calls `dist.all_reduce(x)`, `dist.get_world_size()` or a library's own synchronised batch norm was written for
-data parallelism. It means the ranks that work on other samples. Tensor and pipeline peers work on the same ones: with
-them a sum would count samples twice, and ranks of other stages would not call it.
+data parallelism. It means the ranks that work on other samples. Tensor and pipeline peers work on the same samples.
+With them a sum would count these twice, and ranks of other stages would not call it.
 
 torch looks its default group up when a function is called. That look-up is replaced while a run lasts, and answers by
 the code that asks: this package, Lightning and torch's own parallelism get all ranks. Replacing the group itself would
@@ -32,7 +32,7 @@ _BETWEEN = (
     "lightning_3d.pipeline.traced_tensor",
     "lightning_3d.sandbox.interceptor",
     "lightning_3d.sandbox.silence",
-    "lightning_3d.tensor.late_gather",
+    "lightning_3d.tensor.late_tensor",
     "lightning_3d.tensor.regions",
     "lightning_3d.usercode.between_steps",
 )

@@ -1,8 +1,8 @@
 """Records how parameters get their values, and frees those values until they are used.
 
 Inside of a `Recorder` each operation of torch runs as it would without one, and draws the same random numbers. The
-memory of parameters is bounded: a value that was not used for a while is freed, and computed again from the record when
-an operation uses it.
+memory of parameters is bounded. A value that was not used for a while is freed. When an operation uses it, the record
+computes it again.
 """
 
 from collections import OrderedDict

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
-from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use, computed
+from lightning_3d.sandbox.recorded_value import Geometry, Operation, Rows, Step, Use, computed, read_rows
+from lightning_3d.sandbox.without_values import WithoutValues
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
@@ -31,39 +32,21 @@ RECORDED = "lightning_3d_recorded"
 """Attribute of a deferred parameter: what its value is computed from."""
 
 
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
+_NEW_TENSORS = {
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
+}  # fmt: skip
 
 
-_WITHOUT_VALUES = frozenset(
-    {
-        *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")),
-        *map(_getter, ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version")),
-        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "is_mps", "is_xla")),
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
-        Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__,
-        Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_,
-        Tensor.__hash__, Tensor.register_hook, torch.is_floating_point, torch.is_complex, torch.numel,
-        torch._has_compatible_shallow_copy_type, torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like,
-        torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
-    }
-)  # fmt: skip
-"""Functions that ask a tensor for anything but its values."""
-
-
-class Deferred(nn.Parameter):
+class Deferred(WithoutValues, nn.Parameter):
     """A parameter whose memory is freed. The first function that needs its value makes it an `nn.Parameter` again."""
 
     lightning_3d_recorded: Recorded
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _WITHOUT_VALUES and not _changes_nothing(func, args, kwargs):
+    def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
+        if func not in _NEW_TENSORS and not _changes_nothing(func, args, kwargs):
             realize(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Deferred))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         realize([self])
@@ -215,20 +198,27 @@ def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter) -> None:
+def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter, rows: Rows | None = None) -> None:
     """Free the memory of `shard`. Once it is realized, it gets the value `part(full)`.
 
-    `full` itself has no value any more.
+    `full` itself has no value any more. `rows` are those that `part` needs, if it does not need all.
     """
     recorded, memory = _plain(full), local(shard)
     made, use = _made(memory)
-    operation = Operation(_cut, (use, recorded.step, Geometry.of(full.data), part), {}, None, None)
+    operation = Operation(_cut, (use, recorded.step, Geometry.of(full.data), part, rows), {}, None, None)
     shard.__dict__[RECORDED] = Recorded(Step(operation, made, 0, b"", 0), memory.untyped_storage().nbytes())
     memory.untyped_storage().resize_(0)
     empty(full)
 
 
-def _cut(out: Tensor, step: Step, geometry: Geometry, part: Callable[[Tensor], Tensor]) -> None:
+def _cut(
+    out: Tensor, step: Step, geometry: Geometry, part: Callable[[Tensor], Tensor], rows: Rows | None = None
+) -> None:
+    if rows is not None:
+        some = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=out.device)
+        if read_rows(step, geometry, rows, some.untyped_storage()):
+            out.copy_(part(some))
+            return
     out.copy_(part(geometry.on(computed(step))))
 
 
@@ -244,15 +234,32 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def realize(parameters: Iterable[Tensor]) -> None:
-    """Give the deferred ones among `parameters`, and shards of such, their memory and their values."""
+def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Rows | None] = lambda parameter: None) -> None:
+    """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
+
+    Args:
+        parameters: some may have values.
+        rows: those of a parameter that are needed. Where they are read from a file, others get no values.
+    """
     for parameter in parameters:
         if isinstance(parameter, Deferred):
             recorded = _plain(parameter)
+            some = rows(parameter)
+            if some is not None and _fill_rows(parameter, recorded, some):
+                continue
             recorded.fill(parameter.untyped_storage())
         elif (cut := parameter.__dict__.pop(RECORDED, None)) is not None:
             cut.fill(local(parameter).untyped_storage())
             return_freed_memory()  # at once: full weights of all would be the peak of set-up
+
+
+def _fill_rows(parameter: Tensor, recorded: Recorded, rows: Rows) -> bool:
+    geometry, storage = Geometry.of(parameter.data), parameter.untyped_storage()
+    storage.resize_(recorded.nbytes)
+    if geometry.is_all_of(storage) and read_rows(recorded.step, geometry, rows, storage):
+        return True
+    storage.resize_(0)
+    return False
 
 
 def empty(parameter: nn.Parameter) -> None:

@@ -98,11 +98,20 @@ def storage(tensor: Tensor) -> int:
 
 def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:
     first = args[:1] if _in_place(func) else ()
-    if not first and "out" not in kwargs:
+    if (not first and "out" not in kwargs) or _assigns_itself(func, args):
         return ()
     leaves = tree_leaves((first, kwargs.get("out")))
     # a sparse tensor has no storage, and no parameter is one
     return tuple((x, x._version) for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+
+
+def _assigns_itself(func: Any, args: Any) -> bool:
+    """Return True for `tensor.data = tensor.data.to(dtype)` where there is nothing to convert."""
+    if not assigns_data(func) or not all(isinstance(each, Tensor) and each.layout is torch.strided for each in args):
+        return False
+    one, other = args
+    places = [(each.dtype, each.shape, each.stride(), each.storage_offset()) for each in map(local, args)]
+    return storage(one) == storage(other) and places[0] == places[1]
 
 
 @cache

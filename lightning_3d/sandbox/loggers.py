@@ -1,6 +1,6 @@
-"""Records calls of loggers where a pipelined step runs, for every rank to do: loggers are real on rank 0 only.
+"""Stand-ins for the Trainer's loggers. They record the calls of a step; every rank then carries them out.
 
-`trainer.should_stop = True` is recorded too: ranks without it would go on, and wait for those that stopped.
+Real loggers exist on rank 0 only. `trainer.should_stop = True` is recorded too: all ranks have to stop together.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def recorded_trainer(module: Any, record_call: RecordCall) -> Iterator[None]:
 
 
 def do(trainer: Any, path: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Do a recorded call."""
+    """Carry out a recorded call."""
     if path == _STOP:
         trainer.should_stop = True
         return

@@ -1,9 +1,11 @@
 """Calls of metrics on a full batch, from the arguments of its microbatches.
 
-Arguments cannot be joined in general: their rows may be tokens, or the rest after a mask, and a number may be a count,
-an extreme or a mean. So a metric is updated once for each microbatch, which adds up to the same state. The value of a
-batch (the result of `forward`) is that of a cleared copy. Metrics that count updates, not rows, are updated once: the
-windows of `Running`, and a `MeanMetric` of one number (a loss), which is averaged by the sizes of the microbatches.
+Arguments cannot be joined in general. Their rows may be tokens, or the rest after a mask. A number may be a count, an
+extreme or a mean. So a metric is updated once for each microbatch, which adds up to the same state. The value of a
+batch (the result of `forward`) is that of a cleared copy.
+
+Two kinds of metrics count updates, not rows, and are updated once: the windows of `Running`, and a `MeanMetric` of one
+number (a loss). That number is averaged by the sizes of the microbatches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """Records of what a step logs and of its calls of metrics; one record from those of all microbatches.
 
-Calls are matched by method, name and number of earlier calls, not by position: a call that depends on the data
-("if mask.any(): self.log(...)") does not happen on every microbatch.
+Calls are matched by method, name and number of earlier calls. Their position does not matter, because a call that
+depends on the data ("if mask.any(): self.log(...)") does not happen on every microbatch.
 
 Objects of any kind are pickled on their way from the last stage, which runs a step to its end, to the other ranks.
 """
@@ -69,8 +69,8 @@ class Record:
 def combine(records: list[Record], sizes: list[int]) -> Record:
     """One record from those of the microbatches.
 
-    Values are averaged over the microbatches that logged them, by size or by the `batch_size` they were logged with
-    (or summed, or their extreme taken, as `reduce_fx` says). Metrics keep the arguments of every microbatch.
+    `reduce_fx` decides about logged values: a mean, a sum or an extreme over the microbatches that logged them. The
+    weights of a mean are the sizes, or the `batch_size` of the calls. Metrics keep the arguments of every microbatch.
     """
     made = [{call.key: call for call in record.calls} for record in records]
     combined = Record()

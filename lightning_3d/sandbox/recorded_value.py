@@ -5,7 +5,7 @@ again on the same machine, it gives the same bits.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+Rows = Sequence[tuple[int, int]]
+"""First rows, and the rows after the last."""
 _ATEN = torch.ops.aten
 _ALLOCATIONS = frozenset(
     [_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default, _ATEN.new_empty.default]
 )
+_STACK = _ATEN.stack.default
+_MERGES = frozenset([_STACK, _ATEN.cat.default])
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,79 @@ class Step:
         return step
 
 
+@dataclass(frozen=True)
+class RowReader:
+    """An operation that fills a tensor with a source outside of torch, such as a file, all rows or some."""
+
+    read: Callable[[Tensor, Any, int, int], None]
+    """Of a tensor, its source, the first row and the row after the last."""
+
+    def __call__(self, out: Tensor, source: Any) -> None:
+        self.read(out, source, 0, len(out) if out.dim() else 1)
+
+
+@torch.no_grad()
+def read_rows(step: Step, geometry: Geometry, rows: Rows, storage: torch.UntypedStorage) -> bool:
+    """Fill only `rows` of the tensor with `geometry` in `storage`. Returns False, and does nothing, if it is not read.
+
+    Memory of other rows is not touched: the system gives none for it.
+    """
+    if not geometry.size or _read_from(step) != geometry:
+        return False
+    for first, last in rows:
+        _fill(step, geometry.on(storage), first, last)
+    return True
+
+
+def _read_from(step: Step) -> Geometry | None:
+    """The tensor after `step` if it is read from outside, or stacked or joined of such tensors. None otherwise.
+
+    Experts are so: each is a tensor of a file, and all of them one parameter.
+    """
+    operation = step.operation
+    if isinstance(operation.function, RowReader):
+        allocated = step.before is not None and step.before.operation.function in _ALLOCATIONS
+        return operation.args[0].geometry if allocated else None
+    if operation.function not in _MERGES or step.before is not None:
+        return None
+    uses, dim = _parts(operation)
+    parts = [_read_from(use.step) for use in uses if isinstance(use, Use)]
+    if len(parts) < len(uses) or not all(part == use.geometry for part, use in zip(parts, uses, strict=True)):
+        return None
+    first = uses[0].geometry
+    if any(use.geometry.dtype != first.dtype or not use.geometry.size for use in uses):
+        return None
+    if operation.function is _STACK:
+        return _packed(first.dtype, (len(uses), *first.size)) if dim == 0 else None
+    size = list(first.size)
+    size[dim] = sum(use.geometry.size[dim] for use in uses)
+    return _packed(first.dtype, tuple(size)) if dim % len(size) else None
+
+
+def _parts(operation: Operation) -> tuple[Sequence[Any], int]:
+    """The tensors that `operation` stacks or joins, and the dimension."""
+    return operation.args[0], operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim", 0)
+
+
+def _packed(dtype: torch.dtype, size: tuple[int, ...]) -> Geometry:
+    return Geometry(dtype, size, torch.empty(size, device="meta").stride(), 0)
+
+
+def _fill(step: Step, out: Tensor, first: int, last: int) -> None:
+    """Fill some rows of `out`, the tensor after a step of `_read_from`, without copies of its parts."""
+    operation = step.operation
+    if isinstance(operation.function, RowReader):
+        operation.function.read(out, operation.args[1], first, last)
+        return
+    uses, dim = _parts(operation)
+    if operation.function is _STACK:
+        for use, part in zip(uses[first:last], out[first:last], strict=True):
+            _fill(use.step, part, 0, len(part))
+        return
+    for use, part in zip(uses, out.split([use.geometry.size[dim] for use in uses], dim), strict=True):
+        _fill(use.step, part, first, last)
+
+
 @torch.no_grad()
 def computed(
     step: Step, known: dict[Step, torch.UntypedStorage] | None = None, into: torch.UntypedStorage | None = None
@@ -133,7 +210,7 @@ def computed(
     Args:
         step: from a recording.
         known: values computed on the way, which other operations use too.
-        into: memory of the same size. It is used where the first operation only allocates.
+        into: memory of the same size. It is used where the first operation only allocates, or puts tensors together.
     """
     known = {} if known is None else known
     steps: list[Step] = []
@@ -145,6 +222,10 @@ def computed(
     for now in reversed(steps):
         if now.before is None and into is not None and now.operation.function in _ALLOCATIONS:
             storage = into
+            continue
+        if now.before is None and (merged := _read_from(now)) is not None:
+            storage = torch.empty(merged.size, dtype=merged.dtype).untyped_storage() if into is None else into
+            _fill(now, merged.on(storage), 0, merged.size[0])
             continue
         own, changed = storage, now.before
 

@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.sandbox.interceptor import Call, Rule
 
@@ -16,6 +17,10 @@ DROPOUTS: frozenset[Any] = frozenset({
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.native_dropout,
 })  # fmt: skip
 """Functions that zero a random part of their first argument."""
+DROPOUT_MODULES = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
+"""Modules that call one of them with their own rate `p`."""
 
 
 def _fill(value: float) -> Callable[[Tensor], Tensor]:
@@ -49,6 +54,8 @@ class SilenceRandom(Rule):
     def __init__(self) -> None:
         self.dropped: list[tuple[int, ...]] = []
         """Shape of the first argument of each random call."""
+        self.modules: list[nn.Module | None] = []
+        """The module of `DROPOUT_MODULES` that made each call, None for calls of other code."""
 
     def before(self, call: Call) -> Call:
         if call.func is F.multi_head_attention_forward:  # the calls within it are not intercepted
@@ -57,6 +64,7 @@ class SilenceRandom(Rule):
         if is_random(func, args, kwargs):
             first = args[0] if args else kwargs["input" if "input" in kwargs else "query"]
             self.dropped.append(tuple(first.shape))
+            self.modules.append(_dropout_module(call.caller))
             if func is F.scaled_dot_product_attention:
                 rate = {} if len(args) > 4 else {"dropout_p": 0.0}
                 return call._replace(args=(*args[:4], 0.0, *args[5:])[: len(args)], kwargs={**kwargs, **rate})
@@ -75,7 +83,16 @@ class SilenceRandom(Rule):
             batch = query.shape[1] if query.dim() > 2 else 1
             last = key.shape[0] if given["need_weights"] else query.shape[-1] // heads
             self.dropped.append((batch, heads, query.shape[0], last))
+            self.modules.append(None)
         return {**given, "dropout_p": 0.0}
+
+
+def _dropout_module(frame: FrameType | None) -> nn.Module | None:
+    while frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", F.__name__):
+        frame = frame.f_back
+    owner = frame.f_locals.get("self") if frame is not None else None
+    ours = isinstance(owner, DROPOUT_MODULES) and frame is not None and frame.f_code is type(owner).forward.__code__
+    return owner if ours else None
 
 
 def _identity(tensor: Tensor) -> Tensor:

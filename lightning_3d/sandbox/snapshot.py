@@ -27,8 +27,10 @@ from lightning_3d.sandbox.record import packed, unpacked
 Path = tuple[Any, ...]
 """The name of an attribute, then keys of dicts and indices of lists in it."""
 Changes = dict[Path, tuple[str, Any]]
-"""The action of a run at a path: "set" another value, "delete" it, "append" entries to a list, "refill" a container, or
-"write" into a tensor or array."""
+"""The action of a run at a path.
+
+It may "set" another value, "delete" it, "append" entries to a list, "refill" a container, or "write" into a tensor.
+"""
 _PLAIN = (
     int, float, complex, str, bytes, bool, type(None), np.generic, np.ndarray, Tensor, list, tuple, dict, set, deque
 )  # fmt: skip

@@ -15,6 +15,8 @@ _SIMPLE = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch
 
 def children(value: Any) -> list[Any] | None:
     """The entries of a container, None for a leaf."""
+    if isinstance(value, Tensor):  # nearly all leaves, and the other questions cost more
+        return None
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -53,13 +55,24 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    return _mapped(function, value)[0]
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> tuple[Any, bool]:
+    """`value` with its leaves mapped, and True where one is another object now.
+
+    Containers are not compared: dynamo (torch 2.13) does not know if two tuples that it follows are one object.
+    """
     inner = children(value)
     if inner is None:
-        return function(value)
-    items = [map_leaves(function, item) for item in inner]
-    if all(new is old for new, old in zip(items, inner, strict=True)):
-        return value
-    return rebuild(value, items)
+        leaf = function(value)
+        return leaf, leaf is not value
+    items, changed = [], False
+    for item in inner:
+        new, other = _mapped(function, item)
+        items.append(new)
+        changed |= other
+    return (rebuild(value, items), True) if changed else (value, False)
 
 
 def unshared(value: Any) -> Any:
@@ -88,9 +101,9 @@ def weighted_mean(values: list[Any], weights: list[float]) -> Any:
 def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     """One step's output from those of its microbatches.
 
-    Tensors with a row per sample, or as many rows for each (tokens), are joined, and so are those that differ in length
-    only; scalars and tensors of one shape are averaged by size, lists of one entry per sample joined. Arrays of numpy
-    are treated like tensors. Of anything else the first microbatch's value is kept.
+    Tensors are joined that have a row per sample, or the same number of rows for each (tokens), or that differ in
+    length only. So are lists with one entry per sample. Scalars and tensors of one shape are averaged by size. Arrays
+    of numpy are treated like tensors. Of anything else the first microbatch's value is returned.
     """
     if len(outputs) == 1:
         return outputs[0]

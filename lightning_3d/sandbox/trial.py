@@ -1,7 +1,7 @@
 """Trials: runs of the user's code ahead of training, of which nothing remains.
 
 Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` and `_lightning_optimizers`;
-`tests/sandbox/test_early.py` fails when they change.
+`tests/sandbox/test_trial.py` fails when they change.
 """
 
 import sys
@@ -17,11 +17,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.module.hooks_private import restored_hooks
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
+from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.sandbox.writes import writes_undone
 
 
@@ -37,8 +39,8 @@ def trial(
 ) -> Iterator[Record]:
     """Run the user's code so that nothing remains of it; yields the record of what it logs.
 
-    Put back are random streams, weights that the code writes to, buffers, plain attributes of modules and of the
-    user's own objects, and gradients. The user's own messages reach no other rank.
+    Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes of modules
+    and of the user's own objects. The user's own messages reach no other rank.
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
@@ -53,6 +55,7 @@ def trial(
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
         stack.enter_context(_restored_state(module))
+        stack.enter_context(restored_hooks(module))
         if optimizers:
             stack.enter_context(optimizers_on_demand(module))
         if weights:
@@ -93,8 +96,6 @@ def _restored_state(module: Any) -> Iterator[None]:
         yield
 
 
-_LIBRARIES = sys.stdlib_module_names | {"lightning", "lightning_3d", "numpy", "torch", "torchmetrics"}
-"""Objects of these (queues, optimizers, loggers) are not the user's. `LogRecorder` takes care of metrics."""
 _MANY = 100
 """Entries of a container beyond which it is data, in which no objects are looked for."""
 
@@ -108,7 +109,7 @@ def holders(module: nn.Module) -> Iterator[Any]:
         if id(holder) not in visited:
             visited.add(id(holder))
             yield holder
-            waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users(item)]
+            waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users_object(item)]
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -121,10 +122,11 @@ def _inside(value: Any) -> Iterator[Any]:
             yield from _inside(item)
 
 
-def _is_users(value: Any) -> bool:
+def _is_users_object(value: Any) -> bool:
+    """Queues, optimizers and loggers are none. `LogRecorder` takes care of metrics."""
     kind = type(value)
-    library = kind.__module__.partition(".")[0] in _LIBRARIES
-    return hasattr(value, "__dict__") and not library and not isinstance(value, nn.Module | type)
+    plain = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    return hasattr(value, "__dict__") and not plain and is_users(kind) and not isinstance(value, nn.Module | type)
 
 
 HELD = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")

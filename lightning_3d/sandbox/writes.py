@@ -1,7 +1,7 @@
 """The rules about steps that change weights in place: a target network that follows, clamped weights.
 
 A run of the step ahead of training must leave the weights as they are. A step with ZeRO computes with copies of
-weights, and a pipeline runs the step once for each microbatch: there a change would be lost, or made twice.
+weights, so a change would be lost. A pipeline runs the step once for each microbatch, so a change would be made twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,8 +64,7 @@ class RefuseDataAssignment(Rule):
         self.named, self.why = named, why
 
     def before(self, call: Call) -> Call:
-        # `module.to(dtype)` assigns each parameter to its own `.data` where there is nothing to convert
-        if assigns_data(call.func) and call.args[0] is not call.args[1]:
+        if assigns_data(call.func) and call.targets:
             name = next((name for name, item in self.named() if item is call.args[0]), None)
             if name is not None or isinstance(call.args[0], DTensor):
                 raise step_writes(name or "a tensor", self.why)

@@ -1,28 +1,24 @@
-"""The text at the start of training: the ranks and their blocks, unsplit parameters, memory, one optimizer step.
-
-The bytes of a rank are counted from the module's own parameters, before anything is placed.
-"""
+"""The text at the start of training: the ranks and their blocks, unsplit parameters, memory, one optimizer step."""
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.optim.moments import moments
+from lightning_3d.optim.state_bytes import states_per_parameter_byte
+from lightning_3d.parallel.state_counts import with_states
 from lightning_3d.pipeline.microbatch import auto_microbatches
-from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.planner.bubble import bubble_share
-from lightning_3d.planner.memory import offloaded
+from lightning_3d.planner.formulas import bubble_share
 from lightning_3d.planner.show import show_bytes
-from lightning_3d.planner.states import StateBytes, sharded_states
+from lightning_3d.planner.states import StateBytes
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
 WIDE = 4
-"""Data ranks, and tensor ranks of each, that are drawn one by one. Of more, only the first and last are drawn."""
+"""Data ranks, and tensor ranks of each, that are drawn one by one. Of more, the first two and the last are drawn."""
 SMALL = 0.02
 """Share of the module's bytes below which parameters that tensor ranks do not split are not named."""
 
@@ -41,7 +37,7 @@ def opening(
 
 def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer]) -> str:
     """The memory of the fullest rank once `optimizers` have stepped; `expected` comes from `expected_states`."""
-    kept = moments(optimizers)
+    kept = states_per_parameter_byte(optimizers)
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     states = with_states(expected, kept or 0.0)
     stage, most = max(enumerate(states), key=lambda item: item[1].total)
@@ -99,10 +95,9 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     """The blocks of a pipeline rank, in several pieces with virtual stages."""
     if split is None:
         return ""
-    size = layout.pipeline_parallel_size
-    holder = stage_ranks(layout.schedule, size, split.num_stages // size)
     lines = split.describe().splitlines()
-    return ", ".join(lines[stage].partition(": ")[2] for stage, at in enumerate(holder) if at == rank)
+    own = split.stages_on(rank, layout.pipeline_parallel_size, layout.schedule)
+    return ", ".join(lines[stage].partition(": ")[2] for stage in own)
 
 
 def _unsplit(module: nn.Module, tensor: TensorPlan) -> str:
@@ -137,69 +132,3 @@ def _microbatches(layout: Layout, batch: int | None) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
-
-
-def elements_on_stages(
-    module: nn.Module, stages: frozenset[int], split: PipelineSplit | None, tensor: TensorPlan | None
-) -> dict[nn.Parameter, int]:
-    """Elements on the first tensor rank of each parameter that is on one of `stages`."""
-    elements: dict[nn.Parameter, int] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners = _owners(name, split)
-        if owners is None or stages & set(owners):
-            cut = tensor.splits.get(name) if tensor else None
-            size = parameter.numel()
-            elements[parameter] = size if cut is None else size // cut.size * cut.local_size(0)
-    return elements
-
-
-def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, tensor: TensorPlan | None) -> int:
-    """Number of parameters on the first tensor rank of a stage. Parameters of several stages count on each."""
-    return sum(elements_on_stages(module, frozenset([stage]), split, tensor).values())
-
-
-def stages_of(layout: Layout, split: PipelineSplit | None, pipeline_rank: int) -> frozenset[int]:
-    """The stages on a pipeline rank."""
-    if split is None:
-        return frozenset([0])
-    size = layout.pipeline_parallel_size
-    ranks = stage_ranks(layout.schedule, size, split.num_stages // size)
-    return frozenset(stage for stage, rank in enumerate(ranks) if rank == pipeline_rank)
-
-
-def expected_states(
-    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None
-) -> list[StateBytes]:
-    """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, by the ZeRO table.
-
-    `with_states` turns one optimizer state into those of an optimizer. Under a pipeline, weights are gathered and
-    gradients reduced once per step, so ZeRO stages 2 and 3 need as much memory as stage 1.
-    """
-    stage = 3 if layout.offload == "all" else layout.zero_stage
-    stage = min(layout.zero_stage, 1) if layout.pipeline_parallel_size > 1 else stage
-    ranks = layout.zero_shard_size or layout.data_parallel_size
-    expected = []
-    for pipeline_rank in range(layout.pipeline_parallel_size):
-        elements = elements_on_stages(module, stages_of(layout, split, pipeline_rank), split, tensor)
-        weights = sum(size * parameter.element_size() for parameter, size in elements.items())
-        trained = sum(
-            size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad
-        )
-        full = StateBytes(weights=weights, gradients=trained, optimizer=trained)
-        expected.append(offloaded(sharded_states(full, 1, stage=stage, ranks=ranks), layout)[0])
-    return expected
-
-
-def with_states(expected: Sequence[StateBytes], moments: float) -> list[StateBytes]:
-    """`expected` with `moments` states of a parameter's size: Adam keeps 2, SGD without momentum none."""
-    return [replace(each, optimizer=moments * each.optimizer) for each in expected]
-
-
-def _owners(name: str, split: PipelineSplit | None) -> tuple[int, ...] | None:
-    """Stages that own a parameter, None for all."""
-    if split is None or name in split.everywhere:
-        return None
-    for unit, stages in split.holders.items():
-        if name == unit or name.startswith(f"{unit}."):
-            return stages
-    return None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
+from lightning_3d.checkpoint.module_hyperparameters import without_modules
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
@@ -21,8 +22,9 @@ from lightning_3d.dryrun import current_world
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
+from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.optim.step import move_states
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.deferred import Built
@@ -39,14 +41,15 @@ class Saving(OnAxes):
     """Checkpoints of a module that may be sharded."""
 
     _dry_world: World | None = None
-    OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_clones", "_left", "_built")
+    OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_averages", "_left", "_built")
     _built: tuple[Built, ...] = ()
     """Modules that were built since the last run."""
     _parallel: ParallelModule | None = None
     _steps: CheckedSteps | None = None
+    _offload = NOTHING
     _found = FoundState()
     """This rank's state in the checkpoint that the run resumes from."""
-    _clones: AveragedWeights | None = None
+    _averages: AveragedWeights | None = None
     """Finds copies of the weights of the last `fit`: its callbacks may still have some."""
     _waiting: PendingCopies | None = None
     """States of callbacks that they get once the module is placed."""
@@ -75,7 +78,7 @@ class Saving(OnAxes):
     @property
     def _divides(self) -> bool:
         """True where ranks are going to have parts of a module that has values."""
-        return self.num_processes * self.num_nodes > 1 and (current_world() or self._dry_world) is None
+        return self.world_size > 1 and (current_world() or self._dry_world) is None
 
     @property
     def _splits(self) -> Splits:
@@ -83,11 +86,12 @@ class Saving(OnAxes):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         flight.at(f"saving {filepath}")
+        checkpoint = without_modules(checkpoint, self._module)
         own = self._rank_state() if "optimizer_states" in checkpoint else {}
         if self._keeper.is_sharded(self._module, self.checkpoint_io):
             copies: Mapping[int, Any] = {}
-            if self._clones is not None:
-                checkpoint, copies = self._clones.in_parts(checkpoint, talk.gather)
+            if self._averages is not None:
+                checkpoint, copies = self._averages.in_shards(checkpoint, talk.gather)
             self._keeper.save(
                 checkpoint,
                 filepath,
@@ -98,8 +102,8 @@ class Saving(OnAxes):
                 copies=copies,
             )
             return
-        if self._clones is not None:
-            checkpoint = self._clones.whole(checkpoint, talk.gather)
+        if self._averages is not None:
+            checkpoint = self._averages.gather_full(checkpoint, talk.gather)
         owns = talk.gather(own)
         full = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
         self._keeper.save_file(full, filepath, self.checkpoint_io, storage_options)
@@ -114,7 +118,7 @@ class Saving(OnAxes):
         self._found = found = find_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
         self._shares_order = found.shares_order
         if self._mesh is not None:
-            self._settle_samplers()
+            self._choose_samplers()
         loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in loop:
             loop["combined_loader"] = found.loaders
@@ -142,7 +146,7 @@ class Saving(OnAxes):
     def _load_callbacks(self) -> None:
         """Give callbacks their copies of weights, sharded like the weights, now that the module is placed."""
         assert self._parallel is not None
-        self._clones, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
+        self._averages, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
         if waiting is not None:
             waiting.give(self._module.trainer, self._parallel)
 
@@ -189,7 +193,7 @@ class Saving(OnAxes):
         if self._parallel is not None:
             self._parallel.data.reshard()
         self._built = ()  # none keeps its first value
-        whole = self._parallel is None and self._divides
+        whole = self._parallel is None and self._in_shards is None and self._divides
         if whole:
             self.precision_plugin.convert_module(self._module)  # before there are values to convert
         load_weights(self._module, checkpoint["state_dict"], strict, self.root_device if whole else None)
@@ -197,7 +201,7 @@ class Saving(OnAxes):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
-            move_states([optimizer], self.root_device)
+            move_states([optimizer], self.root_device, self._offload.optimizer is not None)
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for a save in the background while there is a process group."""

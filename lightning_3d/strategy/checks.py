@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
+from lightning_3d.module.autograd_private import is_compiled_in_place
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
 
@@ -30,8 +31,9 @@ def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
     if running != world_size:
         raise LayoutError(
             f"the Trainer was given {world_size} processes (devices x num_nodes), but the process group that is already"
-            f" running has {running}: it is left over from an earlier job in this process. Call"
-            " torch.distributed.destroy_process_group() between the two, or start each job in its own process."
+            f" running has {running}: it is left over from an earlier job in this process, or of a launcher. Call"
+            " torch.distributed.destroy_process_group() between two jobs, or start each job in its own process. Under"
+            " Ray give the Trainer plugins=[RayLightningEnvironment()]."
         )
     layout = talk.together(make, LayoutError)
     layouts = talk.gather(repr(layout))
@@ -108,6 +110,19 @@ def check_module(module: nn.Module, fitting: bool) -> None:
         )
 
 
+def check_compiled(module: nn.Module, layout: Layout) -> None:
+    """Raise for modules that are compiled with the hooks by which a pipeline runs blocks on their stages."""
+    if layout.pipeline_parallel_size == 1:
+        return
+    for name, inner in module.named_modules():
+        if is_compiled_in_place(inner):
+            raise UnsupportedError(
+                f"{name or type(module).__name__} is compiled by its own compile(), together with its hooks. A pipeline"
+                f" decides in a hook of each block whether its stage computes it ({layout}). Compiled code would repeat"
+                " the decisions of the first step. Wrap the blocks instead: blocks[i] = torch.compile(blocks[i])."
+            )
+
+
 def check_hooks(module: nn.Module, layout: Layout) -> None:
     """Raise for hooks on parameters that are sharded."""
     if not layout.holds_parts:
@@ -136,6 +151,17 @@ def check_callbacks(callbacks: Sequence[Callback], module: LightningModule, layo
                 "StochasticWeightAveraging computes the statistics of BatchNorm anew in an epoch without backward."
                 f" Where ranks have shards ({layout}) such an epoch would leave gathered weights or gradients behind."
                 " Use WeightAveraging or EMAWeightAveraging, which average the statistics, or zero_stage=0."
+            )
+
+
+def check_reports(callbacks: Sequence[object], asynchronous: bool) -> None:
+    """Raise for Ray's callback, which uploads a checkpoint as soon as it is saved, where saving goes on meanwhile."""
+    for callback in callbacks if asynchronous else ():
+        if any(kind.__name__ == "RayTrainReportCallback" for kind in type(callback).__mro__):
+            raise UnsupportedError(
+                f"{type(callback).__name__} uploads a checkpoint as soon as trainer.save_checkpoint returns. With"
+                " async_checkpoint=True its file is not complete then, and a restart would find half of it. Use"
+                " async_checkpoint=False."
             )
 
 

@@ -10,15 +10,19 @@ from lightning.pytorch import Callback, LightningModule
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.keeper import state_bytes
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.parallelize import ParallelModule, ParallelPlan, UserChoices
+from lightning_3d.module.materialize import ABSENT
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.parallel.parallel_plan import ParallelPlan, UserChoices
 from lightning_3d.planner.local_cluster import machine_memory
 from lightning_3d.planner.show import show_bytes
 from lightning_3d.ranks import talk
 from lightning_3d.usercode.averages_private import AVERAGES
+from lightning_3d.usercode.between_runs import Rest
 from lightning_3d.zero.data_axis import DataAxis
 
 Teardown = Literal["whole", "sharded", "auto"]
@@ -59,9 +63,7 @@ class InShards:
     data_axis: DataAxis
     world: weakref.ref[dist.ProcessGroup]
     parameters: Mapping[str, nn.Parameter]
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # a copy of the module has no groups
+    rest: Rest
 
     @classmethod
     def of(
@@ -70,11 +72,15 @@ class InShards:
         world = dist.group.WORLD
         assert world is not None
         parameters = dict(parallel.module.named_parameters())
-        return cls(parallel, plan, settings, mesh, data_axis, weakref.ref(world), parameters)
+        return cls(parallel, plan, settings, mesh, data_axis, weakref.ref(world), parameters, Rest(parallel))
 
-    def check_settings(self, settings: Settings) -> None:
-        """Raise if a run with `settings` cannot use these shards."""
-        name = type(self.parallel.module).__name__
+    def check(self, module: nn.Module, settings: Settings) -> None:
+        """Raise if a run of `module` with `settings` cannot use these shards."""
+        name = type(module).__name__
+        if module is not self.parallel.module:
+            raise ConfigurationError(
+                f"This {name} is a copy of a module that an earlier run has left in shards. Use the module itself."
+            )
         if self.world() is not dist.group.WORLD:
             raise ConfigurationError(
                 f"An earlier run has left {name} in shards, and the process group of that run has ended. Without it no"
@@ -111,8 +117,20 @@ def check_goes_on(module: nn.Module, callbacks: Sequence[Callback], verify: str 
         )
 
 
-def _nothing() -> None:
-    """The copy of an `InShards`."""
+def first_shard(module: nn.Module) -> str | None:
+    """The first parameter of which this rank has a shard or nothing."""
+    parameters = module.named_parameters()
+    return next((name for name, each in parameters if isinstance(each, DTensor) or hasattr(each, ABSENT)), None)
+
+
+def check_whole(module: nn.Module) -> None:
+    """Raise if a module that no earlier run has left in shards has shards."""
+    name = first_shard(module)
+    if name is not None:
+        raise ConfigurationError(
+            f"This rank has only a shard of {type(module).__name__}.{name}, or nothing of it. The module is a copy of"
+            f" one in shards, or an earlier run with it has failed. {AGAIN}"
+        )
 
 
 def shards_of(module: nn.Module) -> InShards | None:

@@ -1,18 +1,18 @@
 """The memory of each rank, counted from its tensors, next to the plan of the start of `fit`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.planner.show import show_bytes
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks.shards import local
-from lightning_3d.strategy.meter import peak_bytes
 
-_COLUMNS = ("weights", "gradients", "states", "buffers", "rest", "peak")
+_COLUMNS = ("weights", "gradients", "states", "buffers", "disk", "rest", "peak")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class RankMemory:
     states: int
     """Of the optimizers."""
     buffers: int
+    disk: int
+    """Weights and states on a disk, which the other numbers leave out."""
     rest: int | None
     """At the peak: activations, gathered weights and messages. None on a CPU, which counts no allocations."""
     peak: int
@@ -48,10 +50,11 @@ class MemoryReport:
         """One line about the fullest rank."""
         rank = self.ranks[self.fullest]
         sizes = {name: getattr(rank, name) for name in _COLUMNS[:4]}
+        on_disk = f" (and {show_bytes(rank.disk)} on the disk)" if rank.disk else ""
         counted = " + ".join(f"{show_bytes(size)} {name}" for name, size in sizes.items() if size)
         at_peak = "" if rank.rest is None else f", of which {show_bytes(rank.rest)} activations and gathered tensors"
         return (
-            f"memory after the first epoch, rank {self.fullest}: {counted} after a step (planned in it:"
+            f"memory after the first epoch, rank {self.fullest}: {counted}{on_disk} after a step (planned in it:"
             f" {show_bytes(rank.planned.total)}), peak {show_bytes(rank.peak)}{at_peak}"
         )
 
@@ -67,7 +70,12 @@ class MemoryReport:
 
 
 def rank_memory(
-    module: nn.Module, optimizers: Sequence[Optimizer], gradients: int, planned: StateBytes, device: torch.device
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    gradients: int,
+    planned: StateBytes,
+    device: torch.device,
+    on_disk: Callable[[Tensor], bool],
 ) -> RankMemory:
     """The memory of this rank, with nothing gathered."""
     kinds = {
@@ -75,11 +83,13 @@ def rank_memory(
         "states": _tensors(value for each in optimizers for state in each.state.values() for value in state.values()),
         "buffers": _tensors(module.buffers()),
     }
+    disk = sum(tensor.nbytes for tensors in kinds.values() for tensor in tensors if on_disk(tensor))
+    kinds = {name: [tensor for tensor in tensors if not on_disk(tensor)] for name, tensors in kinds.items()}
     counted = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in kinds.items()}
     peak = peak_bytes(device)
     on_device = sum(tensor.nbytes for tensors in kinds.values() for tensor in tensors if tensor.device == device)
     rest = max(0, peak - on_device - gradients) if device.type == "cuda" else None
-    return RankMemory(**counted, gradients=gradients, rest=rest, peak=peak, planned=planned)
+    return RankMemory(**counted, disk=disk, gradients=gradients, rest=rest, peak=peak, planned=planned)
 
 
 def gradient_bytes(module: nn.Module) -> int:

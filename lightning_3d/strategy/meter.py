@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -15,12 +14,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.errors import PeerError
+from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.layout import Layout
+from lightning_3d.module.host_memory import peak_bytes
 
-FILE = "lightning_3d.json"
-"""In the directory of a Hydra job."""
-FAILED = "lightning_3d_failed.json"
-"""In its place where `fit` failed: why."""
 REMEMBERED = 1000
 """Number of latest batches whose times count."""
 
@@ -66,16 +63,6 @@ class StepMeter:
             seconds=time.perf_counter() - self._began,
             memory_bytes=int(peak),
         )
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process: on its GPU since training began, on a CPU since the process began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def write(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.comm.config import CommConfig
 from lightning_3d.launch.lightning_private import sync_ddp_if_available
 from lightning_3d.layout import DATA_AXIS
-from lightning_3d.ranks.groups import group_alone, in_step, open_groups, return_groups
+from lightning_3d.ranks.groups import group_alone, open_groups, return_groups, sent_equally
 from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
 from lightning_3d.strategy.in_shards import InShards, shards_of
 from lightning_3d.strategy.processes import Processes
@@ -45,13 +45,13 @@ class OnAxes(Processes):
         super().setup_environment()
         self._in_shards = in_shards = shards_of(self._module)
         if in_shards is not None:
-            self._continues(in_shards)
+            self._check_reuse(in_shards)
             self._use_axes(in_shards.mesh, in_shards.data_axis)
         elif not self._chooses:
             self._open_axes()
 
     @abstractmethod
-    def _continues(self, in_shards: InShards) -> None:
+    def _check_reuse(self, in_shards: InShards) -> None:
         """Raise where this run cannot go on with a module that is in shards."""
 
     def _open_axes(self) -> None:
@@ -64,7 +64,7 @@ class OnAxes(Processes):
         self._module._device_mesh = mesh
         if data_axis.axes.users is not None:
             self._undo.callback(show_data_ranks(data_axis.axes.users))
-        self._settle_samplers()
+        self._choose_samplers()
         self._warn_of_world_size()
 
     @contextmanager
@@ -77,7 +77,7 @@ class OnAxes(Processes):
         finally:
             undo()
 
-    def _settle_samplers(self) -> None:
+    def _choose_samplers(self) -> None:
         """Keep the dataloaders' own samplers with one data rank.
 
         Lightning's sampler shuffles every dataloader of `fit`, also one whose author did not ask for it, and draws from
@@ -128,5 +128,5 @@ class OnAxes(Processes):
         data_axis.close()
         axes, moment = data_axis.axes, self._moment() if data_axis.engine.idle else None
         # after an error, even one of all ranks, one rank may have sent more messages than another
-        if not self._judged or (not self._failed and in_step(axes, moment)):
+        if not self._judged or (not self._failed and sent_equally(axes, moment)):
             return_groups(axes)

@@ -3,8 +3,10 @@
 import sys
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -46,10 +48,12 @@ StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 class Processes(ParallelStrategy):
     """The part of `Strategy3D` about processes, whatever they compute."""
 
-    OF_PROCESS: tuple[str, ...] = ("_mesh", "_watch")
+    OF_PROCESS: tuple[str, ...] = ("_mesh", "_watch", "_nodes")
     """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
     _mesh: DeviceMesh | None = None
     _watch: Watchdog | None = None
+    _nodes: Sequence[int] = ()
+    """The node of each rank, where the launcher started another number of processes than the Trainer has devices."""
     _wants_sampler = True
     """The user's `use_distributed_sampler`."""
 
@@ -116,11 +120,22 @@ class Processes(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        # Ray starts several processes where the Trainer sees one CPU; others show a process only its own device
+        return self.parallel_devices[self.local_rank if len(self.parallel_devices) > 1 else 0]
 
     @property
     def num_processes(self) -> int:
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def ranks_per_node(self) -> int:
+        """A number that divides the ranks of every node."""
+        return gcd(*Counter(self._nodes).values()) or self.num_processes
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks that share the memory of this machine."""
+        return self._nodes.count(self.node_rank) or self.num_processes
 
     @property
     def process_group_backend(self) -> str | None:
@@ -202,12 +217,20 @@ class Processes(ParallelStrategy):
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         share_seeded_state()
+        self._nodes = self._find_nodes()
         self._before_layout()
         if self.local_rank == 0 and dist.get_backend() != "fake":
             self._move_old_records()
         layout = check_same_layout(lambda: self.layout, self.world_size)
         self._watch = self._start_watch(layout)
         self._mesh = None
+
+    def _find_nodes(self) -> Sequence[int]:
+        """Empty where each node has as many ranks as the Trainer has devices. Collective elsewhere."""
+        size = dist.get_world_size()
+        if size in (1, self.num_processes * self.num_nodes) or size != self.world_size:  # the last is refused later
+            return ()
+        return talk.gather(self.node_rank)
 
     def _before_layout(self) -> None:
         """Prepare what the layout depends on. Called once processes can send messages."""
@@ -284,21 +307,21 @@ class Processes(ParallelStrategy):
         """The error to raise for `error`, once all ranks know of it."""
         own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
         explained = self._watch.explained(error) if self._watch is not None else error
-        self._fail(in_step=own and (not interrupted or self.world_size == 1))  # Ctrl-C stops each rank elsewhere
+        self._fail(own_error=own and (not interrupted or self.world_size == 1))  # Ctrl-C stops each rank elsewhere
         if own and self._failed and self._watch is not None and not interrupted:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return explained
 
-    def _fail(self, *, in_step: bool) -> None:
+    def _fail(self, *, own_error: bool) -> None:
         """Find out if all ranks fail alike. If not, no collective may be tried any more."""
-        self._judged, self._failed = True, not talk.failed_everywhere(in_step)
+        self._judged, self._failed = True, not talk.failed_everywhere(own_error)
         module = self.lightning_module
         if self._failed and module is not None and module._trainer is not None:
             module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
 
     def on_exception(self, exception: BaseException) -> None:
         if not self._judged:
-            self._fail(in_step=not is_communication(exception))
+            self._fail(own_error=not is_communication(exception))
         if self._failed:
             if self._watch is not None:
                 self._watch.linger()

@@ -157,7 +157,7 @@ class Resuming(Saving):
                     " to fit, which uses your settings unchanged."
                 )
 
-    def _begin_run(self, trainer: Trainer) -> None:
+    def _watch_run(self, trainer: Trainer) -> None:
         """Watch for preemption and leave a note. Callbacks are set up; Lightning does not handle signals yet."""
         self._preemption = Preemption(trainer, self._largest, lambda: preempted_path(trainer))
         if self._resume == "auto" and trainer.state.fn == TrainerFn.FITTING and self.is_global_zero:

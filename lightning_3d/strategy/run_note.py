@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.checkpoint.last import checkpoints_in, newest_first
-from lightning_3d.checkpoint.locks import beside, create, sweep_beside
+from lightning_3d.checkpoint.locks import create, remove_leftovers, unguessable_name
 from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError, LayoutError
 from lightning_3d.launch.lightning_private import is_local_file_protocol
@@ -122,12 +122,12 @@ def leave_note(trainer: Trainer, note: RunNote) -> None:
     """Write `note` to the places that a later start reads. On rank 0, once directories are known."""
     for path in (*(Path(folder) / NOTE for folder in note.folders), *_job_notes(trainer)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = beside(path)
+        new = unguessable_name(path)
         with create(new) as file:
             file.write(note.dumps().encode())
             file.flush()
             os.replace(new, path)
-        sweep_beside(path)
+        remove_leftovers(path)
 
 
 def folders_of(trainer: Trainer) -> tuple[str, ...]:

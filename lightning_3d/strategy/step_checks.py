@@ -8,7 +8,7 @@ from torch import distributed as dist
 
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.data.same_samples import SampleCheck
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.strategy.window import Window
@@ -49,7 +49,7 @@ class SamplesAgree(StepCheck):
 
     def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
         loader = args[2:]  # after batch and batch_idx: its index, where there are several
-        return self.samples.settle(name, args, (evaluation, loader))  # type: ignore[no-any-return]
+        return self.samples.first_peers_batch(name, args, (evaluation, loader))  # type: ignore[no-any-return]
 
 
 class ReplicasAgree(StepCheck):

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.parallelize import ParallelModule
-from lightning_3d.pipeline.context import Hooks
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.strategy.step_checks import Args, StepCheck
@@ -72,10 +72,10 @@ class PipelineRunner:
         self.window, self.plugin = window, plugin
         self.early = EarlyGradients(parallel.module, window.zeroed)
         self.pipeline = parallel.pipeline
-        hooks = Hooks(
+        hooks = StepCallbacks(
             begin=self._begin,
             reduce=self.data.reduce,
-            locate=self._locate,
+            grad_holder=self._grad_holder,
             peers=() if parallel.tensor is None else (parallel.tensor.mesh.get_group(),),
             evaluating=self._evaluating,
             context=plugin.forward_context,
@@ -102,7 +102,7 @@ class PipelineRunner:
         self.data.accumulate_only(True)
         self.data.gather()
 
-    def _locate(self, name: str) -> Tensor:
+    def _grad_holder(self, name: str) -> Tensor:
         located = self.data.grad_holder(name)
         return located if located is not None else self.parallel.module.get_parameter(name)
 

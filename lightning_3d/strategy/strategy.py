@@ -10,9 +10,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.activations.fit_budget import BudgetFit
-from lightning_3d.activations.recompute_choice import Recompute, RecomputeMode
+from lightning_3d.activations.recompute_choice import Recompute, RecomputeArgument
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
@@ -20,46 +21,56 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
-from lightning_3d.layout import Layout, Offload, Schedule, ZeroStage
+from lightning_3d.layout import Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.metrics import gather_over
-from lightning_3d.module.state_dict import full_optimizer_state, swap_parameters
+from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.offload.offload_choice import Offload, OffloadArgument
 from lightning_3d.optim.grad_norm import clip_like_one_device
 from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
-from lightning_3d.parallelize import UserChoices
-from lightning_3d.pipeline.limits import check_automatic, check_supported
+from lightning_3d.optim.step_from_disk import offload_states
+from lightning_3d.parallel import parallel_plan
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.parallel.parallel_plan import UserChoices
+from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.loss_scope import LossScope
+from lightning_3d.pipeline.unsupported import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.strategy.checks import (
     check_callbacks,
+    check_compiled,
     check_hooks,
     check_module,
+    check_reports,
     check_same_module,
     evaluate_with_no_grad,
     finetune_by_identity,
 )
-from lightning_3d.strategy.dividing import Dividing
 from lightning_3d.strategy.in_shards import (
     Teardown,
     check_teardown,
+    check_whole,
+    first_shard,
     shards_of,
 )
+from lightning_3d.strategy.placing import Placing
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES
 from lightning_3d.strategy.resume import Resume
 from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.window import Window
+from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
 
 
-class Strategy3D(Dividing):
+class Strategy3D(Placing):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -83,7 +94,11 @@ class Strategy3D(Dividing):
         grad_sync: how gradients are averaged: "ring" is ours, "native" the backend's, "hierarchical" a ring inside each
             node and then between nodes; "auto" is the ring on gloo and the backend's own on NCCL.
         grad_compression: send gradients as "bf16", "fp16", "int8" or "powersgd", with error feedback.
-        offload: "all" keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        offload: what is outside of the device while nothing uses it: {"optimizer": ..., "parameters": ...,
+            "activations": ...}, each "cpu" for host memory; the first two also "nvme:/folder" for a local disk. "all"
+            keeps parameters, gradients and optimizer states of a sharded stage in host memory.
+        offload_budget: memory of a rank for what is on its way from or to a disk: "0.5GB", or a number of bytes;
+            "1GB" if not given.
         recompute: activations that backward computes again, block by block. "full" keeps only what enters a block;
             "selective" also results of products, attention and collectives; "auto" is full for as few blocks as
             `recompute_budget` allows.
@@ -97,7 +112,7 @@ class Strategy3D(Dividing):
         teardown: "whole" makes the module whole on every rank at the end of a run. "sharded" leaves each rank its
             shards, with which the next run of the same settings goes on. "auto" is "whole" while weights and optimizer
             states of all ranks of a host, whole, fit in half of its memory, and those of a rank in half of its GPU's.
-        quiet: print no overview of ranks, blocks and memory at the start of `fit`.
+        quiet: print no overview at the start of `fit` and no line about speed at its end, and add no monitor.
         verify: "first_step" also computes the first gradients with the unsplit module, which takes its memory, and
             compares them; "replicas" compares copies of parameters every 25 batches. Both raise a DivergenceError.
         dry_run: a cluster ("128x8xh100", "8xcpu", or a number of ranks). `fit` then trains nothing. It reports, from
@@ -129,8 +144,9 @@ class Strategy3D(Dividing):
         tensor_plan: dict[str, str] | None = None,
         grad_sync: GradSync | Literal["auto"] = "auto",
         grad_compression: GradCompression | None = None,
-        offload: Offload = "none",
-        recompute: RecomputeMode | None = None,
+        offload: OffloadArgument = "none",
+        offload_budget: str | float | None = None,
+        recompute: RecomputeArgument | None = None,
         recompute_budget: str | float | None = None,
         checkpoint_format: CheckpointFormat = "auto",
         async_checkpoint: bool = False,
@@ -138,7 +154,7 @@ class Strategy3D(Dividing):
         teardown: Teardown = "auto",
         quiet: bool = False,
         verify: Verify | None = None,
-        dry_run: str | None = None,
+        dry_run: str | int | None = None,
         timeout: timedelta | float = 1800.0,
         start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
@@ -154,6 +170,7 @@ class Strategy3D(Dividing):
             parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )  # fmt: skip
+        self._offload = Offload.of(offload, offload_budget)
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
@@ -163,13 +180,14 @@ class Strategy3D(Dividing):
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
             sequence_parallel=sequence_parallel,
-            offload=offload,
+            offload="none" if self._offload.parameters is None else "all",
         )
         self._choices = UserChoices(
             pipeline_split=pipeline_split,
             loss_scope=loss_scope,
             tensor_plan=tensor_plan,
             recompute=Recompute.of(recompute, recompute_budget),
+            offload=self._offload,
         )
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
@@ -186,7 +204,7 @@ class Strategy3D(Dividing):
         self._quiet = quiet
         check_teardown(teardown)
         self._teardown: Teardown = teardown
-        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(dry_run))
+        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(str(dry_run)))
 
     def _configure_launcher(self) -> None:
         world = current_world() or self._dry_world
@@ -204,46 +222,69 @@ class Strategy3D(Dividing):
         elif self._data_parallel_size == "auto":
             layout = layout.fit(self.world_size)
         layout.check_world(self.world_size)
+        self._offload.check(layout)
         return replace(layout, zero_shard_size=self._zero_shard_size)
 
     def _comm_config(self) -> CommConfig:
         auto: GradSync = "native" if self._streams else "ring"
+        if self._streams and self._grad_sync in ("ring", "hierarchical"):
+            rank_zero_warn(
+                f'grad_sync="{self._grad_sync}" sends hop by hop on a GPU, and each hop is a launch that the next one'
+                ' waits for. It is made for CPUs. grad_sync="auto" uses the collectives of NCCL, which overlap.'
+            )
         return CommConfig(
             grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
             grad_compression=self._grad_compression,
-            ranks_per_node=self.num_processes // (self.layout.tensor_parallel_size) or 1,
+            ranks_per_node=self.ranks_per_node // (self.layout.tensor_parallel_size) or 1,
         )
 
     # ---- describe -> place -> apply ------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Check and describe the module, place it, apply the parallelisms, prepare the steps."""
+        """Check the module, place it, plan and apply the parallelisms, prepare the steps."""
         assert self.accelerator is not None
         flight.at("placing the module")
         self.accelerator.setup(trainer)
-        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
-        self._begin_run(trainer)
-        check_same_module(module)
-        check_module(module, fitting)
+        module, plugin, fitting = self._module, self.precision_plugin, trainer.state.fn == TrainerFn.FITTING
+        self._watch_run(trainer)
+        self._check_module(fitting)
         self._choose_layout(trainer)
-        if fitting:
-            self._check_user_code(trainer)
+        self._check_user_code(trainer, fitting)
         self._adapt_user_code(trainer, fitting)
-        self._stays = self._will_stay(trainer)
+        self._stays_in_shards = self._keeps_shards(trainer)
         first = None
         if self._in_shards is None:
-            first = self._divide(trainer, fitting)
+            parallel = ParallelModule(module)
+            self._undo.callback(self._leave_module, parallel)
+            self._place_unsplit(parallel, fitting)
+            first = FirstStep(module, plugin.forward_context) if self._verifies_first(fitting) else None
+            self._plan = plan = parallel_plan.make_plan(
+                trainer, module, self.layout, self._choices, self._to_device, plugin
+            )
+            self._announce(plan, fitting)
+            self._parallel, keeps = parallel, fitting or self._stays_in_shards  # a later run may train with shards
+            parallelize(
+                parallel, plan, self.layout, self.mesh, self.data_axis, plugin, self.root_device, training=keeps
+            )
+            self._save_full_tensors(trainer, parallel)
         else:
-            self._go_on(self._in_shards, fitting)
+            self._reuse_shards(self._in_shards)
+            self._announce(self._plan, fitting)
         if fitting:
+            self._add_monitor(trainer)
             self._load_callbacks()
             self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if fitting:
             self._undo.callback(clip_like_one_device(module, self._norm_of))
-            move_states(self.optimizers, self.root_device)
+            move_states(self.optimizers, self.root_device, self._offload.optimizer is not None)
+        self.setup_precision_plugin()
         self._prepare_steps(trainer, first)
         return_freed_memory()
+
+    def _check_module(self, fitting: bool) -> None:
+        check_same_module(self._module)
+        check_module(self._module, fitting)
+        if self._in_shards is None:
+            check_whole(self._module)
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None and self._in_shards is None:
@@ -251,13 +292,18 @@ class Strategy3D(Dividing):
                 self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
 
-    def _check_user_code(self, trainer: Trainer) -> None:
+    def _check_user_code(self, trainer: Trainer, fitting: bool) -> None:
+        """Refuse what cannot work in this layout."""
+        check_compiled(self._module, self.layout)
+        if not fitting:
+            return
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         if self._in_shards is None:  # else our own hooks are there too
             check_hooks(self._module, self.layout)
         if self.layout.pipeline_parallel_size > 1:
             check_automatic(self._module)  # first: later checks assume automatic optimization
         check_callbacks(callbacks, self._module, self.layout)
+        check_reports(callbacks, self._keeper.asynchronous)
 
     def _adapt_user_code(self, trainer: Trainer, fitting: bool) -> None:
         """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
@@ -267,6 +313,14 @@ class Strategy3D(Dividing):
         wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data, self._undo)
         evaluate_with_no_grad(trainer, self._undo)
         self._undo.callback(gather_over(self.data_group, self.layout))
+
+    def _save_full_tensors(self, trainer: Trainer, parallel: ParallelModule) -> None:
+        """Let the module's state dict, and averages of weights in callbacks, give full tensors when saved."""
+        full_module_state(
+            self._module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
+        )
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        shard_averages(callbacks, parallel, self._as_saved)
 
     def _prepare_steps(self, trainer: Trainer, first: FirstStep | None) -> None:
         parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
@@ -286,7 +340,7 @@ class Strategy3D(Dividing):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        parallel = self._applied
+        parallel, place = self._applied, self._offload.optimizer
         parallel.fitted.close()
         if parallel.stages is not None:
             check_supported(self._module, self.optimizers)
@@ -297,9 +351,11 @@ class Strategy3D(Dividing):
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, parallel.gather_full, parallel.take_shard, self.reduce, pipelined=parallel.stages is not None
-            )
+                optimizer, parallel.gather_full, parallel.take_shard, self.reduce,
+                pipelined=parallel.stages is not None, host=place is not None,
+            )  # fmt: skip
             self._undo.callback(stepping)
+            offload_states(optimizer, place, parallel.disk, parallel.shard_on_disk, self._undo)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
             full_optimizer_state(
                 optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.fitted
@@ -316,11 +372,11 @@ class Strategy3D(Dividing):
         if not self._failed and self._steps is not None:
             self._end_of_run()
         self._undo.close()
-        self._steps = None
+        self._steps = self._plan = None
         with UndoStack() as undo:
             shards = shards_of(self._module)
             self._parallel = None if shards is None else shards.parallel
-            if shards is not None:
+            if shards is not None or first_shard(self._module) is not None:
                 undo.set(self._module, "cpu", lambda: self._module)  # shards stay where the next run uses them
             super().teardown()
 

@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -12,15 +13,19 @@ from torch.optim import Optimizer
 from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
+from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.grad_norm import counted_here, grad_norm
-from lightning_3d.optim.moments import moments
-from lightning_3d.parallelize import ParallelModule, ParallelPlan
+from lightning_3d.optim.state_bytes import states_per_parameter_byte
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.parallel.parallel_plan import ParallelPlan
+from lightning_3d.parallel.state_counts import expected_states, with_states
+from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.sandbox.first_batch import loader_batch_size
-from lightning_3d.strategy.banner import expected_states, memory_line, opening, step_line, with_states
+from lightning_3d.strategy.banner import memory_line, opening, step_line
 from lightning_3d.strategy.memory_report import MemoryReport, gradient_bytes, rank_memory
 from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
 from lightning_3d.strategy.resume import Resuming
@@ -57,6 +62,11 @@ class Training(Resuming):
     def _applied(self) -> ParallelModule:
         assert self._parallel is not None, "the module is placed from setup on"
         return self._parallel
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of this rank, None without a pipeline."""
+        return self._applied.pipeline
 
     @property
     def _placed_steps(self) -> CheckedSteps:
@@ -135,10 +145,28 @@ class Training(Resuming):
         with self._placed_steps.window.accumulating():
             yield
 
-    def _announce(self, plan: ParallelPlan) -> None:
+    def _announce(self, plan: ParallelPlan | None, fitting: bool) -> None:
+        if not fitting or plan is None:
+            return
         self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)
         if not self._quiet:
             rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor, plan.scope.line))
+
+    @property
+    def recomputes(self) -> bool:
+        """True where backward computes activations of blocks again."""
+        recomputed = self._applied.recomputed
+        return recomputed is not None and recomputed.choice.mode is not None
+
+    def _add_monitor(self, trainer: Any) -> None:
+        """Watch the training, unless the user's own monitor does or the run is to be quiet."""
+        callbacks: list[Any] = trainer.callbacks
+        if self._quiet or not has_peers() or any(isinstance(callback, Monitor3D) for callback in callbacks):
+            return
+        monitor = QuietMonitor()
+        checkpoints = [at for at, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
+        callbacks.insert(min(checkpoints, default=len(callbacks)), monitor)  # the user's places stay
+        self._undo.callback(callbacks.remove, monitor)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -160,9 +188,11 @@ class Training(Resuming):
                 " hook or a callback, for example in on_train_epoch_end."
             )
         self._data.reshard()
-        kept = moments(self.optimizers) or 0.0
+        kept = states_per_parameter_byte(self.optimizers) or 0.0
         planned = with_states(self._expected, kept)[self.coordinate.pipeline]
-        mine = rank_memory(self._module, self.optimizers, self._gradients, planned, self.root_device)
+        disk = self._applied.disk
+        on_disk = disk.has if disk is not None else lambda tensor: False
+        mine = rank_memory(self._module, self.optimizers, self._gradients, planned, self.root_device, on_disk)
         return MemoryReport(tuple(talk.gather(mine)))
 
     def _after_first_epoch(self) -> None:

@@ -42,6 +42,11 @@ class AppliedTensor:
         """Every split parameter, by name."""
         return self.plan.splits
 
+    def by_parameter(self) -> dict[nn.Parameter, TensorSplit]:
+        """The splits of the parameters that this rank has, as they are registered now."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        return {named[name]: split for name, split in self.splits.items() if not named[name].is_meta}
+
     @torch.no_grad()
     def unshard(self) -> None:
         """Gather the shards into the original parameter objects. Collective."""
@@ -160,7 +165,8 @@ def _shard(full: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Param
         shape[split.dim] = split.local_size(rank)
         memory = torch.empty(shape, dtype=full.dtype, device=full.device)
         shard = nn.Parameter(_on_mesh(memory, full, split, mesh), requires_grad=trained)
-        cut_later(full, lambda value: local_part(value, split, rank), shard)
+        rows = None if split.dim else split.pieces[rank]
+        cut_later(full, lambda value: local_part(value, split, rank), shard, rows)
     else:
         shard = nn.Parameter(shard_of(full.detach(), split, mesh), requires_grad=trained)
         empty(full)  # at once: full weights and shards together would be the peak of set-up

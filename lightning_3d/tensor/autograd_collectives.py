@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.ranks.dtensor_private import from_spec, spec_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
 from lightning_3d.tensor.overlap import EarlySum
@@ -101,17 +102,13 @@ class _Gather(torch.autograd.Function):
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements, ctx.shape, ctx.stride = (
-            tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        )  # fmt: skip
+        ctx.spec = spec_of(tensor)
         local = tensor.to_local()
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return DTensor.from_local(
-            grad.contiguous(), ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
+        return from_spec(ctx.spec, grad.contiguous())
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -5,20 +5,35 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_3d.activations.kept_results import kept_once
 from lightning_3d.layout import TENSOR_AXIS
+from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.tensor import graph_nodes_private as graph_nodes
+from lightning_3d.tensor.graph_nodes_private import graph_node, number_of
+
+ALL_REDUCE = f"all_reduce on {TENSOR_AXIS}"
+ALL_GATHER = f"all_gather on {TENSOR_AXIS}"
+REDUCE_SCATTER = f"reduce_scatter on {TENSOR_AXIS}"
+"""Names of ranges in a trace."""
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Of one buffer: NCCL copies lists of tensors to one and back. Both were renamed in torch 2.13."""
 
 
 class ByteCounter(Protocol):
-    """Counts bytes on the wire."""
+    """Counts bytes on the wire, and seconds of waits for them."""
 
     def add(self, axis: str, op: str, nbytes: int) -> None: ...
+
+    def waiting(self, reason: str) -> AbstractContextManager[None]: ...
 
 
 class Axis(Protocol):
@@ -62,56 +77,76 @@ class GroupAxis:
     def __init__(self, group: dist.ProcessGroup, ledger: ByteCounter | None = None) -> None:
         self.group, self.ledger = group, ledger
         self.rank, self.size = group.rank(), group.size()
+        self.number = number_of(self)
 
     def __deepcopy__(self, memo: Any) -> "GroupAxis":
         return self  # a copied module has the same peers
 
+    @graph_node(graph_nodes.all_reduce)
     @kept_once
     def all_reduce(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
-        dist.all_reduce(result, group=self.group)
+        with named_range(ALL_REDUCE), self._waiting():
+            dist.all_reduce(result, group=self.group)
         return result
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
-        return _ending(dist.all_reduce(result, group=self.group, async_op=True), result)
+        with named_range(ALL_REDUCE):
+            work = dist.all_reduce(result, group=self.group, async_op=True)
+        return self._ending(work, result, ALL_REDUCE)
 
+    @graph_node(graph_nodes.all_max)
     @kept_once
     def all_max(self, tensor: Tensor) -> Tensor:
         result = tensor.clone(memory_format=torch.contiguous_format)
         self._count("all_reduce", result, 2 / self.size)
-        dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
+        with named_range(ALL_REDUCE), self._waiting():
+            dist.all_reduce(result, dist.ReduceOp.MAX, group=self.group)
         return result
 
-    @kept_once
     def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         sizes = [math.prod(shape) for shape in shapes]
-        padded = tensor.new_zeros(max(sizes))
-        padded[: tensor.numel()] = tensor.reshape(-1)
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        self._count("all_gather", padded)
-        dist.all_gather(received, padded, group=self.group)
-        return [flat[:size].view(shape) for flat, size, shape in zip(received, sizes, shapes, strict=True)]
+        rows = self.all_rows(tensor, max(sizes)).view(self.size, -1)
+        return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
+    @graph_node(graph_nodes.all_rows)
+    @kept_once
+    def all_rows(self, tensor: Tensor, most: int) -> Tensor:
+        """The elements of the tensors of all ranks in one buffer, with room for `most` of each."""
+        own = tensor.reshape(-1)
+        if own.numel() < most:
+            own = F.pad(own, (0, most - own.numel()))
+        rows = own.new_empty(self.size * most)
+        self._count("all_gather", own)
+        with named_range(ALL_GATHER), self._waiting():
+            _all_gather(rows, own, group=self.group)
+        return rows
+
+    @graph_node(graph_nodes.reduce_scatter)
     @kept_once
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
         if _uneven(tensors):
             return self._own(self.all_reduce(_flat(tensors)), tensors)
-        result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
+        shards = torch.cat(tensors)
+        result = shards.new_empty(tensors[self.rank].shape)
         self._count("reduce_scatter", result)
-        dist.reduce_scatter(result, [tensor.contiguous() for tensor in tensors], group=self.group)
+        with named_range(REDUCE_SCATTER), self._waiting():
+            _reduce_scatter(result, shards, group=self.group)
         return result
 
     def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
         if _uneven(tensors):
             finish = self.begin_all_reduce(_flat(tensors))
             return lambda: self._own(finish(), tensors)
-        result = torch.empty_like(tensors[self.rank], memory_format=torch.contiguous_format)
+        shards = torch.cat(tensors)
+        result = shards.new_empty(tensors[self.rank].shape)
         self._count("reduce_scatter", result)
-        shards = [tensor.contiguous() for tensor in tensors]
-        return _ending(dist.reduce_scatter(result, shards, group=self.group, async_op=True), result)
+        with named_range(REDUCE_SCATTER):
+            work = _reduce_scatter(result, shards, group=self.group, async_op=True)
+        return self._ending(work, result, REDUCE_SCATTER)
 
     def _own(self, flat: Tensor, tensors: list[Tensor]) -> Tensor:
         return flat.split([tensor.numel() for tensor in tensors])[self.rank].view(tensors[self.rank].shape)
@@ -122,6 +157,17 @@ class GroupAxis:
             sent = (self.size - 1) * tensor.numel() * tensor.element_size() * share
             self.ledger.add(TENSOR_AXIS, op, round(sent))
 
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.ledger is None else self.ledger.waiting(TENSOR_AXIS)
+
+    def _ending(self, work: dist.Work, result: Tensor, name: str) -> Callable[[], Tensor]:
+        def finish() -> Tensor:
+            with named_range(name), self._waiting():
+                work.wait()
+            return result
+
+        return finish
+
 
 def _uneven(tensors: list[Tensor]) -> bool:
     """Return True if shards are uneven, which no reduce-scatter (Gloo, NCCL) takes."""
@@ -130,11 +176,3 @@ def _uneven(tensors: list[Tensor]) -> bool:
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _ending(work: dist.Work, result: Tensor) -> Callable[[], Tensor]:
-    def finish() -> Tensor:
-        work.wait()
-        return result
-
-    return finish

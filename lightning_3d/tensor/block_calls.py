@@ -1,8 +1,8 @@
 """Recording of one batch: the arguments of each block's calls, on which a plan is proven."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_3d.errors import WritesError
+from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseDataAssignment
-from lightning_3d.tensor.blocks import find_units
+from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.heads import NoteHeads
 from lightning_3d.tensor.sample import Sample, form_of, recorded
 
@@ -41,39 +42,81 @@ class Recording:
     """Linears as wide as an embedding has rows, whose results no other product took."""
 
 
-def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
+class CallRecorder:
+    """Records the calls of `module`'s blocks. One recorder may record several runs.
+
+    Example:
+        >>> with recorder.recording():
+        ...     module.training_step(batch, 0)
+        >>> recorder.result().samples["blocks.0"]
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.complete = False
+        """True once a run was recorded to its end."""
+        self._calls: dict[str, dict[Any, Sample]] = {}
+        self._elsewhere: dict[str, None] = {}
+        self._opened: set[str] = set()
+        self._heads: set[str] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        module, units = self.module, find_blocks(self.module)
+        users, opened, heads = _Users(module), _OpenedBlocks(module, units), NoteHeads(module)
+        reads = NoteReads(users.names, users.elsewhere)
+        notes = [
+            module.get_submodule(name).register_forward_pre_hook(_recorder(self._calls, name), with_kwargs=True)
+            for name in units
+        ]
+        try:
+            with (
+                uncompiled(module),
+                Interceptor(RefuseDataAssignment(module.named_parameters, _IN_SHARDS), reads, heads),
+            ):
+                yield
+            self.complete = True
+        finally:
+            for handle in (*users.handles, *opened.handles, *heads.handles, *notes):
+                handle.remove()
+            self._elsewhere |= reads.found
+            self._opened |= opened.found
+            self._heads |= heads.found
+
+    def result(self) -> Recording:
+        """The record of the runs up to now."""
+        samples = {name: tuple(forms.values()) for name, forms in self._calls.items()}
+        return Recording(samples, frozenset(self._elsewhere), frozenset(self._opened), frozenset(self._heads))
+
+
+def record_calls(
+    module: nn.Module, run: Callable[[], Any], recorder: CallRecorder | None = None, *, evaluates: bool = True
+) -> Recording:
     """Record the calls of `module`'s blocks during `run()`, which passes one batch through it.
 
     It runs in the current mode and in eval mode, without gradients. Random state and buffers are restored.
+
+    Args:
+        module: holds the blocks.
+        run: passes one batch through the module.
+        recorder: one that may have recorded a run in the current mode already.
+        evaluates: run in eval mode too.
     """
-    calls: dict[str, dict[Any, Sample]] = {}
+    recorder = recorder or CallRecorder(module)
     modes = [(child, child.training) for child in module.modules()]
     saved = [(child, dict(child._buffers)) for child in module.modules()]
     values = {id(buffer): buffer.detach().clone() for buffer in module.buffers() if not buffer.is_meta}
-    units = find_units(module)
-    users, opened, heads = _Users(module), _OpenedBlocks(module, units), NoteHeads(module)
-    reads = NoteReads(users.names, users.elsewhere)
-    interceptor = Interceptor(RefuseDataAssignment(module.named_parameters, _IN_SHARDS), reads, heads)
-    handles = [
-        *users.handles,
-        *opened.handles,
-        *heads.handles,
-        *(
-            module.get_submodule(name).register_forward_pre_hook(_recorder(calls, name), with_kwargs=True)
-            for name in units
-        ),
-    ]
     try:
         with torch.no_grad(), restored_streams():
-            with interceptor:
-                run()
-            with suppress(Exception), interceptor:  # only for more forms of calls: others compute unsplit
-                if module.training:
-                    module.eval()
+            if not recorder.complete:
+                with recorder.recording():
+                    run()
+            if module.training and evaluates:
+                module.eval()
+                with suppress(Exception), recorder.recording():  # only for more forms: other calls compute unsplit
                     run()
     finally:
-        for handle in handles:
-            handle.remove()
         for child, training in modes:
             child.training = training
         for child, buffers in saved:  # a buffer that is filled on first use may have another shape by now
@@ -82,8 +125,7 @@ def record_calls(module: nn.Module, run: Callable[[], Any]) -> Recording:
         for buffer in module.buffers():
             if id(buffer) in values:
                 buffer.copy_(values[id(buffer)])
-    samples = {name: tuple(forms.values()) for name, forms in calls.items()}
-    return Recording(samples, frozenset(reads.found), frozenset(opened.found), heads.found)
+    return recorder.result()
 
 
 class _OpenedBlocks:
@@ -153,13 +195,24 @@ def _recorder(calls: dict[str, dict[Any, Sample]], name: str) -> Callable[..., N
 
 def records(module: LightningModule) -> bool:
     """Return True where `record_one_batch` runs a step."""
-    return module.automatic_optimization and bool(find_units(module))
+    return module.automatic_optimization and bool(find_blocks(module))
 
 
-def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Callable[[Any], Any]) -> Recording | None:
+def record_one_batch(
+    trainer: Trainer,
+    module: LightningModule,
+    to_device: Callable[[Any], Any],
+    recorder: CallRecorder | None = None,
+) -> Recording | None:
     """Run the coming step on its first batch, without gradients, and record the calls of the blocks.
 
     Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
+
+    Args:
+        trainer: has the batch.
+        module: has the step.
+        to_device: moves a batch.
+        recorder: one that may have recorded the step already.
 
     Returns:
         None where there is no block to split, or the step cannot run before training. Then inputs are made up.
@@ -171,7 +224,8 @@ def record_one_batch(trainer: Trainer, module: LightningModule, to_device: Calla
     try:
         with trial(module, gradients=False):
             batch = to_device(first_batch(loaders_of(trainer)))
-            return record_calls(module, lambda: step(*step_arguments(step, batch)))
+            run = lambda: step(*step_arguments(step, batch))  # noqa: E731
+            return record_calls(module, run, recorder, evaluates=trainer.enable_validation)
     except WritesError:
         raise
     except Exception as error:

@@ -9,17 +9,20 @@ import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
+from lightning_3d.module.autograd_private import in_wrapper
 from lightning_3d.module.undo import Change
+from lightning_3d.sandbox.silence import DROPOUT_MODULES
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_gather import LateGather, gather_late
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.module_forward import BlockState
 from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
@@ -40,7 +43,11 @@ class BlockForward:
     def __init__(self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change]) -> None:
         self.module, self.plan, self.axis, self.state, self.changes = module, plan, state.axis, state, changes
         self.forms = frozenset(plan.forms)
-        self.original = module.__dict__.get("forward")
+        self.dropouts = [inner for inner in module.modules() if isinstance(inner, DROPOUT_MODULES)]
+        self.forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
+        inside = in_wrapper(module)
+        # Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
+        self.drawing = self.forward if inside is None else inside
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,16 +55,16 @@ class BlockForward:
             self._warn_unsplit()
             self.state.repeatable = False
             with self._unsplit():
-                return self.module.forward(*gather_late(args), **gather_late(kwargs))
+                return self.module.forward(*compute_late(args), **compute_late(kwargs))
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
         if self.plan.inputs:
             args, kwargs = each_numbered(self._enter, (args, kwargs))
-        sequence = self.state.sequence
-        if sequence is not None or (self.module.training and any(self.plan.dropouts)):
+        sequence, dropouts = self.state.sequence, self.plan.dropouts if self._draws else ()
+        if sequence is not None or dropouts:
             self.state.repeatable = False
-        with self._in_shards(sequence, self.state.dims, self.state.others, self.plan.dropouts):
-            result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        with self._in_shards(sequence, self.state.dims, self.state.others, dropouts):
+            result = (self.drawing if any(dropouts) else self.forward)(*args, **kwargs)
         if sequence is not None:
             result = each_numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
         if not self.plan.outputs:
@@ -70,6 +77,13 @@ class BlockForward:
                 " batch like those of training."
             )
         return each_numbered(self._leave, result)
+
+    @property
+    def _draws(self) -> bool:
+        """True where a random call acts on a shard now. Rates may change between calls."""
+        if not (self.module.training and any(self.plan.dropouts)):
+            return False
+        return not self.plan.dropout_modules or any(dropout.p for dropout in self.dropouts)
 
     def _warn_unsplit(self) -> None:
         """Warn once for each kind of block."""
@@ -126,7 +140,7 @@ class BlockForward:
         try:
             with self._running():
                 shadows = self._shadow_outer()
-                with dropout if self.module.training and any(dropouts) else nullcontext(), noted(note):
+                with dropout if any(dropouts) else nullcontext(), noted(note):
                     yield
         finally:
             state.clear()
@@ -155,7 +169,7 @@ class BlockForward:
 
     def _divide_stream(self, plan: SequencePlan, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Later code finds the stream among the arguments by identity, which a gathering on use would break.
-        args, kwargs = each_numbered(lambda index, t: t if index == plan.stream else gather_late(t), (args, kwargs))
+        args, kwargs = each_numbered(lambda index, t: t if index == plan.stream else compute_late(t), (args, kwargs))
         tensors = tensors_in((args, kwargs))
         stream, others = tensors[plan.stream], [t for i, t in enumerate(tensors) if i != plan.stream]
         if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
@@ -168,14 +182,14 @@ class BlockForward:
         return each_numbered(lambda index, t: self._shard(t, split) if index == plan.stream else t, (args, kwargs))
 
     def _shard(self, tensor: Tensor, split: TensorSplit) -> Tensor:
-        if isinstance(tensor, LateGather) and tensor.division == split and tensor.full is None:
+        if isinstance(tensor, LateTensor) and tensor.division == split and tensor.full is None:
             return tensor.local  # as another block left it
-        return take(gather_late(tensor), self.axis, split)
+        return take(compute_late(tensor), self.axis, split)
 
     def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         if self.plan.sequence is None or index not in self.plan.sequence.results:
             return tensor
-        return LateGather.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
+        return LateTensor.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
         if index not in self.plan.inputs:
@@ -184,7 +198,7 @@ class BlockForward:
         if split is None or tensor.shape[split.dim] == 1:
             return self.state.enter(tensor)
         if index in self.plan.folded and tensor.shape[split.dim] % split.size == 0:
-            rows = gather_late(tensor).unflatten(split.dim, (-1, split.size))
+            rows = compute_late(tensor).unflatten(split.dim, (-1, split.size))
             return take(rows, self.axis, TensorSplit(split.dim + 1, split.pieces)).flatten(split.dim, split.dim + 1)
         if tensor.shape[split.dim] != split.size:
             raise TensorPlanError(
@@ -200,5 +214,5 @@ class BlockForward:
             return tensor
         if self.axis.lazy and self.module.training and torch.is_grad_enabled():
             # Attention weights, for example, which the caller may never read.
-            return LateGather.of(tensor, split, self.axis, passive=True)
+            return LateTensor.of(tensor, split, self.axis)
         return gather(tensor, self.axis, split)

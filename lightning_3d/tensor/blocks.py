@@ -9,7 +9,7 @@ from lightning_3d.tensor.tensor_plan import UnitPlan
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_units(module: nn.Module) -> list[str]:
+def find_blocks(module: nn.Module) -> list[str]:
     """Names of the blocks, or of the smallest modules with two matrix products, in order.
 
     A module inside a block is not listed again, and a block with two names is listed under the first.

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
-from lightning_3d.tensor.late_gather import gather_late
-from lightning_3d.tensor.overlap import Deferral, EarlySum, defer
+from lightning_3d.tensor.late_tensor import compute_late
+from lightning_3d.tensor.overlap import Deferral, EarlySum, defer, early_sum
 from lightning_3d.tensor.sample import tensors_in
 from lightning_3d.tensor.sequence import enter, leave, shards_of
 
@@ -72,12 +73,12 @@ class BlockState:
         for decoy, real in self.decoys:
             if decoy is tensor:
                 tensor = real
-        tensor = gather_late(tensor)  # autograd functions do not see through a `LateGather`
+        tensor = compute_late(tensor)  # autograd functions do not see through a `LateTensor`
         if not tensor.requires_grad:
             return tensor
         if self.sequence is not None and not any(tensor is other for other in self.others):
             return tensor  # the gathering at the start of the region sums the gradient
-        early = EarlySum(self.axis.begin_all_reduce)
+        early = early_sum(self.axis.begin_all_reduce)
         return self._once(tensor, early, lambda: copy(tensor, self.axis, early))
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class BlockState:
             return tensor
         if tensor.dim() != self.dims or tensor.shape[split.dim] != split.local_size(self.axis.rank):
             return tensor
-        early = EarlySum(lambda grad: self.axis.begin_reduce_scatter(shards_of(grad, self.axis, split)))
+        early = early_sum(lambda grad: self.axis.begin_reduce_scatter(shards_of(grad, self.axis, split)))
         return self._once(tensor, early, lambda: enter(tensor, self.axis, split, early))
 
     def taken(self, tensor: Tensor, deferral: Deferral | None) -> Tensor:
@@ -100,7 +101,7 @@ class BlockState:
         entered.early = None
         return entered.taken
 
-    def _once(self, tensor: Tensor, early: EarlySum, make: Callable[[], Tensor]) -> Tensor:
+    def _once(self, tensor: Tensor, early: EarlySum | None, make: Callable[[], Tensor]) -> Tensor:
         found = self._find(lambda entered: entered.source is tensor)
         if found is None:
             inside = make()
@@ -119,8 +120,8 @@ class BlockState:
 class ModuleForward:
     """The forward of one module at the edge of, or inside, a split region.
 
-    It raises where the module is called outside of its block: a plan is proven for the block, not for its modules, and
-    the module would compute with shards alone. Layers of an `nn.Sequential` that are called one by one are an example.
+    It raises where the module is called outside of its block, for example a layer of an `nn.Sequential`. A plan is
+    proven for the block, not for its modules. Such a module would compute with shards alone.
 
     Args:
         module: the module.
@@ -132,6 +133,8 @@ class ModuleForward:
     def __init__(self, module: nn.Module, state: BlockState, name: str = "", block: str = "") -> None:
         self.module, self.axis, self.state, self.name, self.block = module, state.axis, state, name, block
         self.original = module.__dict__.get("forward")
+        # bound here: dynamo (torch 2.13) takes `type(module).forward.__get__(module)` for this very object
+        self.forward = self.original or MethodType(type(module).forward, module)
         self.enters = self.emits = self.reduces = self.gathers = False
         self.mixes: TensorSplit | None = None
         self.width: int | None = None
@@ -196,7 +199,7 @@ class ModuleForward:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.mixes is not None:
             args, kwargs = each_floating(self._all_channels, (args, kwargs))
-        result = (self.original or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        result = self.forward(*args, **kwargs)
         return result if self.mixes is None else each_floating(self._own_channels, result)
 
     def _reduce(self, tensor: Tensor) -> Tensor:

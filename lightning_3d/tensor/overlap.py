@@ -12,8 +12,8 @@ would be the same, and nothing would overlap.
 Only the first product of each region does this (a fused one, queries, a gate). The others were created after the
 launch, so their gradients are computed before it.
 
-On the CPU this is off: sums and products share the cores, so there is no gain, and the steps cost some 4% of a small
-block's time.
+On the CPU this is off. Sums and products share the cores there, so nothing is gained, and the steps cost some 4% of a
+small block's time.
 """
 
 from collections.abc import Callable
@@ -49,6 +49,11 @@ class EarlySum:
         return result if grad is begun[0] else total(grad)
 
 
+def early_sum(start: Callable[[Tensor], Callable[[], Tensor]]) -> EarlySum | None:
+    """The sum of a gradient that `start` begins. None in compiled code, whose backward is ordered by the compiler."""
+    return None if torch.compiler.is_compiling() else EarlySum(start)
+
+
 @dataclass(frozen=True)
 class ProductKind:
     """The product of a module's input with its weight."""
@@ -73,14 +78,14 @@ class Deferral:
 
     def launch(self, tensor: Tensor, early: EarlySum) -> Tensor:
         """The tensor for the region's products, from `tensor`, which entered the region."""
-        self.weight = _as_autocast_would(self.weight)
+        self.weight = as_autocast_would(self.weight)
         # The order of these two lines is that of their backwards, reversed.
         self.token = _Token.apply(self.weight, self.kind, self.kept)
         return _Launch.apply(tensor, early)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """The result of the module for a launched `input`."""
-        return _Product.apply(_as_autocast_would(input), self.weight, bias, self.token, self.kind, self.kept)
+        return _Product.apply(as_autocast_would(input), self.weight, bias, self.token, self.kind, self.kept)
 
 
 def defer(module: nn.Module, weight: Tensor) -> Deferral | None:
@@ -153,7 +158,7 @@ class _Product(torch.autograd.Function):
         return of_input, of_weight, of_bias, grad.new_zeros(()), None, None
 
 
-def _as_autocast_would(tensor: Tensor) -> Tensor:
+def as_autocast_would(tensor: Tensor) -> Tensor:
     """`tensor` in the precision that the product computes in, so that autograd saves one copy."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:

@@ -5,8 +5,10 @@ During a module's forward, local tensors in its `__dict__` shadow the parameters
 """
 
 import copy as copies_of
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
     state, changes = BlockState(axis), list[Change]()
 
     def put(owner: nn.Module, attribute: str, value: Any) -> None:
-        changes.append(undo.set(owner, attribute, value))
+        changes.append(undo.set(owner, attribute, _as_method(value) if attribute == "forward" else value))
 
     undo.callback(save_states())
     use_open_attention(unit, put)
@@ -59,6 +61,20 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         if isinstance(forward.module, nn.MultiheadAttention):
             put(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
     put(unit, "forward", BlockForward(unit, plan, state, changes))
+
+
+def _as_method(forward: Any) -> MethodType:
+    """`forward`, an object with `__call__`, as a method with its signature.
+
+    dynamo (torch 2.13) compares the code of a module's `forward` if that is a method. Otherwise it compares the object,
+    so that blocks of one kind would not share a graph.
+    """
+    call = type(forward).__call__
+    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = inspect.signature(forward).parameters.values()
+    function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
+    return MethodType(function, forward)
 
 
 @dataclass

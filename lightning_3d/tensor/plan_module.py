@@ -17,8 +17,9 @@ from lightning_3d.module.anatomy import tied_parameters
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
-from lightning_3d.tensor.blocks import find_units, structure
+from lightning_3d.tensor.blocks import find_blocks, structure
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.host_attention import attention_on_host
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Refused
@@ -74,10 +75,10 @@ def plan_tensor(
     written = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
     vocabulary, headed = _vocabulary(module, written, calls, size)
-    with restored_streams(), torch.compiler.set_stance("force_eager"):  # hooks must run
+    with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():  # hooks must run
         torch.manual_seed(SEED)
         studied = 0
-        for name in find_units(module):
+        for name in find_blocks(module):
             if name in headed:
                 continue
             unit = module.get_submodule(name)
@@ -112,7 +113,7 @@ def _vocabulary(
     module: nn.Module, written: Mapping[str, WrittenSplit], calls: Recording | None, size: int
 ) -> tuple[dict[str, TensorSplit], list[str]]:
     """Parameters split by vocabulary, and blocks that are a split head with the layers before it."""
-    units = find_units(module)
+    units = find_blocks(module)
     headed = [] if calls is None else holding_heads(module, units, calls.heads, size)
     elsewhere = {*(calls.elsewhere if calls else ()), *(name for name, way in written.items() if way.kind == "whole")}
     blocks = [unit for unit in units if unit not in headed]
@@ -271,7 +272,7 @@ def _with_splits(module: nn.Module, plan: TensorPlan) -> TensorPlan:
 def _sharing(module: nn.Module, plan: TensorPlan) -> set[str]:
     """Blocks with a patched module that is inside another block too, which would split or sum it again."""
     homes: dict[nn.Module, set[str]] = {}
-    for unit in find_units(module):
+    for unit in find_blocks(module):
         for inner in module.get_submodule(unit).modules():
             homes.setdefault(inner, set()).add(unit)
     return {

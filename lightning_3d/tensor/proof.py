@@ -15,7 +15,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.geometry import TensorSplit, assemble
-from lightning_3d.tensor.late_gather import gather_late
+from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation, tensors_in
 from lightning_3d.tensor.scratch import shard_copy
@@ -44,6 +44,8 @@ class Outcome:
     parameter_grads: dict[str, Tensor]
     dropped: list[tuple[int, ...]]
     """Shapes of the random calls."""
+    dropped_by_modules: bool
+    """True where modules of the block that are dropouts make all of them."""
     summed: int = 0
     """Elements that were summed over the ranks."""
 
@@ -58,7 +60,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
     inputs = call.tensors()
     silence = SilenceRandom()
     with torch.enable_grad(), Interceptor(silence):
-        results = gather_late(tensors_in(module(*call.args, **call.kwargs)))
+        results = compute_late(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of the interceptor, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
         losses = [
@@ -73,6 +75,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
         input_grads={index: tensor.grad for index, tensor in enumerate(inputs) if tensor.grad is not None},
         parameter_grads={name: p.grad for name, p in module.named_parameters() if p.grad is not None},
         dropped=silence.dropped,
+        dropped_by_modules={*silence.modules} <= {*module.modules()},
     )
 
 
@@ -81,8 +84,8 @@ class Prover:
 
     `original`, the block with its author's code and the parameters of `scratch`, computes them.
 
-    The calls of the first sample's form decide. A plan may differ in a call of another form (evaluation with a cache,
-    for example): such calls are not among its proven ones and compute unsplit.
+    The calls of the first sample's form decide. A plan may differ in a call of another form, for example evaluation
+    with a cache. Such calls are not proven and compute unsplit.
     """
 
     def __init__(self, scratch: nn.Module, original: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
@@ -175,7 +178,7 @@ def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: Unit
         plan = replace(plan, summed_per_position=shards[0].summed // positions)
     if scratch.training and unsplit.dropped:
         flags = tuple(ours != theirs for ours, theirs in zip(shards[0].dropped, unsplit.dropped, strict=True))
-        plan = replace(plan, dropouts=flags)
+        plan = replace(plan, dropouts=flags, dropout_modules=shards[0].dropped_by_modules)
     return plan
 
 

@@ -3,6 +3,8 @@
 `torch.utils.checkpoint` keeps the function to repeat, but not the state that we set around the block's forward (unsplit
 or in shards, dropout, sequence split). In backward that state is gone. We save it when a checkpoint begins and restore
 it around the recomputation. Hugging Face's `gradient_checkpointing_enable()` needs this.
+
+A reentrant checkpoint is an autograd function, so late tensors among its arguments are computed when it begins.
 """
 
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 from torch.utils import checkpoint
 
 from lightning_3d.module.undo import ABSENT
+from lightning_3d.tensor.late_tensor import compute_late
 
 Resume = Callable[[Sequence[tuple[Any, Any]]], AbstractContextManager[None]]
 """Makes the context of the recomputation, from pairs (argument in forward, argument in backward)."""
@@ -48,7 +51,7 @@ def save_states() -> Callable[[], None]:
         if not _replaced:
             for owner, name in BEGINNINGS:
                 wrapped = _noting(getattr(owner, name))
-                setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
+                setattr(owner, name, staticmethod(_computing(wrapped)) if isinstance(owner, type) else wrapped)
         _replaced.append(originals)
 
     def restore() -> None:
@@ -75,6 +78,10 @@ def noted(note: Callable[[], Resume]) -> Iterator[None]:
     finally:
         _here.calls.remove(call)
         call.over = True
+
+
+def _computing(apply: Callable[..., Any]) -> Callable[..., Any]:
+    return wraps(apply)(lambda *args: apply(*compute_late(args)))
 
 
 def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:

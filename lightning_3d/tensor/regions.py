@@ -148,8 +148,8 @@ class Region:
     """Products whose results are full and feed the region and one of its column products.
 
     Most stay unsplit: keys and values expanded from a latent, of which the heads share a part, are an example. One that
-    is a sink too is split by rows and summed within the region: the step size, B and C of a state space are computed
-    from all channels, and all channels use them.
+    is a sink too is split by rows and summed within the region. In a state space these are the step size, B and C: they
+    are computed from all channels, and all channels use them.
     """
     joined: tuple[Site, ...] = ()
     """Column products that only joints feed."""

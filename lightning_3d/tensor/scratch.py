@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
@@ -31,7 +32,7 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
         )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
-    memo |= _computed(module)
+    memo |= copies_of_computed(module)
     for child in module.modules():
         # A LightningModule references its trainer, and so everything else. The copy of a forward needs neither.
         for owner in (child.__dict__.get("_trainer"), child.__dict__.get("_fabric")):
@@ -57,15 +58,7 @@ def shard_copy(scratch: nn.Module, local: Callable[[str, Tensor], Tensor]) -> nn
         id(parameter): nn.Parameter(local(name, parameter.detach()), requires_grad=parameter.requires_grad)
         for name, parameter in scratch.named_parameters()
     }
-    return copy.deepcopy(scratch, memo | _computed(scratch))
-
-
-def _computed(module: nn.Module) -> dict[int, Any]:
-    """Results that modules keep (a state, a reparametrized weight): autograd does not allow deep copies of them."""
-    attributes = (value for child in module.modules() for value in child.__dict__.values())
-    return {
-        id(value): value.detach().clone() for value in attributes if isinstance(value, Tensor) and not value.is_leaf
-    }
+    return copy.deepcopy(scratch, memo | copies_of_computed(scratch))
 
 
 def names_of(module: nn.Module) -> Mapping[int, str]:

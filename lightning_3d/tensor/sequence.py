@@ -3,7 +3,7 @@
 The residual stream enters a block in shards and is gathered at the input of a split region. The region's output is
 summed and divided in one collective (reduce-scatter). Norms, dropout and residual sums in between run on shards. The
 gradients of parameters used there are partial, and one sum completes those of a block. Blocks pass the shards to each
-other as `LateGather` tensors, so other code between them gets the full stream.
+other as `LateTensor` tensors, so other code between them gets the full stream.
 """
 
 import itertools

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,8 +12,10 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_gather import LateGather, gather_late
-from lightning_3d.tensor.overlap import EarlySum, defer
+from lightning_3d.tensor.late_head import LateNote, expects_loss, modules_around
+from lightning_3d.tensor.late_product import Product, is_large
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
+from lightning_3d.tensor.overlap import defer, early_sum
 from lightning_3d.tensor.vocabulary_loss import on_other_rank
 
 WORTH = 0.02
@@ -92,9 +93,12 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
         owner = module.get_submodule(name)
         if not isinstance(owner, nn.Embedding | nn.Linear):
             continue  # it names another module's bias and does not use it
-        kind = ShardedEmbedding if isinstance(owner, nn.Embedding) else ShardedHead
-        if not isinstance(owner.__dict__.get("forward"), kind):
-            undo.set(owner, "forward", kind(owner, splits[f"{name}.weight" if name else "weight"], axis))
+        split = splits[f"{name}.weight" if name else "weight"]
+        if isinstance(owner.__dict__.get("forward"), ShardedEmbedding | ShardedHead):
+            continue
+        embeds = isinstance(owner, nn.Embedding)
+        forward = ShardedEmbedding(owner, split, axis) if embeds else ShardedHead(module, split, axis, name)
+        undo.set(owner, "forward", forward)
 
 
 class ShardedEmbedding:
@@ -138,26 +142,32 @@ class _LookUp(Rule):
 
 
 class ShardedHead:
-    """The forward of an `nn.Linear` with sharded outputs."""
+    """The forward of the `nn.Linear` called `name` in `root`, with sharded outputs."""
 
-    def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
-        self.module, self.split, self.axis = module, split, axis
-        self.__signature__ = inspect.signature(module.forward)
+    def __init__(self, root: nn.Module, split: TensorSplit, axis: Axis, name: str) -> None:
+        self.split, self.axis, self.note = split, axis, LateNote(name)
+        self.around = modules_around(root, name)
+        self.module: Any = self.around[0]
+        self.__signature__ = inspect.signature(self.module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
-        logits = self._logits(gather_late(input))
-        split = TensorSplit(logits.dim() - 1, self.split.pieces)
-        if self.axis.lazy and self.module.training and torch.is_grad_enabled():
-            return LateGather.of(logits, split, self.axis)
-        return gather(logits, self.axis, split)
+        input = compute_late(input)
+        split = TensorSplit(input.dim() - 1, self.split.pieces)
+        late = self.axis.lazy and expects_loss(self.around)
+        if late and may_wait() and is_large(input, self.split.size, self.axis.size):
+            bias = None if self.module.bias is None else local_shard(self.module.bias)
+            rows, product = Product.of(copy(input, self.axis), local_shard(self.module.weight), bias)
+            return self.note.once(LateTensor.of(rows, split, self.axis, product=product))
+        logits = self._logits(input)
+        return LateTensor.of(logits, split, self.axis) if late else gather(logits, self.axis, split)
 
     def _logits(self, input: Tensor) -> Tensor:
-        early = EarlySum(self.axis.begin_all_reduce)
+        early = early_sum(self.axis.begin_all_reduce)
         inside = copy(input, self.axis, early)
         weight, bias = local_shard(self.module.weight), self.module.bias
         bias = None if bias is None else local_shard(bias)
         deferral = defer(self.module, weight) if input.requires_grad else None
-        if deferral is None:
+        if deferral is None or early is None:
             return F.linear(inside, weight, bias)
         return deferral.product(deferral.launch(inside, early), bias)
 

@@ -4,14 +4,13 @@ Both are proven like inferred plans. A user's plan that does not compute the sam
 tried first.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from lightning_3d.errors import TensorPlanError
+from lightning_3d.errors import TensorPlanError, did_you_mean
 from lightning_3d.tensor.divide import Division
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.regions import Region
@@ -38,10 +37,10 @@ def read_plan(module: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, Wr
         way = _parse(pattern, text)
         matched = [name for name in names if any(fnmatchcase(at, pattern) for at in around(name))]
         if not matched:
-            near = difflib.get_close_matches(pattern, sorted({*modules, *names}), n=3, cutoff=0.4)
+            hint = did_you_mean(pattern, sorted({*modules, *names})) or "."
             raise TensorPlanError(
-                f"tensor_plan: {pattern!r} matches no parameter of {type(module).__name__}, and no module that has any."
-                + (f" Near misses: {', '.join(near)}." if near else "")
+                f"tensor_plan: {pattern!r} matches no parameter of {type(module).__name__}, and no module with"
+                f" parameters{hint}"
             )
         ways |= dict.fromkeys(matched, way)
     return ways

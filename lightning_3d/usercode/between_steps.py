@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import UnsupportedError, is_meta_error
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.interceptor import Call, Rule, assigns_data
@@ -99,6 +99,8 @@ class HookRules(Rule):
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
                 return self._compute(Tensor.copy_, args, {}, nullcontext())
+        if func == Tensor.__deepcopy__ and isinstance(args[0], DTensor):
+            func = _copied
         if getattr(func, "__name__", "") in _READS and isinstance(args[0], Tensor):
             args = (self._read(args[0], caller), *args[1:])
         if func == _IS_META and caller.f_code.co_filename == nn.init.__file__ and args[0].is_meta:
@@ -140,13 +142,13 @@ class HookRules(Rule):
         All ranks that have a shard must read. A rank that reads alone (`if trainer.is_global_zero:`) is found the first
         time at each place in the code, before its messages meet others.
         """
-        held = self.numbers.held(tensor) if self.numbers is not None else None
-        if tensor.is_meta and (held is None or tensor.dim()):
+        source = self.numbers.owner(tensor) if self.numbers is not None else None
+        if tensor.is_meta and (source is None or tensor.dim()):
             raise on_another_stage(self.name, "a number is read from it")
         if not isinstance(tensor, DTensor):
-            if held is None or self.numbers is None or tensor.dim():
+            if source is None or self.numbers is None or tensor.dim():
                 return tensor
-            return self.numbers.shared(tensor, held, "item", _place(self.name, frame))
+            return self.numbers.shared(tensor, source, "item", _place(self.name, frame))
         if not all(placement.is_replicate() for placement in tensor.placements):
             talk.meet_once(_place(self.name, frame), tensor.device_mesh.mesh.flatten().tolist(), self.read)
         if self.shards is None:
@@ -171,6 +173,20 @@ class HookRules(Rule):
                 f" ({type(error).__name__}: {error}). Operations on each element are possible. To set a full tensor,"
                 f" use load_state_dict. {self.remedy}"
             ) from error
+
+
+def _copied(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+    """`copy.deepcopy` of a parameter, without its gradient as on one device, or of a gradient.
+
+    In torch 2.13 a shard that starts inside of a buffer, such as a gradient of FSDP2, is taken for a plain tensor.
+    """
+    if tensor.data_ptr():
+        return tensor.detach().clone()
+    grad, tensor.grad = tensor.grad, None
+    try:
+        return Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-any-return]
+    finally:
+        tensor.grad = grad
 
 
 def _in_module(frame: FrameType | None) -> bool:

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.users_code import is_users
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_steps import HookRules, on_another_stage
 from lightning_3d.usercode.remote_numbers import RemoteNumbers
@@ -71,10 +72,14 @@ def wrap_hooks(
             hook = getattr(owner, name, None)  # those of the sanity check are of callbacks only
             if hook is None:
                 continue
-            trusted = hook.__module__.startswith(("lightning.", "lightning_3d.")) and not isinstance(owner, AVERAGES)
-            if name not in owner.__dict__ and not trusted:
+            watched = is_users(hook) or isinstance(owner, AVERAGES)
+            if watched and not hasattr(hook, _WATCHED):  # a fit within another one watches it already
                 at = f"{type(owner).__name__}.{name}"
                 undo.set(owner, name, _watched(hook, at, module, parallel, data))
+
+
+_WATCHED = "lightning_3d_watched"
+"""Attribute of a hook that the rules follow."""
 
 
 def _watched(
@@ -109,6 +114,7 @@ def _watched(
             _refuse_absent_logs(name, module)
         return result
 
+    setattr(run, _WATCHED, True)
     return run
 
 

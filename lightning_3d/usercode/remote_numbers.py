@@ -14,14 +14,14 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 
-_MARK = "_lightning_3d_held"
+_MARK = "_lightning_3d_owner"
 _VIEWS = ("__get__", "__getitem__", "__iter__", "unbind", "select", "view", "view_as", "reshape", "squeeze", "detach")
-Held = tuple[str, int]
+Owner = tuple[str, int]
 """A parameter's name, and the rank of the pipeline that has it."""
 
 
@@ -39,7 +39,7 @@ class RemoteNumbers:
     def __init__(
         self,
         name: str,
-        stages: Stages,
+        stages: StageExchange,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]],
         *,
@@ -47,59 +47,59 @@ class RemoteNumbers:
     ) -> None:
         self.name, self.stages, self.read = name, stages, read
         self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
-        self.standing_in: dict[str, Tensor] = {}
+        self.stand_ins: dict[str, Tensor] = {}
         """Stand-ins on meta for gradients of other ranks, by the name of the parameter."""
         self.with_gradient: set[str] | None = None
         """Names of parameters that have a gradient on the rank that has them."""
         if of_gradients:
-            self._look(name)
+            self._find_gradients(name)
 
     def gradient(self, parameter: Any, place: str) -> Tensor | None:
         """The value of `parameter.grad` in a hook."""
-        held, grad = self.held(parameter), parameter.grad
-        if held is None:
+        owner, grad = self.owner(parameter), parameter.grad
+        if owner is None:
             return grad  # type: ignore[no-any-return]
-        found = self._look(place) if self.with_gradient is None else self.with_gradient
-        if parameter.is_meta and held[0] in found:
-            grad = self.standing_in.setdefault(held[0], torch.empty_like(parameter, requires_grad=False))
+        found = self._find_gradients(place) if self.with_gradient is None else self.with_gradient
+        if parameter.is_meta and owner[0] in found:
+            grad = self.stand_ins.setdefault(owner[0], torch.empty_like(parameter, requires_grad=False))
         if grad is not None:
-            setattr(grad, _MARK, held)
+            setattr(grad, _MARK, owner)
         return grad  # type: ignore[no-any-return]
 
     def device(self, tensor: Tensor) -> torch.device:
         """The device of `tensor`. For a stand-in it is the rank's, where sums of its numbers are made."""
-        held = getattr(tensor, _MARK, None)
-        stands_in = held is not None and self.standing_in.get(held[0]) is tensor
+        owner = getattr(tensor, _MARK, None)
+        stands_in = owner is not None and self.stand_ins.get(owner[0]) is tensor
         return self.stages.device if stands_in else tensor.device
 
-    def held(self, value: Any) -> Held | None:
+    def owner(self, value: Any) -> Owner | None:
         """The rank that has `value`, None where all ranks have it."""
         return self.stages.on_some_ranks.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
 
     def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
         """The `result` of `func`: numbers as on the rank that has them, other tensors marked."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        held = next((found for found in map(self.held, tensors) if found is not None), None)
-        if held is None:
+        owner = next((found for found in map(self.owner, tensors) if found is not None), None)
+        if owner is None:
             return result
         if isinstance(args[0], list | tuple) and isinstance(result, list | tuple):  # each of its own
             rows = zip(args[0], result, strict=True)
-            return [self._one(func, self.held(source), [source], each, place) for source, each in rows]
-        return tree_map(lambda leaf: self._one(func, held, tensors, leaf, place), result)
+            return [self._one(func, self.owner(source), [source], each, place) for source, each in rows]
+        return tree_map(lambda leaf: self._one(func, owner, tensors, leaf, place), result)
 
-    def _one(self, func: Any, held: Held | None, tensors: list[Any], result: Any, place: str) -> Any:
-        if held is None or not isinstance(result, Tensor) or any(result is tensor for tensor in tensors):
+    def _one(self, func: Any, owner: Owner | None, tensors: list[Any], result: Any, place: str) -> Any:
+        if owner is None or not isinstance(result, Tensor) or any(result is tensor for tensor in tensors):
             return result
         if not result.dim() and any(tensor.dim() for tensor in tensors) and not is_view(func):
-            return self.shared(result, held, func.__name__, place)
-        setattr(result, _MARK, held)
+            return self.shared(result, owner, func.__name__, place)
+        setattr(result, _MARK, owner)
         return result
 
-    def shared(self, value: Tensor, held: Held, what: str, place: str) -> Tensor:
+    def shared(self, value: Tensor, owner: Owner, what: str, place: str) -> Tensor:
         """The `value` of the rank that has it. Collective over the pipeline."""
         if not has_peers():
             return torch.zeros((), dtype=value.dtype) if value.is_meta else value
-        group, (name, source) = self.stages.group, held
+        group, (name, source) = self.stages.group, owner
         self._meet(place)
         device = self.stages.device
         mine = torch.zeros(2, dtype=torch.float64, device=device)
@@ -116,7 +116,7 @@ class RemoteNumbers:
             )
         return table[source][1].to(value.dtype)
 
-    def _look(self, place: str) -> set[str]:
+    def _find_gradients(self, place: str) -> set[str]:
         self._meet(place)
         self.with_gradient = self.stages.with_gradient({shard: full for full, shard in self.shard_of.items()})
         return self.with_gradient

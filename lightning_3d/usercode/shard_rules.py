@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.shards import like, local
 from lightning_3d.sandbox.interceptor import storage
 

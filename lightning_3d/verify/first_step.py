@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lightning_3d.errors import DivergenceError, UnsupportedError
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local

@@ -1,14 +1,13 @@
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
-from lightning_3d.parallelize import ParallelModule
+from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.mesh import SHARD_AXIS
-from lightning_3d.ranks.shards import local
+from lightning_3d.ranks.shards import local, sharded_axes
 
 EVERY = 25
 """Training batches between two comparisons of replicas."""
@@ -63,12 +62,9 @@ class ReplicaCheck:
 
 def _axes(parameter: Tensor | None) -> int:
     """1 if split over data ranks, 2 over tensor ranks, 3 both; -1 if it is not here."""
-    if _absent(parameter):
+    if parameter is None or _absent(parameter):
         return -1
-    if not isinstance(parameter, DTensor):
-        return 0
-    names = parameter.device_mesh.mesh_dim_names or ()
-    split = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    split = sharded_axes(parameter).keys()
     return bool(split & {DATA_AXIS, SHARD_AXIS}) + 2 * (TENSOR_AXIS in split)
 
 

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.sandbox.snapshot import Watched, put_changes
 from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
 
@@ -23,7 +24,7 @@ class UnsplitCopy:
     def __init__(self, module: LightningModule) -> None:
         known = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
         memo = {id(each): each for each in known if each is not None}
-        memo.update(_computed(module))
+        memo.update(copies_of_computed(module))
         try:
             self.module: Any = copy.deepcopy(module, memo)
         except Exception as error:
@@ -85,12 +86,6 @@ class UnsplitCopy:
 
 def _refuse(part: nn.Module, _: Any) -> None:
     raise RuntimeError(f"it called {type(part).__name__} of the module itself")
-
-
-def _computed(module: nn.Module) -> dict[int, Tensor]:
-    """Copies without a graph of tensors that have one, which deepcopy refuses: `weight_norm` computes them again."""
-    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-    return {id(value): value.detach().clone() for value in kept if not value.is_leaf}
 
 
 def _copied(value: Any) -> Any:

@@ -30,7 +30,7 @@ class DataAxis:
         self.ledger = Ledger()
         self._replicas: list[ReplicatedGradients] = []
         self._sharded: list[FullySharded] = []
-        self.engine = BackgroundQueue(threaded=not streams)
+        self.engine = BackgroundQueue(threaded=not streams, ledger=self.ledger)
 
     def replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients:
         """Keep `parameters` equal over the data axis."""

@@ -8,6 +8,7 @@ something used here changes.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ def _states(root: nn.Module) -> Iterator[Any]:
 def make_root(module: nn.Module) -> None:
     """Declare `module` the root now, and take its forward hooks off.
 
-    A LightningModule's own `forward` is called zero, one or many times inside one `training_step`; the strategy opens
-    and closes the root's part of a step itself (`open_step`, `start_backward`), whatever the user's code calls.
+    A `training_step` calls the LightningModule's own `forward` any number of times. So the strategy opens and closes
+    the root's part of a step itself (`open_step`, `start_backward`), whatever the user's code calls.
     """
     state = state_of(module)
     state._lazy_init()
@@ -128,6 +129,12 @@ def open_step(root: nn.Module) -> None:
     state = state_of(root)
     state._state_ctx.iter_forward_root = None
     state._root_pre_forward(root, (), {})
+
+
+def prefetch_in(order: Sequence[nn.Module]) -> None:
+    """Have the forward of each module begin with the gather of the next one. In backward FSDP2 does so by itself."""
+    for module, following in pairwise(order):
+        state_of(module)._states_to_forward_prefetch = [state_of(following)]
 
 
 def close_step(root: nn.Module, groups: Iterable[Any]) -> None:

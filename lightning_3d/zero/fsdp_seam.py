@@ -1,20 +1,21 @@
 """The seam into FSDP2: our collectives under `fully_shard`, in the background, without streams.
 
-FSDP2 overlaps communication with compute by streams, and a CPU has none: its reduce-scatter blocks backward, its
-all-gather blocks forward. Here both return at once and finish in the engine's thread.
+FSDP2 overlaps messages with computing by streams. A CPU has no streams: there its reduce-scatter blocks backward, and
+its all-gather blocks forward. Our collectives return at once and finish in the engine's thread.
 
-[Note: deferred reduce-scatter] After a reduce-scatter `foreach_reduce` only makes views of the output and puts them
-into `.grad`, as long as it has nothing more to compute from it. So the output may be filled later, at the latest by
-the end of backward (`FullySharded.finish`, which queues itself there). It does compute from it when it divides
-afterwards (fp16), casts to another dtype, reduces over a second mesh axis (HSDP), calls a user's hook, or adds to a
-gradient that is there already. In the last case the old gradient is saved and added at the end. In the
-other cases we wait on the spot.
+[Note: deferred reduce-scatter] After a reduce-scatter `foreach_reduce` usually makes views of the output and puts them
+into `.grad`. It computes nothing from the output, so the output may be filled later. `FullySharded.finish` runs at the
+end of backward and waits for it.
 
-[Note: promised buffers] FSDP2 copies gradients into one buffer before the reduce-scatter, and parameters into one
-before the all-gather and out of one after it: on a CPU that costs as much as sending them. The buffers come from
-`Comm.allocate`, which is ours. For a ring, which can send several tensors at once, it is an `UnallocatedBuffer`:
-a tensor without memory that records what FSDP2 copies into it. The ring then works on the gradients and parameters
-themselves.
+In five cases `foreach_reduce` computes from the output. It divides afterwards (fp16), casts to another dtype, reduces
+over a second mesh axis (HSDP), calls a user's hook, or adds to an older gradient. The older gradient is saved and added
+at the end. In the other cases we wait at once.
+
+[Note: unallocated buffers] FSDP2 copies gradients into a buffer before the reduce-scatter. It copies parameters into
+one before the all-gather, and out of another after it. On a CPU these copies cost as much as sending. The buffers come
+from `Comm.allocate`, which is ours. For a ring, which can send several tensors at once, it returns an
+`UnallocatedBuffer`: a tensor without memory that records what FSDP2 copies into it. The ring then works on the
+gradients and parameters themselves.
 
 All that is private in FSDP2 is used in zero/fsdp_private.py.
 """
@@ -61,12 +62,12 @@ class FullySharded:
         root: holds the sharded modules (it may be one itself).
         collectives: over the ranks of the shard axis, on a group that nothing else uses.
         engine: runs them; the same one for everything on these ranks.
-        replicate: over the ranks that hold the same shard (hybrid shard). Shard over a 1-D mesh then: with a 2-D
-            mesh FSDP2 reduces over the second axis itself, with the library's all-reduce, and waits for it.
-        compression: for the reduce-scatters, over the same ranks; its memory goes by module name and position.
+        replicate: over the ranks that have the same shard (hybrid shard). The mesh of the shards is 1-D then: with a
+            2-D mesh FSDP2 reduces over the second axis itself, by the library's all-reduce, and waits for it.
+        compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
 
-    Backward ends with all gradients in place. Outside of a backward (`post_backward` called by a pipeline) each
-    reduce-scatter is waited for, unless `deferred = True`: then call `finish()` before gradients are read.
+    At the end of backward all gradients are there. A pipeline calls `post_backward` outside of a backward. There each
+    reduce-scatter blocks, unless `deferred = True`: then call `finish()` before gradients are read.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class FullySharded:
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
         self.modules = [module for module in root.modules() if groups_at(module)]
-        self._order: list[nn.Module] = []
+        self.order: list[nn.Module] = []
+        """The modules in the order in which they were first gathered."""
         self._pending: list[Handle] = []
         self._saved: dict[nn.Parameter, list[Tensor]] = {}
         self._kept: list[Tensor] = []
@@ -118,9 +120,9 @@ class FullySharded:
     def finish(self) -> None:
         """Wait for every outstanding reduction and put the gradients in place."""
         self._kept = []
-        self._settle()
+        self._finish()
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         self._queued = False
         pending, self._pending = self._pending, []
         for handle in pending:
@@ -132,10 +134,10 @@ class FullySharded:
 
     def gather(self, output: Pieces, input: Pieces, group: dist.ProcessGroup, module: Any) -> Handle:
         """Start an all-gather."""
-        if module not in self._order:
-            self._order.append(module)
+        if module not in self.order:
+            self.order.append(module)
         collectives = self._over(group)
-        return self.engine.submit(lambda: collectives.all_gather(output, input))
+        return self.engine.submit(lambda: collectives.all_gather(output, input), f"all_gather on {collectives.axis}")
 
     def scatter(self, output: Pieces, input: Pieces, fsdp_group: Any, average: bool, later: bool) -> None:
         """Start a reduce-scatter, and end it too unless it may end `later`."""
@@ -169,8 +171,8 @@ class FullySharded:
         if later:
             self._save_gradients(fsdp_group)
         else:
-            self._settle()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
-        self._end(self.engine.submit(job), later)
+            self._finish()  # FSDP2 may add to a gradient that an earlier reduce-scatter is still to fill
+        self._end(self.engine.submit(job, f"reduce_scatter on {self.collectives.axis}"), later)
 
     def _all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after a reduce-scatter: average over the copies of this shard."""
@@ -180,7 +182,8 @@ class FullySharded:
             # FSDP2 drops it after it has added it to a gradient. The next reduce-scatter, on another stream, would get
             # its memory while this all-reduce runs.
             self._kept.append(shard)
-        handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True))
+        name = f"all_reduce on {replicate.axis}"
+        handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True), name)
         self._end(handle, self._later)
 
     def _end(self, handle: Handle, later: bool) -> None:
@@ -207,9 +210,9 @@ class FullySharded:
         Only in training: end of backward clears a gather that was not used, and nothing would do so in evaluation.
         Not in backward, where activation checkpointing calls modules again.
         """
-        if not torch.is_grad_enabled() or in_backward() or module not in self._order:
+        if not torch.is_grad_enabled() or in_backward() or module not in self.order:
             return
-        following = self._order[self._order.index(module) + 1 :]
+        following = self.order[self.order.index(module) + 1 :]
         for later in following[:1] if frees_parameters(module) else following:
             for group in groups_at(later):
                 group.unshard(async_op=True)

@@ -13,6 +13,12 @@ def my_rows(full: Tensor, rank: int, size: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else full[:0]
 
 
+def my_interval(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first of the rows that `my_rows` returns of so many, and the row after the last."""
+    step = -(-rows // size)
+    return min(rows, rank * step), min(rows, (rank + 1) * step)
+
+
 def all_rows(mine: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
     """Return the full tensor of `shape`, of which every rank of `group` has the rows `mine`. Collective."""
     size = dist.get_world_size(group)

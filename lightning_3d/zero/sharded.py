@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.comm import ReplicatedGradients
+from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.autograd_private import is_compiled, uncompiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.mesh import shard_mesh
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.zero import fsdp_private
+from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel
-from lightning_3d.zero.fsdp_seam import FullySharded
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.replicated import ReplicatedData
+from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import shard_units, unshardable
+from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
 
@@ -37,13 +41,12 @@ class ShardedData(DataParallel):
     Args:
         module: the LightningModule, weights equal on every rank.
         anatomy: of that module.
-        stage: 1, 2 or 3.
-        mesh: from `mesh.shard_mesh`.
+        layout: with ZeRO stage 1, 2 or 3. In a pipeline parameters stay gathered for a step of many microbatches, and
+            gradients are reduced once, after it.
+        mesh: of the layout.
+        data_axis: has our collectives, which go under FSDP2's, and those for parameters that FSDP2 cannot shard.
         half: the dtype of autocast, None without it: weights that it casts are gathered so.
-        offload: keep parameters, gradients and optimizer states in host memory.
-        pipelined: parameters stay gathered for a step of many microbatches, gradients are reduced once, after it.
-        attach: puts our collectives under FSDP2's.
-        replicate: makes the engine for parameters that FSDP2 cannot shard.
+        disk: keep parameters there.
         undo: takes the way back, which is collective.
     """
 
@@ -51,25 +54,33 @@ class ShardedData(DataParallel):
         self,
         module: nn.Module,
         anatomy: Anatomy,
-        *,
-        stage: int,
+        layout: Layout,
         mesh: DeviceMesh,
+        data_axis: DataAxis,
+        *,
         half: torch.dtype | None,
-        offload: bool,
-        pipelined: bool,
-        attach: Callable[[nn.Module], FullySharded],
-        replicate: Callable[[list[nn.Parameter]], ReplicatedGradients],
+        disk: ShardsOnDisk | None,
         undo: UndoStack,
     ) -> None:
-        self.module, self.stage, self.pipelined = module, stage, pipelined
-        units = self.blocks = shard_units(module, anatomy)
+        self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipeline_parallel_size > 1
+        mesh = shard_mesh(mesh)
+        units = self.blocks = shard_units(module, anatomy, freed=self._frees)
         self.refused = unshardable([*units, module])
         self.originals: dict[nn.Parameter, _Spec] = {}
-        host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+        pin = torch.cuda.is_available() and disk is None
+        host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
+        self.disk = disk
+
+        def my_part(parameter: Tensor) -> list[tuple[int, int]] | None:
+            """The rows that FSDP2 keeps of it."""
+            if parameter in self.refused:
+                return None
+            return [my_interval(len(parameter), mesh.get_local_rank(), mesh.size())]
+
         with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:
                 full = dict(unit.named_parameters())
-                realize(full.values())
+                realize(full.values(), my_part)
                 fully_shard(
                     unit,
                     mesh=mesh,
@@ -77,6 +88,8 @@ class ShardedData(DataParallel):
                     offload_policy=host,
                     ignored_params=set(self.refused),
                 )
+                if disk is not None:
+                    disk.add_all(fsdp_private.groups_at(unit))
                 # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
                 self.originals |= {
                     now: _Spec.of(full.pop(name)) for name, now in unit.named_parameters() if now is not full[name]
@@ -87,19 +100,22 @@ class ShardedData(DataParallel):
         self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
         self.names = dict(module.named_parameters(remove_duplicate=False))
         undo.collective(self._unshard)
-        self.seam = attach(module)
+        self.seam = data_axis.attach(module)
         here = [parameter for parameter in self.refused if not parameter.is_meta]
-        self.replicated = ReplicatedData(replicate(here), undo) if here else DataParallel()
+        self.replicated = ReplicatedData(data_axis.replicas(here), undo) if here else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
+        # in compiled code a guard would end the graph; with autocast it decides about the precision of weights
+        compiled = [inner for inner in module.modules() if self.half is None and is_compiled(inner)]
+        unguarded = {inner for each in compiled for inner in each.modules()}
         for group in self.groups:
-            for owner in fsdp_private.owners(group):
+            for owner in fsdp_private.owners(group) - unguarded:
                 undo.callback(owner.register_forward_pre_hook(_guard(group, self.half), prepend=True).remove)
         follow_toggles(module, self._follow_shards, undo)
         self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
         self.stand_ins: dict[Any, Tensor] = {}
-        self.streams = mesh.device_type != "cpu"
+        self.streams = not self.seam.engine.threaded
         undo.callback(self._remove_ends)
         undo.collective(self.seam.detach)
         undo.collective(self.reshard)
@@ -143,8 +159,9 @@ class ShardedData(DataParallel):
         automatic = getattr(self.module, "automatic_optimization", True)  # else optimizers step inside
         self.trained += 1
         shards, closely = automatic and self.stage < 3, automatic and self.trained <= _CLOSELY
-        with unwritten(self.groups, self.names, shards=shards, closely=closely):
-            yield
+        with uncompiled(self.module) if closely else nullcontext():
+            with unwritten(self.groups, self.names, shards=shards, closely=closely):
+                yield
 
     def _end_with_reduction(self, group: Any) -> None:
         """Have every backward that reaches the root's parameters end with the reduction, whoever calls it."""
@@ -164,8 +181,11 @@ class ShardedData(DataParallel):
 
     def finish_forward(self) -> None:
         fsdp_private.close_step(self.module, self.groups)
+        self._end_reads()
 
     def before_backward(self, loss: Tensor) -> None:
+        if self.trained == 1 and self.streams and self._frees:
+            fsdp_private.prefetch_in([module for module in self.seam.order if module is not self.module])
         fsdp_private.lead_shards(self.groups)  # at its end gathered parameters are freed
         if loss.requires_grad:
             loss.register_hook(lambda grad: fsdp_private.start_backward(self.module, grad))
@@ -173,6 +193,11 @@ class ShardedData(DataParallel):
     def after_backward(self) -> None:
         self.seam.finish()
         self.replicated.after_backward()
+        self._end_reads()
+
+    def _end_reads(self) -> None:
+        if self.disk is not None:
+            self.disk.end()
 
     def reduce(self) -> None:
         for param, stand_in in self.stand_ins.items():
@@ -193,6 +218,7 @@ class ShardedData(DataParallel):
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)
+        self._end_reads()
         if self.half is not None:
             self.half.end()
 

@@ -46,8 +46,9 @@ LAYOUTS = {
 
 
 RELATIVES = [
+    ("one", "full"), ("tensor", "selective"), ("zero3", "full"),
     ("sequence", "selective"), ("tensor", "full"), ("zero2", "full"), ("zero3", "selective"), ("zero0", "selective"),
-    ("zero2", "selective"), ("pipeline", "full"),
+    ("zero2", "selective"), ("pipeline", "full"), ("zero0", "full"), ("sequence", "full"),
 ]  # fmt: skip
 
 
@@ -63,14 +64,14 @@ def test_dropout_is_drawn_alike(layout, mode):
     assert_identical(results(TOKENS, world, {**strategy, "recompute": mode}), results(TOKENS, world, strategy))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
 def test_buffers_noise_and_writes_in_place(mode):
     """The block reads a buffer that it changes, draws from Python, and writes to results of products."""
     for world, strategy in ((1, {}), (2, {"zero_stage": 3}), (2, {"pipeline_parallel_size": 2, "num_microbatches": 1})):
         assert_identical(results(ODD, world, {**strategy, "recompute": mode}), results(ODD, world, strategy))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.long), "selective"])
 def test_autocast_and_accumulation(mode):
     flags = {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
     strategy = {"zero_stage": 3}
@@ -172,7 +173,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-@pytest.mark.parametrize("kind", ["Checkpointed", "Reentrant"])
+@pytest.mark.parametrize("kind", ["Checkpointed", pytest.param("Reentrant", marks=pytest.mark.long)])
 def test_the_users_own_checkpoints(kind):
     name = f"tests.activations.test_recompute:{kind}"
     for world, layout in (

@@ -61,7 +61,7 @@ def save(path, tensors, rest=None, ranks=2, place=None):
 
 
 def rows(shape, rank, ranks):
-    placement = Placement.whole(shape)
+    placement = Placement.full(shape)
     return placement.chunk(0, rank, ranks) if shape else placement
 
 

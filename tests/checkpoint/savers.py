@@ -76,8 +76,8 @@ def run_into_full_disk(world, strategy, folder):
 
     keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, filename="{step}", save_top_k=1)
     after = At(s1=look, s2=fill, s3=look, s4=free, s5=look, s6=look)
-    module, told = fit(world, strategy, 6, keep, after)
-    return len(module.seen), there, [text for text in told if "not saved" in text or "is kept" in text]
+    module, messages = fit(world, strategy, 6, keep, after)
+    return len(module.seen), there, [text for text in messages if "not saved" in text or "is kept" in text]
 
 
 def save_beside(world, strategy, folder):
@@ -131,7 +131,7 @@ def fail_beside(world, strategy, folder, error):
     place.write = broken
     steps = {}
     try:
-        _, told = fit(world, strategy, 4,
+        _, messages = fit(world, strategy, 4,
                       At(s1=lambda t: t.save_checkpoint(Path(folder) / "a.ckpt"),
                          s2=lambda t: (time.sleep(0.2), steps.setdefault("two", t.global_step)),
                          s3=lambda t: t.save_checkpoint(Path(folder) / "b.ckpt"),
@@ -140,7 +140,7 @@ def fail_beside(world, strategy, folder, error):
         return steps, f"{type(caught).__name__}: {caught}"
     finally:
         place.write = write
-    return steps, [text for text in told if "not saved" in text]
+    return steps, [text for text in messages if "not saved" in text]
 
 
 def weights_of(path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import distributed as dist
 
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.save import SaveFailed
@@ -24,7 +25,7 @@ OLD, NEW = {"state_dict.w": torch.zeros(8, 4)}, {"state_dict.w": torch.ones(8, 4
 def value(path):
     opened = Opened.open(path)
     opened.verify()
-    return float(opened.tensors["state_dict.w"].whole()[0, 0])
+    return float(opened.tensors["state_dict.w"].read_full()[0, 0])
 
 
 def full_disk(*_):
@@ -44,6 +45,7 @@ def test_one_file_is_written_by_rank_0_also_before_the_ranks_can_talk(
     tmp_path, monkeypatch, rank, written, asynchronous
 ):
     monkeypatch.setattr(rank_zero_only, "rank", rank)  # as a launcher says
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr("lightning_3d.checkpoint.keeper.PATIENCE", 0.1)  # rank 0 has a disk of its own
     keeper = Keeper("full", asynchronous)
     keeper.save_file({"state_dict": {}}, tmp_path / "x.ckpt", TorchCheckpointIO(), None)
@@ -53,6 +55,7 @@ def test_one_file_is_written_by_rank_0_also_before_the_ranks_can_talk(
 
 def test_other_ranks_see_the_file_also_before_the_ranks_can_talk(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     first = Timer(0.2, (tmp_path / "x.ckpt").touch)
     first.start()
     Keeper("full").save_file({"state_dict": {}}, tmp_path / "x.ckpt", TorchCheckpointIO(), None)
@@ -144,7 +147,7 @@ def test_killed_for_real_while_it_saves(tmp_path):
         process.join()
         opened = Opened.open(path)
         opened.verify()
-        values = {float(value) for tensor in opened.tensors.values() for value in tensor.whole().unique()}
+        values = {float(value) for tensor in opened.tensors.values() for value in tensor.read_full().unique()}
         assert len(values) == 1
         seen += values
     assert any(seen)  # some saves came through

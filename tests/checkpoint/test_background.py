@@ -39,19 +39,19 @@ def test_a_full_disk_is_told_at_the_next_save(tmp_path):
     layout = {"checkpoint_format": "sharded", **BESIDE}
     ranks = run(fail_beside, 2, layout, str(tmp_path), error, world=2)
     assert [steps for steps, _ in ranks] == [{"two": 2, "four": 4}] * 2
-    (told,) = ranks[0][1]
-    assert "a.ckpt was not saved" in told
-    assert "No space left" in told
+    (message,) = ranks[0][1]
+    assert "a.ckpt was not saved" in message
+    assert "No space left" in message
     assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]
 
 
 def test_any_other_failure_ends_training_at_the_next_save(tmp_path):
     layout = {"checkpoint_format": "sharded", **BESIDE}
-    for steps, told in run(fail_beside, 2, layout, str(tmp_path), ValueError("odd"), world=2):
+    for steps, message in run(fail_beside, 2, layout, str(tmp_path), ValueError("odd"), world=2):
         assert steps == {"two": 2}
-        assert told.startswith("CheckpointError")
-        assert "a.ckpt was not saved" in told
-        assert "odd" in told
+        assert message.startswith("CheckpointError")
+        assert "a.ckpt was not saved" in message
+        assert "odd" in message
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["now", "beside"])
@@ -66,5 +66,5 @@ def test_full_disk_in_training(tmp_path, format, beside):
         assert there[3] == there[4] == ["step=1.ckpt/whole"]
         assert there[5] == ["step=4.ckpt/whole"]
         assert there[6] == ["step=5.ckpt/whole"]
-    told = ranks[0][2]
-    assert sum("was not saved" in text and "Training continues" in text for text in told) == 2
+    messages = ranks[0][2]
+    assert sum("was not saved" in text and "Training continues" in text for text in messages) == 2

@@ -59,8 +59,8 @@ TENSOR, PIPELINE, ZERO = {"tensor_parallel_size": 2}, {"pipeline_parallel_size":
     ("before", "after", "kept"),
     [
         (FULL | TENSOR, FULL | PIPELINE, "names"),
-        (FULL | PIPELINE, FULL | TENSOR, "names"),
-        (FULL | {"zero_stage": 1}, FULL | {"zero_stage": 1}, "names"),
+        pytest.param(FULL | PIPELINE, FULL | TENSOR, "names", marks=pytest.mark.long),
+        pytest.param(FULL | {"zero_stage": 1}, FULL | {"zero_stage": 1}, "names", marks=pytest.mark.long),
         (SHARDED | TENSOR, FULL | ZERO, "names"),
         pytest.param(SHARDED | PIPELINE, FULL | TENSOR, "names", marks=pytest.mark.long),
         pytest.param(FULL | ZERO, FULL | PIPELINE, "names", marks=pytest.mark.long),

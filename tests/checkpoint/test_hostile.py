@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.manifest import _crc
 from lightning_3d.checkpoint.safetensors_files import checksum
-from lightning_3d.checkpoint.stored import materialize
+from lightning_3d.checkpoint.stored import read_tensors
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save
 
@@ -72,7 +72,7 @@ def limited():
 
 def load(path):
     """Everything that can be read of it."""
-    return materialize(Keeper()._load(path, None, TorchCheckpointIO()))
+    return read_tensors(Keeper()._load(path, None, TorchCheckpointIO()))
 
 
 def sign(path, change=lambda content: None):

@@ -123,10 +123,10 @@ def test_what_is_passed_over_is_named(tmp_path, format, damage):
     newest = tmp_path / "step=3.ckpt"
     damage(newest)
     os.utime(newest, follow_symlinks=False)
-    steps, told = run(start, str(tmp_path), 4, format, world=2)[0]
+    steps, messages = run(start, str(tmp_path), 4, format, world=2)[0]
     assert steps == 2
-    assert len(told) == 1
-    assert "step=3.ckpt" in told[0]
+    assert len(messages) == 1
+    assert "step=3.ckpt" in messages[0]
 
 
 def test_a_damaged_note_is_our_error_on_every_rank(tmp_path):
@@ -149,8 +149,8 @@ class Odd:
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_what_a_restart_refuses_is_said_when_it_is_saved(tmp_path, format):
-    (told,) = run(_save_odd, format, str(tmp_path), world=1)
-    assert len([text for text in told if "only pickle can store" in text]) == 1
+    (messages,) = run(_save_odd, format, str(tmp_path), world=1)
+    assert len([text for text in messages if "only pickle can store" in text]) == 1
 
 
 def _save_odd(format, folder):

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_3d.data.position import counted, counter_of
 from tests.checkpoint.readers import BATCH, SAMPLES, Own, RemoteNumbers, read, read_on, read_on_after
+from tests.parity import in_turn
 from tests.workers import run
 
 SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
@@ -24,16 +25,16 @@ OWN = {"use_distributed_sampler": False}
         pytest.param({"augmented": True}, {}, 17, 1, marks=pytest.mark.long),
         ({"loader": "weighted"}, {}, 5, 2),
         pytest.param({}, {"limit_train_batches": 5}, 7, 1, marks=pytest.mark.long),
-        ({}, {"accumulate_grad_batches": 2}, 10, 1),
+        pytest.param({}, {"accumulate_grad_batches": 2}, 10, 1, marks=pytest.mark.long),
         pytest.param({"loader": "two"}, {}, 18, 1, marks=pytest.mark.long),
         ({"loader": "stateful"}, {}, 13, 2),
         pytest.param({"loader": "stateful", "estimates": True}, {}, 13, 1, marks=pytest.mark.long),
         ({}, OWN, 17, 1),
         pytest.param({"workers": 1}, OWN, 17, 1, marks=pytest.mark.long),
-        ({"loader": "generator"}, OWN, 17, 1),
-        ({"loader": "unbatched"}, OWN, 70, 1),
+        pytest.param({"loader": "generator"}, OWN, 17, 1, marks=pytest.mark.long),
+        pytest.param({"loader": "unbatched"}, OWN, 70, 1, marks=pytest.mark.long),
         pytest.param({"loader": "unbatched"}, {}, 70, 1, marks=pytest.mark.long),
-        ({"loader": "own"}, OWN, 17, 1),
+        pytest.param({"loader": "own"}, OWN, 17, 1, marks=pytest.mark.long),
         ({}, {"limit_val_batches": 1.0, "val_check_interval": 5}, 20, 1),
         pytest.param({}, {"max_epochs": -1, "max_steps": 40}, 15, 1, marks=pytest.mark.long),
     ],
@@ -79,7 +80,7 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "stop", "loader"), ELSEWHERE)
+@pytest.mark.parametrize(("before", "after", "stop", "loader"), in_turn(ELSEWHERE, 2))
 def test_on_another_number_of_data_ranks(tmp_path, before, after, stop, loader):
     """Where one data rank has the user's own sampler and several have Lightning's, too."""
     path, attributes = str(tmp_path / "x.ckpt"), {"loader": loader}

@@ -89,6 +89,81 @@ def test_code_of_the_user_gets_all_of_it(stored):
     assert not any(isinstance(parameter, Deferred) for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("code", ["hook", "override"])
+def test_code_of_the_user_gets_all_of_it_once(code, stored, monkeypatch):
+    monkeypatch.setattr(load, "BATCH_BYTES", 8)
+    _, path = stored
+    seen = []
+
+    class Own(nn.BatchNorm1d):
+        def _load_from_state_dict(self, state, prefix, *given):
+            seen.append(len(state))
+            super()._load_from_state_dict(state, prefix, *given)
+
+    module, calls = Odd(), []
+    original = module.load_state_dict
+    monkeypatch.setattr(
+        module, "load_state_dict", lambda *given, **named: (calls.append(1), original(*given, **named))[1]
+    )
+    load_weights(module, _state(path), True)
+    assert len(calls) > 2  # of torch's own modules some bytes at a time are in memory
+    module = Odd()
+    if code == "override":
+        module.norm = Own(3)
+    else:
+        module.norm.register_load_state_dict_pre_hook(lambda _, state, *__: seen.append(len(state)))
+    load_weights(module, _state(path), True)
+    assert seen == [len(module.norm.state_dict())]
+
+
+def test_what_the_user_changes_in_place_is_loaded(stored):
+    _, path = stored
+    state, module = _state(path), Odd()
+    state["first.bias"].zero_()
+    state.get("narrow.bias").fill_(2)
+    state.setdefault("seen.bias").fill_(3)
+    (state | {})["second.bias"].fill_(4)
+    load_weights(module, state, True, torch.device("cpu"))
+    sums = [float(part.bias.detach().sum()) for part in (module.first, module.narrow, module.seen, module.second)]
+    assert sums == [0, 6, 9, 16]
+
+
+class WithMomentum(GPT):
+    optimizer = "sgd"
+
+
+class Zeroes(WithMomentum):
+    """Changes a weight and its momentum in place."""
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"]["norm.weight"].zero_()
+        number = [name for name, _ in self.named_parameters()].index("norm.weight")
+        entries = checkpoint["optimizer_states"][0]["state"]
+        entry = entries["norm.weight"] if "norm.weight" in entries else entries[number]
+        max((value for value in entry.values() if isinstance(value, torch.Tensor)), key=torch.numel).zero_()
+
+
+def _resumed_in_place(world, strategy, path):
+    warnings.simplefilter("ignore")
+    for kind, steps, given in ((WithMomentum, 5, None), (Zeroes, 7, path)):
+        seed_everything(7, verbose=False)
+        module = kind()
+        trainer = Trainer(
+            **QUIET, devices=world, strategy=Strategy3D(quiet=True, **strategy), max_steps=steps, limit_val_batches=0
+        )
+        trainer.fit(module, ckpt_path=given)
+        if given is None:
+            trainer.save_checkpoint(path)
+    return module.seen
+
+
+def test_a_run_resumes_with_what_the_user_changed_in_place(tmp_path):
+    (wanted,) = run(_resumed_in_place, 1, {}, str(tmp_path / "one.ckpt"), world=1)
+    strategy = {"zero_stage": 3, "checkpoint_format": "sharded"}
+    for got in run(_resumed_in_place, 2, strategy, str(tmp_path / "d.ckpt"), world=2):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def _resumed(strategy, world, path):
     deferred.SMALL, before = 0, deferred.SMALL
     calls, original = [], load.read_later

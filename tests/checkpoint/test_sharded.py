@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_3d.checkpoint.stored import Opened, materialize
+from lightning_3d.checkpoint.stored import Opened, read_tensors
 from tests.checkpoint.trainings import resave, train
+from tests.parity import in_turn
 from tests.workers import run
 
 
@@ -13,7 +14,7 @@ def contents(directory):
     opened = Opened.open(directory)
     opened.verify()
     shared = {name: tensor for name, tensor in opened.tensors.items() if not name.startswith("rank")}
-    return {name: tensor.whole() for name, tensor in shared.items()}, opened.state()
+    return {name: tensor.read_full() for name, tensor in shared.items()}, opened.state()
 
 
 def sharded(**layout):
@@ -47,7 +48,8 @@ LONG_ROUTES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "route"), ROUTES + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES]
+    ("name", "optimizer", "route"),
+    in_turn(ROUTES, 2) + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES],
 )
 def test_tensors_survive_every_change_of_layout(tmp_path, name, optimizer, route):
     world, layout = route[0]
@@ -95,7 +97,7 @@ def test_state_has_names_and_plain_values(tmp_path):
     run(train, "GPT", 2, sharded(zero_stage=2), 3, None, str(tmp_path / "a"), world=2)
     _, state = contents(tmp_path / "a")
     assert state["global_step"] == 3
-    optimizer = materialize(state["optimizer_states"][0])
+    optimizer = read_tensors(state["optimizer_states"][0])
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
     assert "blocks.0.c_attn.weight" in optimizer["param_groups"][0]["params"]
     assert optimizer["state"]["blocks.0.c_attn.weight"]["exp_avg"].shape == (48, 16)

@@ -15,7 +15,7 @@ import lightning_3d.checkpoint.save as place_of_write
 from lightning_3d.checkpoint.keeper import Keeper
 from lightning_3d.checkpoint.manifest import remove_directory
 from lightning_3d.checkpoint.single_file import save_file
-from lightning_3d.checkpoint.stored import Opened, materialize
+from lightning_3d.checkpoint.stored import Opened, read_tensors
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save
 from tests.checkpoint.savers import At, fit
@@ -31,7 +31,7 @@ def values(state):
 
 
 def load(path):
-    return materialize(Keeper()._load(path, None, TorchCheckpointIO()))
+    return read_tensors(Keeper()._load(path, None, TorchCheckpointIO()))
 
 
 def _save_for_ever(path, value, sharded):
@@ -79,7 +79,7 @@ def test_what_is_read_stays_until_it_is_read(tmp_path):
     for value in (1, 2, 3):
         save(path, tensors(value))
     assert values(load(path)) == {3.0}
-    assert values(materialize(state)) == {0.0}
+    assert values(read_tensors(state)) == {0.0}
     del state
     save(path, tensors(4))
     assert len(list(path.iterdir())) == 4
@@ -149,14 +149,14 @@ def _beside_another(folder, sharded):
 def test_a_directory_that_cannot_be_made_does_not_end_training(tmp_path, beside):
     (tmp_path / "file").write_text("")
     strategy = {"checkpoint_format": "sharded", "async_checkpoint": beside}
-    for rank, (steps, told) in enumerate(run(_save_under, 2, strategy, str(tmp_path / "file" / "a.ckpt"), world=2)):
+    for rank, (steps, texts) in enumerate(run(_save_under, 2, strategy, str(tmp_path / "file" / "a.ckpt"), world=2)):
         assert steps == 3
-        assert [text for text in told if "was not saved" in text and "Training continues" in text] or rank
+        assert [text for text in texts if "was not saved" in text and "Training continues" in text] or rank
 
 
 def _save_under(world, strategy, path):
-    module, told = fit(world, strategy, 3, At(s1=lambda trainer: trainer.save_checkpoint(path)))
-    return len(module.seen), told
+    module, texts = fit(world, strategy, 3, At(s1=lambda trainer: trainer.save_checkpoint(path)))
+    return len(module.seen), texts
 
 
 @pytest.mark.parametrize(

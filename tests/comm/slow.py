@@ -6,9 +6,9 @@ from lightning_3d.comm.background_queue import BackgroundQueue
 
 
 class SlowEngine(BackgroundQueue):
-    def submit(self, job):
+    def submit(self, job, *name):
         def late():
             time.sleep(0.003)
-            job()
+            return job()
 
-        return super().submit(late)
+        return super().submit(late, *name)

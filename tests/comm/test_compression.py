@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.codecs import Half, Int8
+from lightning_3d.comm.codecs import CODECS, Half, Int8
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_compression
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import CheckpointError, ConfigurationError
+from lightning_3d.layout import COMPRESSED_BYTES
 from tests.workers import run
 
 KINDS = ["bf16", "fp16", "int8", "powersgd"]
@@ -34,6 +35,12 @@ def _same_on_all(tensor):
     others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(others, tensor.contiguous())
     return all(torch.equal(other, tensor) for other in others)
+
+
+@pytest.mark.parametrize("kind", COMPRESSED_BYTES)
+def test_a_codec_sends_the_bytes_that_the_planner_prices(kind):
+    rows = torch.randn(2, 4096)
+    assert CODECS[kind].encode(rows, [4096]).nbytes == COMPRESSED_BYTES[kind] * rows.numel()
 
 
 def _bytes(kind):

@@ -302,16 +302,16 @@ def test_compression_of_sharded_gradients(kind, tolerance):
     run(_compressed, kind, tolerance, world=2, group=True)
 
 
-def test_a_promised_buffer_knows_what_fsdp2_does_and_nothing_else():
+def test_an_unallocated_buffer_knows_what_fsdp2_does_and_nothing_else():
     """Fails when torch changes how FSDP2 fills and empties its communication buffers."""
     import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 
-    promise = UnallocatedBuffer((8,), torch.float32, torch.device("cpu"), CopyNotes())
+    buffer = UnallocatedBuffer((8,), torch.float32, torch.device("cpu"), CopyNotes())
     grads = [torch.randn(4), torch.randn(4)]
-    collectives.foreach_reduce_scatter_copy_in(grads, promise, 2)
-    assert all(a is b for a, b in zip(promise.copies.sources, grads, strict=True))
+    collectives.foreach_reduce_scatter_copy_in(grads, buffer, 2)
+    assert all(a is b for a, b in zip(buffer.copies.sources, grads, strict=True))
     with pytest.raises(NotImplementedError, match="not known"):
-        promise.mul_(2)
+        buffer.mul_(2)
 
 
 def _frozen():

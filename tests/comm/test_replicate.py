@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.comm.collectives import Ring
+from lightning_3d.comm.background_queue import BackgroundQueue
+from lightning_3d.comm.collectives import Native, Ring
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError, UnsupportedError
@@ -178,6 +179,45 @@ def test_ranks_that_freeze_differently_are_told():
     run(_disagree, world=2, group=True)
 
 
+class Noted(Native):
+    def begin_all_reduce(self, buffer, *, average):
+        end, size = super().begin_all_reduce(buffer, average=average), buffer.numel()
+        self.events.append("begin")
+
+        def noted():
+            self.events.append("end")
+            end()
+
+        assert size
+        return noted
+
+
+def _on_streams():
+    """Where the library has streams there is no thread of ours: buckets are under way while backward continues."""
+    layer = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    collectives = Noted(dist.new_group(), Ledger(), "data")
+    engine = BackgroundQueue(threaded=False)
+    replicas = ReplicatedGradients(list(layer.parameters()), collectives, engine, dist.group.WORLD, bucket_mb=5e-4)
+    for _ in range(2):
+        collectives.events = events = []
+        layer.zero_grad()
+        handle = layer[0].weight.register_hook(lambda grad, events=events: events.append("last gradient"))
+        layer(torch.full((1, 8), float(dist.get_rank()))).sum().backward()
+        replicas.finish()
+        handle.remove()
+    homes = [parameter.grad.untyped_storage().data_ptr() for parameter in layer.parameters()]
+    return events, len(set(homes)), layer[0].weight.grad[0, 0].item()
+
+
+def test_buckets_are_under_way_during_backward_and_gradients_are_views_of_them():
+    (events, homes, first), (other, _, second) = run(_on_streams, world=2, group=True)
+    assert events == other
+    assert events[0] == "begin"
+    assert events.index("last gradient") < events.index("end")
+    assert events.count("begin") == events.count("end") == homes < 6
+    assert first == second != 0
+
+
 def _twice():
     engine = SlowEngine()
     layer = nn.Linear(512, 512)
@@ -194,6 +234,21 @@ def _twice():
 
 def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
     run(_twice, world=2, group=True)
+
+
+def _channels_last():
+    layer, engine = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), SlowEngine()
+    ring = Ring(dist.new_group(), Ledger(), "data")
+    replicas = ReplicatedGradients(list(layer.parameters()), ring, engine, dist.group.WORLD)
+    layer(torch.full((1, 4, 5, 5), float(dist.get_rank())).to(memory_format=torch.channels_last)).sum().backward()
+    before = layer.weight.grad.stride()
+    replicas.finish()
+    engine.close()
+    return before == layer.weight.grad.stride() == layer.weight.stride(), layer.weight.grad[0, 0, 0, 0].item()
+
+
+def test_gradients_keep_their_memory_format():
+    assert run(_channels_last, world=2, group=True) == [(True, 4.5), (True, 4.5)]
 
 
 def _sparse():

@@ -10,7 +10,7 @@ from lightning_3d.comm.collectives import Native, Ring
 from lightning_3d.comm.hierarchical import Hierarchical
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.ring_wire import Wire
+from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.errors import LayoutError
 from lightning_3d.ranks.talk import timeout_of
 from tests.workers import WorkerError, run
@@ -31,7 +31,7 @@ def _same_on_all(tensor):
 
 def _wire(shared):
     """Over shared memory, as between ranks of one machine, or over the process group, as between machines."""
-    wire = Wire(dist.new_group())
+    wire = RingWire(dist.new_group())
     wire._tried = not shared
     return wire
 
@@ -95,7 +95,7 @@ def test_reduce_scatter_and_all_gather(world, shared):
 
 
 def _wrong_length():
-    wire = Wire(dist.new_group())
+    wire = RingWire(dist.new_group())
     with pytest.raises(ValueError, match="7 elements are not 2 parts of 3"):
         ring_reduce_scatter(torch.empty(3), torch.empty(7), wire)
     dist.barrier()  # the other rank may still be connecting

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_3d.comm import shared_memory
 from lightning_3d.comm.ring import ring_all_reduce
-from lightning_3d.comm.ring_wire import Wire
+from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.errors import PeerError
 from tests.workers import run
 
@@ -26,7 +26,7 @@ def _comes_and_goes():
     group = dist.new_group()
     dist.barrier(group)
     before = _descriptors()
-    wire = Wire(group)
+    wire = RingWire(group)
     for _ in range(3):
         buffer = torch.full((LONG,), dist.get_rank() + 1.0)
         ring_all_reduce(buffer, wire)
@@ -49,7 +49,7 @@ def _one_rank_cannot(name, answer):
     if dist.get_rank() == 1:
         setattr(shared_memory, name, lambda *_: answer)
     try:
-        wire = Wire(group)
+        wire = RingWire(group)
         buffer = torch.full((7,), dist.get_rank() + 1.0)
         ring_all_reduce(buffer, wire)
     finally:
@@ -67,7 +67,7 @@ def test_where_one_rank_cannot_all_send_through_the_group(name, answer):
 
 def _neighbour_leaves():
     group = dist.new_group()
-    wire = Wire(group)
+    wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
     dist.barrier(group)
     if dist.get_rank() == 1:
@@ -85,7 +85,7 @@ def test_a_neighbour_that_leaves_is_noticed_at_once():
 
 def _last_message_of_a_neighbour_that_leaves():
     group = dist.new_group()
-    wire = Wire(group)
+    wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
     rank = dist.get_rank()
     if rank == 0:  # it sends nothing that anybody waits for any more, but has not taken what was sent to it
@@ -103,7 +103,7 @@ def test_what_a_neighbour_sent_before_it_left_arrives():
 
 def _silent():
     group = dist.new_group(timeout=timedelta(seconds=1))
-    wire = Wire(group)
+    wire = RingWire(group)
     ring_all_reduce(torch.ones(4), wire)
     if dist.get_rank() == 0:
         with pytest.raises(PeerError, match="within the timeout of 1 s"):
@@ -116,7 +116,7 @@ def test_a_silent_neighbour_is_waited_for_no_longer_than_the_timeout():
 
 
 def _different():
-    wire = Wire(dist.new_group())
+    wire = RingWire(dist.new_group())
     ring_all_reduce(torch.ones(4), wire)
     with pytest.raises(PeerError, match=r"sends (8|16) bytes where (16|8) are expected"):
         ring_all_reduce(torch.ones(4 + 4 * dist.get_rank()), wire)

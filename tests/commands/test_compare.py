@@ -91,3 +91,35 @@ def test_folders_without_jobs_are_one_line(tmp_path, capsys):
     job(tmp_path, "0", ["lr=1"])
     assert main(["compare", str(tmp_path)]) == 2
     assert "Strategy3D writes it when `fit` ends" in capsys.readouterr().err
+
+
+def figures(file):
+    return json.loads(file.read_text().partition('id="figures">')[2].partition("</script>")[0])
+
+
+def test_a_page_has_a_table_and_the_pictures(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    for name, batch, seconds in (("0", 8, 0.25), ("1", 16, 0.5)):
+        job(tmp_path, name, [f"batch={batch}", "lr=1"], step_seconds=seconds, memory_bytes=2e9, metrics={"loss": 3.5})
+    job(tmp_path, "2", ["batch=<script>"])
+    (tmp_path / "2" / "lightning_3d_failed.json").write_text(json.dumps({"reason": "<script>alert(1)</script>"}))
+    file = tmp_path / "page.html"
+    assert main(["compare", str(tmp_path), "--price", "2", "--html", str(file)]) == 0
+    text = file.read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<script>alert" not in text
+    shown = {each["layout"]["title"]["text"]: each for each in figures(file)}
+    assert "Cost against lr" not in shown
+    assert shown["Time against batch"]["data"][0]["x"] == [8.0, 16.0]
+    assert shown["Memory of the fullest rank"]["layout"]["shapes"][0]["x0"] == 80
+    prices = shown["Cost against the price of a device"]["data"][0]
+    assert (prices["x"][2], prices["y"][2]) == (2.0, 2.0)
+    assert 'data-key="0.25"' in text
+
+
+def test_a_loss_that_is_no_number_has_no_point(tmp_path):
+    pytest.importorskip("plotly")
+    job(tmp_path, "0", ["a=1"], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": float("nan")})
+    job(tmp_path, "1", ["a=1e999"], step_seconds=None, memory_bytes=2e9, metrics={"loss": 3.0})
+    assert main(["compare", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert figures(tmp_path / "page.html")[0]["data"][0]["x"] == [None, 3.0]

@@ -108,6 +108,15 @@ def test_a_damaged_report_is_a_job_that_did_not_finish(capsys, tmp_path, text):
     assert "job 1 did not finish: lightning_3d.json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [10**400, -1, float("nan"), float("inf"), "1", None])
+@pytest.mark.parametrize("name", ["seconds", "memory_bytes", "devices"])
+def test_a_report_with_a_number_of_no_size_is_a_job_that_did_not_finish(capsys, tmp_path, name, number):
+    job(tmp_path, "0", ["lr=1"], **DONE)
+    job(tmp_path, "1", ["lr=2"], **{**DONE, name: number})
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "job 1 did not finish: lightning_3d.json" in capsys.readouterr().out
+
+
 def test_why_every_job_failed_is_in_the_one_line(capsys, tmp_path):
     job(tmp_path, "0", ["lr=1"])
     (tmp_path / "0" / "lightning_3d_failed.json").write_text(json.dumps({"reason": "ValueError: no\nuse"}))

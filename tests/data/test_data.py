@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_3d import Strategy3D
-from lightning_3d.data.same_samples import fingerprint
+from lightning_3d.data.same_samples import checksum
 from lightning_3d.errors import DivergenceError
 from tests.parity import QUIET
 from tests.workers import run
@@ -46,7 +46,7 @@ class Kept(MLP):
         self.given = []
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.given.append(fingerprint(batch))
+        self.given.append(checksum(batch))
 
     def train_dataloader(self):
         if self.kind == "by_rank":
@@ -156,14 +156,14 @@ def _predictions():
         warnings.simplefilter("always")
         given = torch.cat(trainer.predict(module, loader))
     first = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    told = sum("use the batches of the first rank" in str(warning.message) for warning in caught)
-    return given, module.net(first).detach(), told
+    warned = sum("use the batches of the first rank" in str(warning.message) for warning in caught)
+    return given, module.net(first).detach(), warned
 
 
 def test_peers_whose_evaluation_data_differ_take_the_first_ones():
-    for given, wanted, told in run(_predictions, world=2):
+    for given, wanted, warned in run(_predictions, world=2):
         torch.testing.assert_close(given, wanted)
-        assert told == 1
+        assert warned == 1
 
 
 class Later(Predicts):
@@ -174,7 +174,7 @@ class Later(Predicts):
         self.given = []
 
     def validation_step(self, batch, index):
-        self.given.append(fingerprint(batch))
+        self.given.append(checksum(batch))
 
     def val_dataloader(self):
         seed = int(os.environ["RANK"]) if self.trainer.current_epoch else 0
@@ -199,7 +199,7 @@ def test_every_evaluation_is_compared():
 
 class Loaders(Later):
     def validation_step(self, batch, index, dataloader_idx):
-        self.given.append(fingerprint(batch))
+        self.given.append(checksum(batch))
 
     def val_dataloader(self):
         seeds = (0, int(os.environ["RANK"]))
@@ -224,9 +224,9 @@ def test_every_loader_is_compared():
 
 def test_a_fingerprint_of_what_is_conjugated_or_negated_lazily():
     x = torch.randn(4, dtype=torch.cfloat)
-    assert fingerprint(x.conj()) == fingerprint(x.conj().resolve_conj())
-    assert fingerprint(x.conj()) != fingerprint(x)
-    assert fingerprint(x.conj().imag) == fingerprint(-x.imag)
+    assert checksum(x.conj()) == checksum(x.conj().resolve_conj())
+    assert checksum(x.conj()) != checksum(x)
+    assert checksum(x.conj().imag) == checksum(-x.imag)
 
 
 def _stream_after(strategy, world):

@@ -15,7 +15,8 @@ from lightning_3d import Strategy3D
 from lightning_3d.cli import COMMANDS, _parser_of, main
 from lightning_3d.commands.fit import VERBS
 from tests.commands.test_compare import job
-from tests.docs.pages import ROOT, commands
+from tests.docs.pages import ROOT, blocks, commands
+from tests.monitor.test_timetable import recorded
 
 HYDRA = """\
 trainer:
@@ -24,7 +25,12 @@ trainer:
   devices: 4
   num_nodes: 1
 """
-RUN = ("plan", "inspect", "compare")
+TEMPLATE = {
+    "config.yaml": "defaults: [_self_, {trainer: default}, {experiment: null}]\nseed: null\n",
+    "trainer/default.yaml": HYDRA.partition("\n")[2].replace("  ", "") + "max_epochs: 10\n",
+}
+"""The configs of ashleve/lightning-hydra-template, as far as the pages change them."""
+RUN = ("plan", "layout", "inspect", "compare", "timeline")
 """Commands that need no cluster, no time and no files but those made here."""
 
 
@@ -35,8 +41,13 @@ def here(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     sweep = tmp_path / "multirun/2026-01-31/12-00-00"
     job(sweep, "0", ["a=1"], step_seconds=0.25, memory_bytes=2e9, metrics={"loss": 3.5})
+    recorded(tmp_path / "lightning_logs/version_0")
     (tmp_path / "cli").symlink_to(ROOT / "examples" / "cli")
     (tmp_path / "config.yaml").write_text(HYDRA)
+    (experiment,) = [text for (text,) in (block.values for block in blocks("yaml")) if text.startswith("# @package")]
+    for file, text in {**TEMPLATE, "experiment/large.yaml": experiment}.items():
+        (tmp_path / "src" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / file).write_text(text)
     monkeypatch.chdir(tmp_path)
     for name, value in {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -79,12 +90,12 @@ def run_ours(words):
 def compose_all(overrides, folder, script):
     """Every job of a Hydra command line composes, and its strategy is one."""
     GlobalHydra.instance().clear()
-    folder = ROOT / "examples" / "conf" if script.startswith("examples/") else folder
+    folder = {"examples": ROOT / "examples" / "conf", "src": folder / "src"}.get(script.partition("/")[0], folder)
     values = [
         [f"{name}={value}" for value in values.split(",")] for name, _, values in (o.partition("=") for o in overrides)
     ]
     with initialize_config_dir(str(folder), version_base="1.3"):
         for chosen in product(*values):
             config = compose("config", [*chosen], return_hydra_config=True)
-            if any("layout@" in override for override in chosen):
+            if any("layout@" in override or "experiment=" in override for override in chosen):
                 assert isinstance(instantiate(config.trainer.strategy), Strategy3D)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-pytest.importorskip("mkdocs", reason="needs mkdocs (the dev extra)")
+for package in ("mkdocs", "mkdocstrings"):
+    pytest.importorskip(package, reason=f"needs {package} (the dev extra)")
 
 
 def test_the_site_builds_without_warnings(tmp_path):

@@ -29,6 +29,10 @@ class Branching(MLP):
         return loss
 
 
+def test_a_number_of_ranks_is_a_cluster():
+    assert Strategy3D(dry_run=8)._dry_world.cluster == Strategy3D(dry_run="8")._dry_world.cluster
+
+
 def test_a_strategy_alone_prints_the_report_and_leaves_the_module_alone(capfd):
     module = MLP()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

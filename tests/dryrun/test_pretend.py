@@ -29,7 +29,7 @@ def test_memory_of_a_training_step_is_that_of_real_tensors():
         if fake:
             for child in net.children():
                 for name, parameter in list(child.named_parameters()):
-                    setattr(child, name, nn.Parameter(pretend.made(parameter)))
+                    setattr(child, name, nn.Parameter(pretend.fake_like(parameter)))
         with pretend:
             net(torch.ones(16, 8)).square().sum().backward()
         return pretend.memory.peak, pretend.flops
@@ -52,14 +52,14 @@ def test_what_is_large_is_not_computed_in_a_step_only():
 
 def test_masks_of_the_batch_select_from_what_has_no_values():
     pretend = FakeDevice()
-    fake = pretend.made(torch.empty(6, 3))
+    fake = pretend.fake_like(torch.empty(6, 3))
     with pretend:
         assert fake[torch.tensor([True, False, True, True, False, False])].shape == (3, 3)
 
 
 def test_values_that_are_not_there_are_one_and_their_place_is_noted():
     pretend = FakeDevice()
-    fake = pretend.made(torch.empty(()))
+    fake = pretend.fake_like(torch.empty(()))
     with pretend, pretend.step():
         assert fake.item() == 1.0 and not bool(fake > 0) and torch.tensor(5).item() == 5
     assert len(pretend.reads) == 1 and __file__ in next(iter(pretend.reads))

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.base import Batches
 
@@ -50,7 +50,9 @@ def losses(name, module, data, arguments, strategy, devices):
     return kept
 
 
-@pytest.mark.parametrize(("name", "module", "data", "arguments", "strategy"), CASES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("name", "module", "data", "arguments", "strategy"), in_turn(CASES, 2), ids=lambda value: str(value)[:24]
+)
 def test_an_example_has_the_losses_of_one_device(name, module, data, arguments, strategy):
     (alone,) = run(losses, name, module, data, arguments, None, 1, world=1)
     assert len(alone) == STEPS

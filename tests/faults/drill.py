@@ -112,7 +112,7 @@ class Report:
     starts: int = 0
     slowest: float = 0.0
     """Seconds from a kill to the end of the last survivor."""
-    told: int = 0
+    named: int = 0
     """Survivors whose error named the victim."""
     survivors: int = 0
     rounds: int = 0
@@ -199,7 +199,7 @@ def _count(job, run, victim, others, seconds, report):
     for rank in others:
         report.survivors += 1
         text = job.ended.get(rank, {}).get("text", "")
-        report.told += f"ank {victim} (" in text
+        report.named += f"ank {victim} (" in text
         if f"ank {victim} (" not in text:
             report.errors.append((victim, rank, text[:200], job.processes[rank].exitcode))
 

@@ -12,6 +12,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.faults.nccl_settings import set_nccl_watchdog
 from tests.faults.squad import squad
 from tests.parity import QUIET
+from tests.workers import run
 from tests.zoo import MODULES
 
 TIMEOUT = 8.0
@@ -59,6 +60,27 @@ def test_a_process_that_is_aborted_has_said_who_is_missing(tmp_path):
         assert "ank 1 (pipeline 0, data 1, tensor 0) was elsewhere" in record["error"]
         assert "never_returns" in record["error"]
         assert "the others were at" in record["error"]
+
+
+class LongHook(Callback):
+    """All ranks spend more than the timeout in a hook."""
+
+    def on_train_epoch_end(self, *_):
+        time.sleep(1.2 * SHORT)
+
+
+SHORT = 3.0
+
+
+def spend_long(folder):
+    strategy = Strategy3D(zero_stage=1, timeout=SHORT, quiet=True)
+    flags = {"devices": 2, "max_epochs": 1, "limit_val_batches": 0, "default_root_dir": folder}
+    Trainer(**QUIET, **flags, callbacks=[LongHook()], strategy=strategy).fit(MODULES["MLP"]())
+
+
+def test_a_long_hook_of_all_ranks_is_no_failure(tmp_path):
+    run(spend_long, str(tmp_path), world=2)
+    assert not list(tmp_path.glob("flight/*"))
 
 
 def test_settings_of_the_user_stay(tmp_path, monkeypatch):

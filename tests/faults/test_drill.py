@@ -9,7 +9,7 @@ def _check(report, kills):
     print(report)
     assert report.kills >= kills
     assert report.slowest < TIMEOUT + 15
-    assert report.told >= 0.9 * report.survivors
+    assert report.named >= 0.9 * report.survivors
 
 
 def test_short(tmp_path):

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning_3d import Strategy3D
 from tests.faults.drill import Net
 from tests.faults.squad import squad
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -155,7 +155,7 @@ def _stopped(hook, step, alone, world, strategy):
 HOOKS = ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", in_turn(HOOKS, 3))
 @pytest.mark.parametrize("axis", ["data_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_all_ranks_stop_where_all_want_to_or_after_the_next_batch_where_one_does(hook, axis, alone):

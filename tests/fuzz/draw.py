@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from lightning_3d.layout import SCHEDULES
 from tests.fuzz.grammar import ACTIVATIONS, OPTIMIZERS, Spec
 
 LAYOUTS = [
@@ -11,8 +12,8 @@ LAYOUTS = [
     (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 4),
 ]  # fmt: skip
 """(data, tensor, pipeline), at most four ranks."""
-V_SHAPED = ("zbv_zero_bubble", "dualpipev")
-INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble", "loopedbfs")
+V_SHAPED = tuple(name for name, facts in SCHEDULES.items() if facts.v_shaped)
+INTERLEAVED = tuple(name for name, facts in SCHEDULES.items() if facts.stages_per_rank is None)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.check import Refused, check
 from tests.fuzz.draw import cases
 from tests.fuzz.found import FOUND, REFUSED
+from tests.parity import in_turn
 
 
 def drawn(start, count, wanted=lambda case: True):
@@ -68,7 +69,7 @@ def test_a_planted_error_is_found(planted):
     pytest.fail("not found")
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", in_turn(FOUND, 3))
 def test_found(name):
     check(FOUND[name])
 

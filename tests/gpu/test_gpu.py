@@ -4,12 +4,10 @@ import time
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
+from tests.bench.bench_gpu import Large
 from tests.parity import QUIET, assert_same, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
@@ -19,6 +17,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, none is here"),
 ]
+SEVERAL = [
+    *((2, {"zero_stage": stage}) for stage in (0, 1, 2, 3)),
+    (2, {"tensor_parallel_size": 2}),
+    (2, {"pipeline_parallel_size": 2}),
+    (2, {"zero_stage": 3, "offload": "all"}),
+    (4, {"zero_stage": 3, "zero_shard_size": 2}),
+    (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
+    (4, {"pipeline_parallel_size": 2, "zero_stage": 2}),
+    (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+]
+"""Devices and layouts."""
 GPU = {"accelerator": "gpu", "max_epochs": 2}
 EPS = {"32-true": 0.0, "64-true": 0.0, "bf16-true": 2**-8, "16-true": 2**-11, "bf16-mixed": 2**-8, "16-mixed": 2**-11}
 
@@ -55,27 +64,45 @@ def _several(number):
     return pytest.mark.skipif(here < number, reason=f"needs {number} CUDA devices, {here} are here")
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy"),
-    [
-        pytest.param(world, strategy, marks=_several(world))
-        for world, strategy in [
-            *((2, {"zero_stage": stage}) for stage in (0, 1, 2, 3)),
-            (2, {"tensor_parallel_size": 2}),
-            (2, {"pipeline_parallel_size": 2}),
-            (2, {"zero_stage": 3, "offload": "all"}),
-            (4, {"zero_stage": 3, "zero_shard_size": 2}),
-            (4, {"tensor_parallel_size": 2, "zero_stage": 1}),
-            (4, {"pipeline_parallel_size": 2, "zero_stage": 2}),
-            (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-        ]
-    ],
-)
+def _on_several(layouts):
+    return pytest.mark.parametrize(
+        ("world", "strategy"), [pytest.param(world, strategy, marks=_several(world)) for world, strategy in layouts]
+    )
+
+
+@_on_several(SEVERAL)
 def test_layouts_of_several_devices_are_one_device(world, strategy):
     trainer = {**GPU, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     attributes = {"optimizer": "plain_sgd"}
     wanted = reference("GPT", attributes, trainer)
     assert_same(run(train, "GPT", world, strategy, attributes, trainer, world=world, timeout=300), wanted, 1e-4)
+
+
+class Strict(Callback):
+    """torch raises where a host waits for its device, from the sixth step to the fifteenth."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 5:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 14:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _strictly(strategy, devices):
+    flags = {"accelerator": "gpu", "devices": devices, "max_steps": 17, "limit_val_batches": 0}
+    trainer = Trainer(**{**QUIET, **flags, "callbacks": [Strict()]}, strategy=Strategy3D(**strategy, quiet=True))
+    try:
+        trainer.fit(Large(width=64, blocks=4, vocabulary=100, length=16, batch=8))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return trainer.global_step
+
+
+@_on_several([(1, {"zero_stage": stage}) for stage in (0, 3)] + [case for case in SEVERAL if "offload" not in case[1]])
+def test_no_host_waits_for_its_device_in_a_steady_step(world, strategy):
+    assert run(_strictly, strategy, world, world=world, timeout=300) == [17] * world
 
 
 def _check(name, strategy, trainer, eps=0.0):
@@ -87,36 +114,6 @@ def _check(name, strategy, trainer, eps=0.0):
     else:
         assert _difference(got, wanted) < 8 * eps
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=8 * eps, atol=8 * eps)
-
-
-class Large(LightningModule):
-    """310M parameters: 22 blocks of width 1024."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(32000, 1024)
-        layer = {"d_model": 1024, "nhead": 16, "dim_feedforward": 4096, "dropout": 0.0}
-        self.blocks = nn.ModuleList(
-            [
-                nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True, activation="gelu")
-                for _ in range(22)
-            ]
-        )
-        self.head = nn.Linear(1024, 32000, bias=False)
-        self.head.weight = self.embed.weight
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch[:, :-1])
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
-
-    def train_dataloader(self):
-        return DataLoader(list(torch.randint(0, 32000, (8 * 60, 1025))), batch_size=8)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
 
 
 class Clock(Callback):

@@ -1,6 +1,6 @@
 """Wheel and sdist install into an empty environment and work there, far from the checkout.
 
-The environment is empty but for what a file of paths lends it: the dependencies, which would take minutes to install.
+The environment is empty but for what a file of paths gives it: the dependencies, which would take minutes to install.
 """
 
 import subprocess

@@ -64,10 +64,10 @@ def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
     def submitted(self, job_overrides, first):
         if job_overrides[0] == ["trainer.devices=8"]:
             raise RuntimeError("job 2 failed")
-        told.append((first, self.params["tasks_per_node"], self.params["gpus_per_node"], self.params["nodes"]))
+        calls.append((first, self.params["tasks_per_node"], self.params["gpus_per_node"], self.params["nodes"]))
         return [first]
 
-    told = []
+    calls = []
     overrides = ["+launcher=slurm", "trainer.devices=2,4,8", "+trainer.num_nodes=2"]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(SCRIPT.parent), version_base="1.3"):
@@ -82,10 +82,10 @@ def test_each_job_is_submitted_with_the_sizes_of_its_own_trainer(monkeypatch):
         monkeypatch.setattr(slurm, "launch", submitted)
         jobs = [[f"trainer.devices={devices}", "+trainer.num_nodes=2", "+launcher=slurm"] for devices in (2, 4)]
         assert launcher.launch(jobs, 5) == [5, 6]
-        assert sorted(told) == [(5, 2, 2, 2), (6, 4, 4, 2)]
+        assert sorted(calls) == [(5, 2, 2, 2), (6, 4, 4, 2)]
         with pytest.raises(RuntimeError, match="job 2 failed"):
             launcher.launch([["trainer.devices=8"], jobs[0]], 2)
-    assert sorted(told)[0] == (3, 2, 2, 2)
+    assert sorted(calls)[0] == (3, 2, 2, 2)
 
 
 @pytest.fixture

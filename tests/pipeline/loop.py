@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline
-from lightning_3d.pipeline.schedule import stage_ranks, stages_per_rank
+from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
 from lightning_3d.strategy.window import EarlyGradients
@@ -85,7 +86,7 @@ def pipelined(
 def opened(module: Any, split: PipelineSplit, group: dist.ProcessGroup, undo: UndoStack, **options: Any) -> Pipeline:
     """A pipeline that runs steps of `module` until `undo` closes."""
     pipeline = Pipeline(module, split, group, **options)
-    pipeline.open(Hooks(), undo)
+    pipeline.open(StepCallbacks(), undo)
     return pipeline
 
 

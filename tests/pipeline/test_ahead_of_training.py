@@ -88,13 +88,31 @@ class Counting(MLP):
         RUNS["ahead"] = RUNS["ahead"] or RUNS["count"]
 
 
-def runs_ahead():
-    batches = DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
-    strategy = Strategy3D(quiet=True, pipeline_parallel_size=2)
-    Trainer(**QUIET, max_epochs=1, limit_val_batches=0, devices=2, strategy=strategy).fit(Counting(), batches)
+class Plain(Counting):
+    """Its loss is a mean, and it draws nothing."""
+
+    def training_step(self, batch, batch_idx):
+        RUNS["count"] += 1
+        return F.cross_entropy(self(batch["x"]), batch["y"])
+
+
+def runs_ahead(kind, limit_val_batches, world, axes):
+    RUNS.update(count=0, ahead=0)
+    module, batches = kind(), DataLoader([vectors(8, 0), vectors(8, 1)], batch_size=None)
+    flags = {**QUIET, "limit_val_batches": limit_val_batches, "num_sanity_val_steps": 0}
+    trainer = Trainer(**flags, max_epochs=1, devices=world, strategy=Strategy3D(quiet=True, **axes))
+    trainer.fit(module, batches, batches)
     return RUNS["ahead"]
 
 
-def test_a_step_runs_at_most_six_times_and_once_per_stage_before_training():
-    for ahead in run(runs_ahead, world=2):
+PIPELINE, BOTH = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_val_batches", "world", "axes"),
+    [(Counting, 1, 2, PIPELINE), (Counting, 0, 4, BOTH), (Plain, 1, 4, BOTH)],
+    ids=["pipeline", "both", "both, with validation"],
+)
+def test_a_step_runs_at_most_six_times_and_once_per_stage_before_training(kind, limit_val_batches, world, axes):
+    for ahead in run(runs_ahead, kind, limit_val_batches, world, axes, world=world):
         assert 1 <= ahead <= 6 + 2

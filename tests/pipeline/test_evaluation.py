@@ -245,6 +245,24 @@ class OfTheBatch(Net):
     block = UsesTheBatch
 
 
+class MasksAColumn(Block):
+    def forward(self, x):
+        return torch.cat([super().forward(x)[:, :5], torch.full_like(x[:, :1], -1e9)], dim=1)
+
+
+class OfTheBatchBehindAMask(OfTheBatch):
+    """A tolerance from the largest value would let any difference pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3] = MasksAColumn()
+        self.head = nn.Identity()
+
+    def features(self, x):
+        *hidden, last = super().features(x)
+        return [*hidden, last[:, 3:]]
+
+
 class KeepsRows(Block):
     cache = None
 
@@ -291,6 +309,7 @@ class HasHooks(Net):
     ("make", "reason"),
     [
         (OfTheBatch, "other values for a row"),
+        (OfTheBatchBehindAMask, "other values for a row"),
         (WithCache, "keeps 'cache'"),
         (OfFullBatches, "too few rows"),
         pytest.param(CountsBeforeBlocks, "Meter keeps", marks=pytest.mark.long),
@@ -301,6 +320,85 @@ def test_full_batches_where_microbatches_would_differ(make, reason):
     ways, (text,) = compare(make)
     assert ways == [AS_EVER, AS_EVER]
     assert reason in text
+
+
+class BeginsLater(Block):
+    later = False
+
+
+class UsesTheBatchLater(BeginsLater):
+    def forward(self, x):
+        return super().forward(x - x.mean(0) if self.later else x)
+
+
+class DrawsLater(BeginsLater):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5) if self.later else x)
+
+
+class Later(LightningModule):
+    """Once the stages are proven, blocks compute otherwise. All rows are equal."""
+
+    block = BeginsLater
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.block() for _ in range(4)))
+
+    def validation_step(self, batch, batch_idx):
+        for block in self.blocks:
+            block.later = batch_idx > 2
+        self.log("different", float(len(self.blocks(batch).unique(dim=0))), reduce_fx="max")
+
+
+class OfTheBatchLater(Later):
+    block = UsesTheBatchLater
+
+
+class RandomLater(Later):
+    block = DrawsLater
+
+
+def later(make, rows):
+    module, strategy = make(), Strategy3D(**TWO, quiet=True)
+    trainer = Trainer(**{**QUIET, "devices": 2, "strategy": strategy})
+    return trainer.validate(module, DataLoader(rows, batch_size=8), verbose=False)[0]["different"]
+
+
+def test_random_numbers_that_begin_later_are_other_ones_for_each_row():
+    assert run(later, RandomLater, torch.ones(8 * 5, 6), world=2) == [8.0, 8.0]
+
+
+def test_other_values_in_a_later_batch_are_an_error():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: validation_step ran in stages, .* may be wrong"):
+        run(later, OfTheBatchLater, torch.randn(8 * 7, 6), world=2)
+
+
+class Twofold(Net):
+    """Logs another result with another loader, and once the sanity check is done."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        hidden = self.features(batch["x"])
+        self.log("loss", F.cross_entropy(self.head(hidden[-1]), batch["y"]))
+        if dataloader_idx == 1 and not self.trainer.sanity_checking:
+            self.log("early", hidden[1].mean())
+
+    on_validation_batch_end = on_validation_epoch_end = lambda *_: None
+
+
+def with_two_loaders(strategy):
+    seed_everything(7, verbose=False)
+    flags = {"devices": ranks(strategy), "strategy": Strategy3D(quiet=True, **strategy) if strategy else "auto"}
+    trainer = Trainer(**{**QUIET, **flags, "max_epochs": 1, "limit_train_batches": 1, "num_sanity_val_steps": 4})
+    loaders = [DataLoader(batches()[:4], batch_size=None) for _ in range(2)]
+    trainer.fit(Twofold(), loaders[0], loaders)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_loaders_and_the_sanity_check_are_proven_for_themselves():
+    (wanted,) = run(with_two_loaders, None, world=1)
+    for got in run(with_two_loaders, TWO, world=2):
+        assert got == pytest.approx(wanted, rel=1e-5)
 
 
 class SkipsABlockLater(Net):
@@ -343,7 +441,7 @@ def test_a_result_that_was_not_sent_is_refused_and_the_remedy_works():
     compare(LogsAnEarlyResultLater, TWO | {"num_microbatches": 1})
 
 
-PAUSE = 0.004
+PAUSE = 0.012
 
 
 class Sleeps(nn.Module):
@@ -352,7 +450,7 @@ class Sleeps(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        time.sleep(PAUSE * len(x))
+        time.sleep(Clock.pause * len(x))
         return x * self.weight
 
 
@@ -368,10 +466,15 @@ class Slow(LightningModule):
 
 
 class Clock(Callback):
+    """The seconds of each batch. Blocks take their time from the third batch on: the runs ahead need not wait."""
+
+    pause = 0.0
+
     def __init__(self):
         self.times = []
 
-    def on_validation_batch_start(self, *_):
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        Clock.pause = PAUSE if batch_idx >= 2 else 0.0
         self.start = time.perf_counter()
 
     def on_validation_batch_end(self, *_):
@@ -381,8 +484,9 @@ class Clock(Callback):
 def timed():
     clock, strategy = Clock(), Strategy3D(pipeline_parallel_size=2, num_microbatches=16, quiet=True)
     trainer = Trainer(**{**QUIET, "devices": 2, "strategy": strategy, "callbacks": [clock]})
-    trainer.validate(Slow(), DataLoader(torch.ones(32 * 6, 3), batch_size=32), verbose=False)
-    return min(clock.times[2:])
+    trainer.validate(Slow(), DataLoader(torch.ones(32 * 3, 3), batch_size=32), verbose=False)
+    Clock.pause = 0.0
+    return clock.times[2]
 
 
 def test_two_stages_take_little_more_than_half_the_time():

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline import executor, wire
-from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
+from lightning_3d.pipeline.schedule import actions, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
-from tests.pipeline.loop import opened
+from tests.pipeline.loop import opened, pipelined, whole
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 
@@ -93,6 +94,51 @@ def test_absent_parameters_take_no_memory():
     tied = GPT(layers=2).lm_head.weight.numel() / sum(parameter.numel() for parameter in GPT(layers=2).parameters())
     assert first + second == pytest.approx(1 + tied)
     assert absent > 0
+
+
+class Between(nn.Module):
+    """Adds to what its blocks return, in place where it `writes`."""
+
+    def __init__(self, writes=True):
+        super().__init__()
+        self.blocks, self.writes = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), writes
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = block(batch)
+            batch = batch.add_(1.0) if self.writes else batch + 1.0
+        return batch.pow(2).mean()
+
+
+def between():
+    torch.manual_seed(1)
+    return Between(), list(torch.randn(3, 8, 4))
+
+
+def test_code_between_blocks_may_write_into_what_other_stages_computed():
+    losses, _ = whole(between)
+    for ours, _, _ in run(pipelined, between, world=2, group=True):
+        assert ours == pytest.approx(losses)
+
+
+def placeholders():
+    """Placeholders for blocks of other stages after each of two steps of four microbatches."""
+    module = Between(writes=False)
+    split = plan_split(module, None, 2)
+    apply_split(module, split, [dist.get_rank()])
+    pipeline = opened(module, split, dist.group.WORLD, UndoStack(), num_microbatches=4)
+    found = []
+    for _ in range(2):
+        pipeline.training_step(torch.ones(8, 4), 0)
+        (trace,) = pipeline.traces.values()
+        found.append([each.data_ptr() for each in trace.zeros.values()])
+    return found
+
+
+def test_zeros_for_blocks_of_other_stages_are_made_once():
+    ranks = run(placeholders, world=2, group=True)
+    assert all(first == second for first, second in ranks)
+    assert [len(first) for first, _ in ranks] == [0, 1]  # the first stage is cut before it would need any
 
 
 PAUSE = 0.1

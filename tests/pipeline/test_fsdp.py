@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.context import Hooks
+from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
@@ -99,7 +99,7 @@ def sharded(tied, accumulate, schedule):
     absent = {parameter for parameter in module.parameters() if parameter.is_meta}
     fully_shard(module, mesh=data, reshard_after_forward=False, ignored_params=absent)
     zero = Sharded(module)
-    hooks = Hooks(begin=zero.begin, reduce=zero.reduce, locate=zero.locate, evaluating=zero.evaluating)
+    hooks = StepCallbacks(begin=zero.begin, reduce=zero.reduce, grad_holder=zero.locate, evaluating=zero.evaluating)
     pipeline = Pipeline(module, split, group, schedule=schedule, num_microbatches=2)
     pipeline.open(hooks, UndoStack())
     optimizer = make_optimizer(module, "AdamW")

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.parity import assert_same_fit, fit_with
+from tests.parity import assert_same_fit, fit_with, in_turn
 from tests.same.covering import covering, every
 from tests.workers import run
 from tests.zoo.batchless import GPT, build, gpt_batch
@@ -50,7 +50,7 @@ def _name(case):
     return "{module}-{stages}x{microbatches}-acc{accumulate}".format(**case)
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=_name)
+@pytest.mark.parametrize("case", in_turn(PAIRS, 3), ids=_name)
 def test_pairs(case):
     check(case, 4)
 

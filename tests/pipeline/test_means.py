@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_3d.pipeline.loss_mean import MEAN, StepResult, compare_halves
+from lightning_3d.pipeline.loss_mean import MEAN, StepResult, compare_parts
 from tests.parity import check, fit
 from tests.workers import run
 from tests.zoo import oddities
@@ -20,41 +20,51 @@ def seen(loss, gradient=()):
 
 def test_a_mean_is_a_mean():
     batch = {"x": torch.arange(8.0), "weights": torch.ones(3)}
-    assert compare_halves(lambda rows, seed: seen(rows["x"].mean()), batch, [3, 3, 2]) == MEAN
-    assert compare_halves(lambda rows, seed: seen(rows["x"].sum()), batch, [8]) == MEAN
+    assert compare_parts(lambda rows, seed: seen(rows["x"].mean()), batch, [3, 3, 2]) == MEAN
+    assert compare_parts(lambda rows, seed: seen(rows["x"].sum()), batch, [8]) == MEAN
 
 
 def test_what_cannot_be_compared_is_not_taken_for_a_mean():
     batch = torch.arange(8.0)
-    assert compare_halves(lambda rows, seed: seen(rows.mean() + seed), batch, [3, 3, 2]).verdict == "random"
-    assert compare_halves(lambda rows, seed: None, batch, [3, 3, 2]).verdict == "unknown"
-    assert compare_halves(lambda rows, seed: seen(float("nan")), batch, [3, 3, 2]).verdict == "unknown"
+    assert compare_parts(lambda rows, seed: seen(rows.mean() + seed), batch, [3, 3, 2]).verdict == "random"
+    assert compare_parts(lambda rows, seed: None, batch, [3, 3, 2]).verdict == "unknown"
+    assert compare_parts(lambda rows, seed: seen(float("nan")), batch, [3, 3, 2]).verdict == "unknown"
     half = lambda rows, seed: seen(rows.mean() if len(rows) == 8 else float("nan"))  # noqa: E731
-    assert compare_halves(half, batch, [3, 3, 2]).verdict == "no mean"
+    assert compare_parts(half, batch, [3, 3, 2]).verdict == "no mean"
 
 
 def test_a_sum_is_none():
-    text = compare_halves(lambda rows, seed: seen(rows.sum()), torch.arange(8.0), [3, 3, 2]).reason
-    assert "the loss on 8 samples is 28, the mean of the losses on 3 and on 5 of them 16.75" in text
+    text = compare_parts(lambda rows, seed: seen(rows.sum()), torch.arange(8.0), [3, 3, 2]).reason
+    assert "the loss on 8 samples is 28, the mean of the losses on 3, 3 and 2 of them is 8.875" in text
 
 
 def test_a_gradient_tells_where_the_loss_does_not():
     batch = torch.arange(8.0)
-    text = compare_halves(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
-    assert "the gradient of the loss on 8 samples differs by 0.67 of itself" in text
-    assert "the loss on 8" in compare_halves(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2]).reason
-    assert compare_halves(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
-    assert compare_halves(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
-    random = compare_halves(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
+    text = compare_parts(lambda rows, seed: seen(1.0, [rows.sum(), 0.0]), batch, [3, 3, 2]).reason
+    assert "the gradient of the loss on 8 samples differs by 2.2 of itself" in text
+    assert "the loss on 8" in compare_parts(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2]).reason
+    assert compare_parts(lambda rows, seed: seen(1e3 + rows.sum() / 20), batch, [3, 3, 2], 0.05) == MEAN
+    assert compare_parts(lambda rows, seed: seen(1.0, [rows.mean(), 0.0]), batch, [3, 3, 2]) == MEAN
+    random = compare_parts(lambda rows, seed: seen(1.0, [rows.sum() + seed, 0.0]), batch, [3, 3, 2])
     assert random.verdict == "random"
-    assert compare_halves(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) == MEAN
+    assert compare_parts(lambda rows, seed: seen(1.0, [0.0] * len(rows)), batch, [3, 3, 2]) == MEAN
 
 
 def test_rows_that_are_full_hide_no_padding_behind_them():
     labels = torch.arange(160).view(16, 10)
     labels[13, 3:] = -100  # in the second to last of eight microbatches
     mean = lambda rows, seed: seen(rows["labels"][rows["labels"] >= 0].double().mean())  # noqa: E731
-    assert compare_halves(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8).verdict == "no mean"
+    assert compare_parts(mean, {"labels": labels, "scale": torch.ones(3)}, [2] * 8).verdict == "no mean"
+
+
+@pytest.mark.parametrize("counts", [(4, 8, 4, 8), (3, 3, 6, 0)])
+def test_halves_with_as_many_tokens_hide_no_uneven_quarters(counts):
+    """A detector divides by its positive anchors, and an image may have none."""
+    labels = torch.arange(40).view(4, 10)
+    for row, count in zip(labels, counts, strict=True):
+        row[count:] = -100
+    mean = lambda rows, seed: seen(rows[rows >= 0].double().sum() / max(1, (rows >= 0).sum()))  # noqa: E731
+    assert compare_parts(mean, labels, [1] * 4).verdict == "no mean"
 
 
 class Masked(oddities.EmbeddingSkip):
@@ -93,7 +103,7 @@ class Fair(oddities.Deep):
         return F.cross_entropy(self(F.dropout(batch["x"], 0.2)), batch["y"])
 
 
-def told(build, scope):
+def warned_of(build, scope):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(build, {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope})
@@ -114,7 +124,7 @@ def test_the_whole_batch_gives_its_exact_loss(accumulate):
 
 @pytest.mark.parametrize(("scope", "count"), [("microbatch", 1), ("batch", 0)])
 def test_padding_that_is_uneven_is_said(scope, count):
-    first, _ = run(told, masked, scope, world=2)
+    first, _ = run(warned_of, masked, scope, world=2)
     assert len(first) == count
 
 
@@ -125,5 +135,5 @@ def fresh(kind):
 
 @pytest.mark.parametrize(("kind", "count"), [(Weighted, 1), (Dropping, 1), (Fair, 0)])
 def test_neither_alike_losses_nor_dropout_hide_it(kind, count):
-    first, _ = run(told, partial(fresh, kind), "microbatch", world=2)
+    first, _ = run(warned_of, partial(fresh, kind), "microbatch", world=2)
     assert len(first) == count

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_3d.data.same_samples import fingerprint
+from lightning_3d.data.same_samples import checksum
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size, signature, split_batch, split_sizes
 from lightning_3d.sandbox.trees import join_outputs, rebuild
 from tests.parity import assert_parity
@@ -117,7 +117,7 @@ def test_a_batch_with_packed_sequences_stays_whole(sort):
     sequences = [torch.ones(length, 2) for length in (4, 3, 1)]
     batch = {"x": [pack_sequence(sequences, enforce_sorted=sort)], "y": torch.arange(3)}
     assert batch_size(batch) is None
-    assert fingerprint(batch) != fingerprint({**batch, "x": [pack_sequence(sequences[:2])]})
+    assert checksum(batch) != checksum({**batch, "x": [pack_sequence(sequences[:2])]})
 
 
 class Popping(MLP):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parity import in_turn
 from tests.pipeline.loop import assert_same, pipelined, whole
 from tests.workers import run
 from tests.zoo.batchless import GPT, build, gpt_batch
@@ -26,7 +27,7 @@ def partial_pipelined(made, args, accumulate, options):
     return pipelined(made, *args, accumulate=accumulate, **options)
 
 
-@pytest.mark.parametrize("module", MODELS)
+@pytest.mark.parametrize("module", in_turn(MODELS, 2))
 def test_two_stages_with_validation_between_steps(module):
     check(module, 2, "1f1b", 4, validate=True)
 

@@ -76,14 +76,14 @@ class Telling(MLP):
         self.loggers[0].log_metrics({"own": loss.item()}, step=7)
         if self.trainer.is_global_zero:
             self.logger.experiment.add_scalar("guarded", loss.item(), self.global_step)
-            self.told.append(batch_idx)
+            self.messages.append(batch_idx)
         return loss
 
 
 def fit(kind, strategy, logger, batches=3, **trainer):
     seed_everything(3, verbose=False)
     module, printed = kind(), []
-    module.told = []
+    module.messages = []
     if strategy is not None:
         strategy = Strategy3D(num_microbatches=4, **strategy)
     flags = {**QUIET, "max_epochs": 1, "log_every_n_steps": 1, "limit_val_batches": 0, "logger": logger, **trainer}
@@ -97,10 +97,10 @@ def fit(kind, strategy, logger, batches=3, **trainer):
     return printed, module, made
 
 
-def told(strategy, devices):
+def messages(strategy, devices):
     printed, module, made = fit(Telling, strategy, Notes(), devices=devices)
     printed = [(text, float(value)) for text, value in printed]
-    return printed, made.logger.writer.calls, made.logger.writer.series, module.told
+    return printed, made.logger.writer.calls, made.logger.writer.series, module.messages
 
 
 def close(one, other):
@@ -117,10 +117,10 @@ def close(one, other):
     ids=str,
 )  # fmt: skip
 def test_loggers_and_prints(options, world):
-    ((printed, calls, series, _),) = run(told, None, 1, world=1)
+    ((printed, calls, series, _),) = run(messages, None, 1, world=1)
     assert len(printed) == 3
     assert len(calls) == 15
-    first, *others = run(told, options, world, world=world)
+    first, *others = run(messages, options, world, world=world)
     assert close(first[0], printed)
     assert close(first[1], calls)
     assert close(first[2]["series"], series["series"])

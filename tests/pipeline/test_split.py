@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.split import apply_split, move_present, plan_split
+from lightning_3d.pipeline.split import apply_split, plan_split
 from tests.pipeline.loop import opened
 from tests.workers import run
 from tests.zoo.batchless import GPT, Encoder, Residual, build
@@ -58,7 +58,6 @@ def test_names_groups_and_ties_stay():
     assert set(applied.absent.values()) == {0, 2}
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     assert len(optimizer.param_groups[0]["params"]) == len(list(before.parameters()))
-    move_present(module, torch.device("cpu"))
     module.eval()
     assert not any(inner.training for inner in module.modules())
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.tensor.late_gather import LateGather
+from lightning_3d.tensor.late_tensor import LateTensor
 from tests.parity import QUIET, assert_parity, train
 from tests.workers import WorkerError, WorkerHang, run
 from tests.zoo.language import GPT, UntiedGPT
@@ -90,7 +90,7 @@ class Peeking(GPT):
 
     def forward(self, tokens):
         logits = super().forward(tokens)
-        if isinstance(logits, LateGather):
+        if isinstance(logits, LateTensor):
             self.trainer.peeked = True
         return logits
 

@@ -4,8 +4,10 @@ import re
 from functools import partial
 
 import pytest
+from torch import nn
 
-from tests.parity import check, fit
+from lightning_3d.errors import UnsupportedError
+from tests.parity import check, fit, in_turn
 from tests.workers import WorkerError, run
 from tests.zoo import oddities
 from tests.zoo.registry import members
@@ -31,7 +33,7 @@ EXACT = [name for name in members("oddities") if name not in (*REFUSED, "Selecte
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name == "Nested" else name for name in EXACT]
+    "name", in_turn([pytest.param(name, marks=pytest.mark.long) if name == "Nested" else name for name in EXACT], 2)
 )
 def test_trains_as_on_one_device(name):
     microbatches = 1 if name in WHOLE_BATCH else 4
@@ -41,6 +43,45 @@ def test_trains_as_on_one_device(name):
 def test_packed_sequences_beside_tensor_ranks():
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 2}
     check(partial(oddities.build, "Packed"), 4, layout)
+
+
+def test_hooks_of_a_first_call_are_registered_once():
+    """Runs ahead of training leave no hooks, which would record each hidden state several times."""
+    check(partial(oddities.build, "HiddenStates"), 2, {"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
+
+
+class NeedsTheFirst(nn.Module):
+    """Raises an error of ours on the rank of its stage, once the first block is on another one."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.layer, self.first = oddities.dense(), [first]
+
+    def forward(self, x):
+        if next(self.first[0].parameters()).is_meta:
+            raise UnsupportedError("the first block is elsewhere")
+        return self.layer(x)
+
+
+class Needing(oddities.Awkward):
+    def __init__(self):
+        super().__init__()
+        first = oddities.dense(6, 8)
+        self.blocks = nn.Sequential(first, oddities.dense(), oddities.dense(), NeedsTheFirst(first), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def needing():
+    module = Needing()
+    fit(lambda: (module, module.batches(2)), {"pipeline_parallel_size": 2})
+
+
+def test_an_error_of_ours_on_one_stage_reaches_the_others():
+    with pytest.raises(WorkerError) as caught:
+        run(needing, world=2, timeout=60)
+    assert str(caught.value).count("Error: the first block is elsewhere") >= 2
 
 
 def fitted(name):

@@ -9,7 +9,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile
+from lightning_3d.planner.profile_module import CostTrace, measured_profile
 from tests.dryrun.compare import dry, real
 from tests.zoo.registry import members
 
@@ -22,6 +22,8 @@ LAYOUTS = {
     "2 tensor": {"tensor_parallel_size": 2},
     "2 pipeline": {"pipeline_parallel_size": 2},
     "4 both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "2 zbv": {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"},
+    "2 dualpipev": {"pipeline_parallel_size": 2, "schedule": "dualpipev"},
 }
 PRECISIONS = {"32": "32-true", "bf16-mixed": "bf16-mixed"}
 CONTROL = 64
@@ -37,7 +39,7 @@ def planned(name, layout, precision):
     rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size
     trace = CostTrace(samples=rows, precision=precision)
     run_ahead(module, batch, trace)
-    profile = measured_profile(count_module(module, name=name, precision=precision), trace)
+    profile = measured_profile(module, trace, name=name)
     samples, pieces = rows * chosen.data_parallel_size, auto_microbatches(rows, pipeline) if pipeline > 1 else 1
     job = Job(profile=profile, samples=samples, batch=samples, precision=precision)
     where = Cluster(

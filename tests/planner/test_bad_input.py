@@ -6,7 +6,6 @@ import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.bubble import bubble_time
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.model_config import transformer_of
 from lightning_3d.planner.show import parse_count, parse_dollars, parse_duration
@@ -178,7 +177,7 @@ def test_numbers_and_flags(capsys, line, message):
     assert message in refused(capsys, *line.split())
 
 
-@pytest.mark.parametrize(("flag", "message"), [("--plot", "names no folder"), ("--cluster", "on what?")])
+@pytest.mark.parametrize(("flag", "message"), [("--plot", "names no file"), ("--cluster", "on what?")])
 def test_empty_words(capsys, flag, message):
     assert message in refused(capsys, "gpt2", *([] if flag == "--cluster" else ["--cluster", "h100"]), flag, "")
     assert "which model?" in refused(capsys, "", "--cluster", "h100")
@@ -324,13 +323,6 @@ def test_null_is_the_default_of_the_family():
     tied = {family: {**LLAMA, "model_type": family, "tie_word_embeddings": None} for family in ("gpt2", "llama")}
     assert transformer_of(tied["gpt2"]).tied
     assert not transformer_of(tied["llama"]).tied
-
-
-def test_a_schedule_that_is_none_is_refused():
-    with pytest.raises(PlannerError, match="schedule 'foo' is not one of"):
-        bubble_time("foo", stages=1)
-    with pytest.raises(PlannerError, match="give at least 1"):
-        bubble_time("1f1b", stages=0)
 
 
 def test_a_dry_run_says_why_there_is_nothing_to_show(capsys, tmp_path):

@@ -2,8 +2,8 @@ import pytest
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.catalogue import Catalogue, apply_overrides
-from lightning_3d.planner.conf_folder import conf_folder
 from lightning_3d.planner.hardware import Cluster
+from lightning_3d.planner.plain_yaml import conf_folder
 from lightning_3d.planner.show import parse_count, parse_duration, show_bytes, show_count, show_dollars, show_seconds
 
 

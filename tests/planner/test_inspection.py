@@ -4,6 +4,7 @@ from torch import nn
 
 from lightning_3d.planner.profile_module import count_module, profile_module
 from lightning_3d.planner.transformer import Transformer
+from tests.dryrun.compare import dry
 from tests.zoo.planned import Classifier, TinyGPT
 
 HERE = "tests.zoo.planned"
@@ -59,3 +60,13 @@ def test_counting_needs_no_run():
     profile = count_module(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), name="mlp")
     assert (profile.layers, profile.block_parameters, profile.first_parameters) == (4, 72, 0)
     assert not profile.can_split(2)
+
+
+def test_what_runs_after_the_blocks_is_counted_there_wherever_it_is_declared():
+    profile = profile_module(f"{HERE}.HeadFirst", [], precision="32", tokens=None, inputs="4x4:float32")
+    assert (profile.first_parameters, profile.last_parameters) == (5 * 8, 9 * 2)
+
+
+def test_a_dry_run_builds_modules_whose_initializers_read_values():
+    (report,) = dry(f"{HERE}:HeadFirst", "1x1xcpu", {}).ranks
+    assert (report.error, report.parameters) == (None, 4 * (5 * 8 + 4 * 72 + 9 * 2))

@@ -1,11 +1,12 @@
 import json
+import re
 
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.formulas import gpt_flops, gpt_layer_activations, gpt_parameters
 from lightning_3d.planner.model_config import FAMILIES, read_config, transformer_of
 from lightning_3d.planner.model_names import MODELS, named_model
+from tests.planner.closed_forms import gpt_flops, gpt_layer_activations, gpt_parameters
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,9 @@ from lightning_3d.planner.model_names import MODELS, named_model
         ("llama3-405b", 405_853_388_800),
         ("mistral-7b", 7_241_732_096),
         ("qwen2-7b", 7_615_616_512),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v3", 671_026_404_352),
     ],
 )
 def test_counts_equal_the_published_checkpoints(name, parameters):
@@ -70,6 +74,31 @@ FIELDS = {
     "opt": {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
     "gemma": {**SMALL, "num_key_value_heads": 1, "head_dim": 16},
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 16},
+    "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {
+        **SMALL,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "n_group": 2,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+    },
     "phi3": {**SMALL, "num_key_value_heads": 2, "pad_token_id": 0},
     "llama": {**SMALL, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
 }
@@ -93,8 +122,8 @@ def test_config_files(tmp_path):
     path.write_text(json.dumps({"model_type": "llama", **SMALL, "hidden_size": None}))
     with pytest.raises(PlannerError, match=r"lacks hidden_size or n_embd"):
         read_config(path)
-    path.write_text(json.dumps({"model_type": "mixtral", **SMALL}))
-    with pytest.raises(PlannerError, match=r"'mixtral' is not one"):
+    path.write_text(json.dumps({"model_type": "mamba", **SMALL}))
+    with pytest.raises(PlannerError, match=r"'mamba' is not one"):
         read_config(path)
     for wrong, said in (
         ({"intermediate_size": "wide"}, "intermediate_size='wide' must be a whole number"),
@@ -115,5 +144,5 @@ def test_config_files(tmp_path):
 def test_every_named_model_has_about_the_parameters_its_name_says():
     for name, shape in MODELS.items():
         size = name.rpartition("-")[2]
-        if size[0].isdigit():
+        if re.fullmatch(r"[\d.]+[bmt]", size):
             assert shape.parameters == pytest.approx(named_model(size).profile().parameters, rel=0.25), name

@@ -8,9 +8,10 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.scale import LOST_SECONDS, ring_latency, running_share, sum_latency
+from lightning_3d.planner.priced_layout import LOST_SECONDS, running_share
 from lightning_3d.planner.search import Pins
 from lightning_3d.planner.sizing import Sizes
+from lightning_3d.planner.step_time import ring_latency, sum_latency
 
 CATALOGUE = Catalogue.load()
 
@@ -41,7 +42,10 @@ def test_llama_3_ran_nine_tenths_of_the_time():
 
 def test_zero_3_over_thousands_is_no_longer_as_good_as_over_eight(capsys):
     fixed = "llama-7b --tokens 1T --zero 3 --tensor 1 --pipeline 1 --micro 2"
-    few, many = (data(capsys, f"{fixed} --cluster {nodes}x8xh100 --batch {16 * nodes}") for nodes in (1, 1024))
+    few, many = (
+        data(capsys, f"{fixed} --cluster {nodes}x8xh100 --batch {16 * nodes} --shard {8 * nodes}")
+        for nodes in (1, 1024)
+    )
     assert many["plans"][0]["mfu"] < 0.8 * few["plans"][0]["mfu"]
 
 
@@ -69,7 +73,7 @@ def test_no_neighbour_with_fewer_devices_meets_the_deadline(capsys):
 
 def test_round_sizes_and_neighbours():
     sizes = Sizes(CATALOGUE.cluster("8xh100"), lambda devices: None, Pins())
-    assert sizes.round(4, 160) == [4, 5, 6, 7, *range(8, 129, 8), 144, 160]
+    assert sizes.sizes(4, 160, dense=True) == [4, 5, 6, 7, *range(8, 129, 8), 144, 160]
     assert sizes.below(24) == [16, 8]
 
 

@@ -6,14 +6,14 @@ from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.serve import serving
+from lightning_3d.planner.serve import Serving
 
 CATALOGUE = Catalogue.load()
 
 
 def asked(name="llama3-70b", device="h100", **changes):
     given = {"precision": "bf16-true", "users": 1000, "context": 4096, "rate": 20.0, **changes}
-    return serving(named_model(name), CATALOGUE.find(device), **given)
+    return Serving(model=named_model(name), device=CATALOGUE.find(device), **given)
 
 
 def test_a_cache_is_keys_and_values_of_all_layers():

@@ -19,7 +19,7 @@ from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
 from lightning_3d.optim.step import move_states
-from lightning_3d.pipeline.exchange import Stages
+from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import open_groups
@@ -75,7 +75,7 @@ def _replicas():
         replicas.finish()
         assert [parameter.grad is None for parameter in layer.parameters()] == [False] * 4
         assert float(layer[1].bias.grad[0]) == (0.5 if step == 2 else 1.0)
-        assert (replicas._heard is None) == (step == 0 or (step == 2 and dist.get_rank() == 0))
+        assert (replicas._last_answer is None) == (step == 0 or (step == 2 and dist.get_rank() == 0))
     layer[1].requires_grad_(dist.get_rank() == 0)
     with pytest.raises(DivergenceError, match="Freeze and unfreeze the same"):
         replicas.finish()
@@ -104,7 +104,7 @@ def _mixed():
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=2)
     assert talk.open_hosts(dist.group.WORLD) is dist.group.WORLD
-    stages = Stages(SimpleNamespace(ties=()), dist.group.WORLD, (0, 1), torch.device("meta"))
+    stages = StageExchange(SimpleNamespace(ties=()), dist.group.WORLD, (0, 1), torch.device("meta"))
     assert stages.device == torch.device("meta")
 
 

@@ -2,12 +2,11 @@
 
 import itertools
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 
-from lightning_3d.layout import ONE_STAGE, Schedule
-from lightning_3d.pipeline.schedule import actions, stage_ranks, stages_per_rank
+from lightning_3d.layout import SCHEDULES, stage_ranks
+from lightning_3d.pipeline.schedule import actions
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import links, talk
 from tests.parity import train
@@ -74,11 +73,11 @@ def _messages(schedule, ranks, per_rank, microbatches):
 
 
 @pytest.mark.filterwarnings("ignore:schedule=")  # does not take so few microbatches
-@pytest.mark.parametrize("schedule", get_args(Schedule))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_both_ends_of_a_link_have_its_messages_in_one_order(schedule):
     """NCCL ignores tags: the next receive takes the next message."""
     for ranks, microbatches in itertools.product((2, 3, 4), (1, 4, 8)):
-        found = _messages(schedule, ranks, stages_per_rank(schedule, 1 if schedule in ONE_STAGE else 2), microbatches)
+        found = _messages(schedule, ranks, SCHEDULES[schedule].stages_per_rank or 2, microbatches)
         assert found
         for (link, rank), mine in found.items():
             (other,) = link[0] - {rank}

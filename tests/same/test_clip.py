@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.optim.grad_norm import grad_norm
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -64,7 +64,7 @@ def _fit(strategy, world, planted=None):
     return module.norms, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", SMALL)
+@pytest.mark.parametrize("layout", in_turn(SMALL, 2))
 def test_every_norm_and_an_override_of_clipping(layout):
     world, strategy = LAYOUTS[layout]
     ((wanted, weights),) = run(_fit, None, 1, world=1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parity import assert_parity, reference, train
+from tests.parity import assert_parity, in_turn, reference, train
 from tests.same.covering import covering, every
 from tests.workers import run
 
@@ -97,7 +97,7 @@ def _difference(got, wanted):
     return float((sum(d for d, _ in squares) / sum(n for _, n in squares)).sqrt())
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=_name)
+@pytest.mark.parametrize("case", in_turn(PAIRS, 3), ids=_name)
 def test_pairs(case):
     check(case)
 

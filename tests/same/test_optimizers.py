@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import UntiedGPT
 from tests.zoo.vectors import MLP
@@ -70,8 +70,8 @@ def _often(kind, layout):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(*pair, marks=() if _often(*pair) else pytest.mark.long)
-        for pair in itertools.product(KINDS, LAYOUTS)
+        pytest.param(*pair, marks=() if _often(*pair) and at % 2 else pytest.mark.long)
+        for at, pair in enumerate(itertools.product(KINDS, LAYOUTS))
     ],
 )
 def test_optimizer(kind, layout):
@@ -161,7 +161,7 @@ class Turns(UntiedGPT):
             schedule.step()
 
 
-@pytest.mark.parametrize("by", ["toggle_optimizer", "requires_grad_"])
+@pytest.mark.parametrize("by", ["toggle_optimizer", pytest.param("requires_grad_", marks=pytest.mark.long)])
 @pytest.mark.parametrize("layout", ["zero1", "zero3", pytest.param("tensor-zero2", marks=pytest.mark.long)])
 def test_two_optimizers_in_turn(layout, by):
     world, strategy = {**LAYOUTS, **SEARCHED}[layout]
@@ -188,7 +188,8 @@ class Scheduled(UntiedGPT):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("every step", "tensor"), ("every second step", "zero3"), ("every epoch", "pipeline-zero1")]
+    ("kind", "layout"),
+    in_turn([("every step", "tensor"), ("every second step", "zero3"), ("every epoch", "pipeline-zero1")], 3, 1),
 )
 def test_parameter_groups_under_schedules(kind, layout):
     world, strategy = LAYOUTS[layout]
@@ -309,7 +310,7 @@ SEARCHED = {
 }
 
 
-@pytest.mark.parametrize("layout", [*SEARCHED, "zero3", "tensor"])
+@pytest.mark.parametrize("layout", in_turn([*SEARCHED, "zero3", "tensor"], 3))
 def test_lbfgs_searches_with_whole_parameters_and_the_loss_of_all_data_ranks(layout):
     world, strategy = {**LAYOUTS, **SEARCHED}[layout]
     assert_parity(f"{__name__}:Searched", world, strategy, trainer={"max_epochs": 1}, tolerance=1e-4)

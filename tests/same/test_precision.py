@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.precision import unscale
-from tests.parity import QUIET, assert_parity, reference, train
+from tests.parity import QUIET, assert_parity, in_turn, reference, train
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -32,7 +32,7 @@ def test_double(layout):
 
 
 @pytest.mark.parametrize("layout", ["zero3", "tensor", "pipeline"])
-@pytest.mark.parametrize(("precision", "eps"), [("bf16-true", 2**-7), ("16-true", 2**-10)])
+@pytest.mark.parametrize(("precision", "eps"), in_turn([("bf16-true", 2**-7), ("16-true", 2**-10)], 2))
 def test_half(layout, precision, eps):
     world, strategy = LAYOUTS[layout]
     trainer = {"precision": precision, "max_epochs": 2}
@@ -95,7 +95,7 @@ def _same(got, wanted):
         torch.testing.assert_close(weights[name], weight, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_turn(LAYOUTS, 2))
 def test_all_ranks_skip_a_step_when_one_overflows(layout):
     world, strategy = LAYOUTS[layout]
     flags = {"gradient_clip_val": 0.5}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 
@@ -62,7 +62,7 @@ WIDE = [
 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero2", "pipeline", "pipeline-zero3"])
-@pytest.mark.parametrize(("accumulate", "evaluate"), [(1, False), (2, False), (4, True)])
+@pytest.mark.parametrize(("accumulate", "evaluate"), in_turn([(1, False), (2, False), (4, True)], 3, 2))
 def test_microbatches_accumulation_and_evaluation_scale_no_gradient(layout, accumulate, evaluate):
     world, strategy = LAYOUTS[layout]
     for weights in run(_closed, world, strategy, accumulate, evaluate, world=world):
@@ -242,3 +242,17 @@ def _looks():
 
 def test_a_hook_after_backward_sees_the_gradients_of_all_ranks():
     assert run(_looks, world=2) == [[5.0], [5.0]]  # the mean of 2 and 2 x 2 squared
+
+
+class ConvertsHead(UntiedGPT):
+    """Converts a weight in each step to the type that it has, as proxies of metric learning do."""
+
+    def training_step(self, batch, batch_idx):
+        self.head.weight.data = self.head.weight.data.to(torch.float32)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("layout", ["zero2", "tensor-pipeline"])
+def test_a_weight_may_be_assigned_to_itself(layout):
+    world, strategy = LAYOUTS[layout]
+    assert_parity(f"{__name__}:ConvertsHead", world, strategy, trainer={"max_epochs": 3})

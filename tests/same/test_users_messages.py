@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.workers import WorkerError, run
 
 ROWS, DATA = 32, 2
@@ -143,7 +143,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", in_turn(MODULES, 3))
 def test_messages_without_a_group_go_to_the_data_ranks(layout, name):
     world, strategy = LAYOUTS[layout]
     strategy = strategy | ONE if "pipeline" in layout and name in ("dino", "between") else strategy

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
 from tests.checkpoint.trainings import SaveAt
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, in_turn
 from tests.workers import run
 
 LAYOUTS = {
@@ -99,7 +99,9 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES + [pytest.param(*case, marks=pytest.mark.long) for case in MORE])
+@pytest.mark.parametrize(
+    ("kind", "layout"), in_turn(CASES, 2) + [pytest.param(*case, marks=pytest.mark.long) for case in MORE]
+)
 def test_trains_as_on_one_device(kind, layout):
     wanted = reference("GPT", kind)
     for got in run(train, "GPT", kind, 2, LAYOUTS[layout], world=2):
@@ -130,7 +132,7 @@ MOVES = [
 @pytest.mark.parametrize(
     ("kind", "form", "before", "after", "step"),
     [
-        pytest.param(*move, marks=pytest.mark.long if at % 2 or move[2] == move[3] else ())
+        pytest.param(*move, marks=pytest.mark.long if at % 4 or move[2] == move[3] else ())
         for at, move in enumerate(MOVES)
     ],
 )

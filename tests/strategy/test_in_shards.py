@@ -1,5 +1,7 @@
 """`teardown`: after a run the module stays in shards, and the next run goes on with them."""
 
+import copy
+import io
 import re
 import warnings
 
@@ -12,7 +14,7 @@ from lightning_3d import Strategy3D
 from lightning_3d.checkpoint.full_files import consolidate
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.strategy import dividing, in_shards
+from lightning_3d.strategy import in_shards, placing
 from lightning_3d.strategy.in_shards import shards_of
 from tests.parity import QUIET
 from tests.workers import run
@@ -86,7 +88,8 @@ def _runs(world, strategy, folder):
 
 def _bytes(module):
     local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
-    return sum(each.untyped_storage().nbytes() for each in local if each.device.type != "meta" and not each.is_meta)
+    with torch._C.DisableTorchFunctionSubclass():  # between runs memory is not to be used
+        return sum(each.untyped_storage().nbytes() for each in local if not each.is_meta)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,93 @@ def test_another_division_is_refused_and_a_last_run_makes_the_module_whole(chang
         assert re.search(text, said)
 
 
+class Resets(Net):
+    """Gives a block new values at the start of a run, and notes a number of them."""
+
+    starts = False
+
+    def on_fit_start(self):
+        if self.starts:
+            torch.manual_seed(5)
+            self.blocks[0].mlp[0].reset_parameters()
+            self.seen.append(float(self.blocks[0].mlp[0].weight.norm()))
+
+
+def _save(module):
+    torch.save(module, io.BytesIO())
+
+
+def _write(module):
+    with torch.no_grad():
+        module.head.weight[0] = 0.0
+
+
+REFUSED = {
+    "norm": lambda module: float(module.head.weight.norm()),
+    "detach": lambda module: module.blocks[0].mlp[0].weight.detach(),
+    "__get__": lambda module: module.norm.weight.data,
+    "kaiming_uniform_": lambda module: module.head.reset_parameters(),
+    "__setitem__": _write,
+    "copied or pickled": copy.deepcopy,
+    "pickled": _save,
+    "_foreach_norm": lambda module: torch._foreach_norm(list(module.parameters())),
+}
+
+
+def _between(world, strategy):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = Resets()
+    copies = []
+    if strategy is not None:
+        module.on_train_end = lambda: copies.append(copy.deepcopy(module))
+    _trainer(world, strategy).fit(module)
+    said, numbers = {}, []
+    for name, code in REFUSED.items() if strategy is not None else ():
+        try:
+            code(module)
+        except UnsupportedError as error:
+            said[name] = str(error)
+    try:
+        with torch.no_grad():
+            numbers = [float(part.abs().sum()) for part in (module(torch.arange(8)[None]), module.norm(torch.ones(16)))]
+    except UnsupportedError as error:
+        said["forward"] = str(error)
+    for copied in (copy.copy(module), *copies) if strategy is not None else ():
+        try:
+            _trainer(world, strategy).validate(copied, verbose=False)
+        except ConfigurationError as error:
+            said["copy"] = said.get("copy", "") + str(error)
+    norms = [float(value.norm()) for value in module.state_dict().values()]
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    module.starts = strategy is None or "pipeline_parallel_size" not in strategy
+    del module.seen[:]
+    _trainer(world, strategy).fit(module)
+    return {"said": said, "numbers": numbers, "norms": norms, "shapes": shapes, "seen": module.seen}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["zero3", pytest.param("tensor", marks=pytest.mark.long), pytest.param("pipeline", marks=pytest.mark.long)],
+)
+def test_between_runs_values_of_shards_are_refused_and_states_and_forwards_are_those_of_one_device(layout):
+    world, strategy = LAYOUTS[layout]
+    pipelined = layout == "pipeline"
+    (wanted,) = run(_between, 1, None, world=1)
+    for got in run(_between, world, {**strategy, "teardown": "sharded"}, world=world):
+        for name in REFUSED:
+            assert name in got["said"][name]
+            assert 'teardown="whole"' in got["said"][name]
+        assert "is a copy of a module that an earlier run has left in shards" in got["said"]["copy"]
+        assert "The module is a copy of one in shards" in got["said"]["copy"]
+        assert ("Call it in predict_step" in got["said"].get("forward", "")) == pipelined
+        torch.testing.assert_close(got["norms"], wanted["norms"], rtol=1e-4, atol=1e-5)
+        assert got["shapes"] == wanted["shapes"]
+        if not pipelined:
+            torch.testing.assert_close(got["numbers"], wanted["numbers"], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got["seen"], wanted["seen"], rtol=1e-4, atol=1e-5)
+
+
 def _after_error():
     warnings.simplefilter("ignore")
     module = Net()
@@ -179,7 +269,7 @@ def _auto(share):
     warnings.simplefilter("ignore")
     before, in_shards.SHARE = in_shards.SHARE, share
     said = []
-    dividing.rank_zero_info, info = said.append, dividing.rank_zero_info
+    placing.rank_zero_info, info = said.append, placing.rank_zero_info
     try:
         module, trainer = Net(), _trainer(2, {"zero_stage": 3})
         trainer.fit(module)
@@ -188,7 +278,7 @@ def _auto(share):
         trainer.validate(module, verbose=False)
         return [*found, shards_of(module) is not None], said
     finally:
-        in_shards.SHARE, dividing.rank_zero_info = before, info
+        in_shards.SHARE, placing.rank_zero_info = before, info
 
 
 def test_auto_leaves_shards_where_the_whole_has_no_room_and_says_so_once():

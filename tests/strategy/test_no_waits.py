@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_3d import Strategy3D
+from lightning_3d import Monitor3D, Strategy3D
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -87,29 +87,34 @@ class Count(Callback):
         return read
 
 
-def _reads(strategy, trainer):
+def _reads(strategy, trainer, monitored):
     count = Count()
     with pytest.MonkeyPatch.context() as monkeypatch:
         count.patch(monkeypatch)
-        flags = {"devices": 2, "max_steps": LAST + 2, "limit_val_batches": 0, "callbacks": [count], **trainer}
-        Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy, quiet=True)).fit(Net())
+        flags = {
+            "devices": 2,
+            "max_steps": LAST + 2,
+            "limit_val_batches": 0,
+            "callbacks": [count, *([Monitor3D()] if monitored else [])],
+        }
+        Trainer(**{**QUIET, **flags, **trainer}, strategy=Strategy3D(**strategy, quiet=True)).fit(Net())
     return dict(count.found)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "trainer"),
+    ("strategy", "trainer", "monitored"),
     [
-        ({"zero_stage": 0}, {"gradient_clip_val": 0.5}),
-        ({"zero_stage": 1}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_steps": 9}),
-        ({"zero_stage": 2}, {}),
-        ({"zero_stage": 3}, {"precision": "bf16-mixed"}),
-        ({"tensor_parallel_size": 2}, {"gradient_clip_val": 0.5}),
-        ({"pipeline_parallel_size": 2}, {}),
+        ({"zero_stage": 0}, {"gradient_clip_val": 0.5}, False),
+        ({"zero_stage": 1}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_steps": 9}, True),
+        ({"zero_stage": 2}, {}, False),
+        ({"zero_stage": 3}, {"precision": "bf16-mixed"}, True),
+        ({"tensor_parallel_size": 2}, {"gradient_clip_val": 0.5}, True),
+        ({"pipeline_parallel_size": 2}, {}, True),
     ],
     ids=["zero0", "zero1", "zero2", "zero3", "tensor", "pipeline"],
 )
-def test_nothing_reads_a_number_in_a_steady_step(strategy, trainer):
-    assert run(_reads, strategy, trainer, world=2) == [{}, {}]
+def test_nothing_reads_a_number_in_a_steady_step(strategy, trainer, monitored):
+    assert run(_reads, strategy, trainer, monitored, world=2) == [{}, {}]
 
 
 def _control():

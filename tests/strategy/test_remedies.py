@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.vectors import MLP
 
@@ -112,7 +112,7 @@ def _hooked():
         yield pytest.param(way, layout, hook, marks=() if short else pytest.mark.long, id=f"{way}-{layout}-{hook}")
 
 
-@pytest.mark.parametrize(("way", "layout", "hook"), list(_hooked()))
+@pytest.mark.parametrize(("way", "layout", "hook"), in_turn(_hooked(), 2))
 def test_a_teacher_that_follows_in_a_hook_is_one_devices(way, layout, hook):
     assert_parity(f"{__name__}:Follows", 2, ONES[layout], attributes={"way": way, "hook": hook})
 

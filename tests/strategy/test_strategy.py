@@ -30,7 +30,7 @@ from lightning_3d.comm.replicate import local
 from lightning_3d.errors import ConfigurationError, LayoutError, PeerError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.strategy.checks import check_same_layout, finetune_by_identity
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT, UntiedGPT
 from tests.zoo.vectors import MLP
@@ -154,8 +154,8 @@ def _free_foreign(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2},
-                {"pipeline_parallel_size": 2}], ids=str,
+    "options", in_turn([{"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 3}, {"tensor_parallel_size": 2},
+                        {"pipeline_parallel_size": 2}], 2), ids=str,
 )  # fmt: skip
 def test_a_run_that_nobody_refers_to_leaves_memory(options):
     assert run(_free_foreign, options, world=2) == [(True, True)] * 2
@@ -383,7 +383,9 @@ def _copied_within_fit(strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, *({"zero_stage": stage} for stage in range(4))],
+    in_turn(
+        [{"tensor_parallel_size": 2}, *({"zero_stage": stage} for stage in range(4)), {"pipeline_parallel_size": 2}], 3
+    ),
     ids=str,
 )
 def test_the_module_can_be_copied_within_fit(strategy):

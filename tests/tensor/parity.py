@@ -5,6 +5,7 @@ import copy
 import math
 import traceback
 import warnings
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
-from lightning_3d.tensor.blocks import find_units
+from lightning_3d.tensor.blocks import find_blocks
 from lightning_3d.tensor.geometry import assemble, local_part
 from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.plan_module import plan_tensor
@@ -35,6 +36,9 @@ class Ledger:
 
     def add(self, axis, op, nbytes):
         self.calls.append(op)
+
+    def waiting(self, reason):
+        return nullcontext()
 
 
 def train(module, loss_of, batches, optimizer="sgd"):
@@ -147,7 +151,7 @@ def survey(names, size, steps, options):
 
 def share_of_blocks(module, plan):
     """Of the parameters of the blocks, what the first tensor rank holds."""
-    blocks = find_units(module)
+    blocks = find_blocks(module)
     inside = {n: p.numel() for n, p in module.named_parameters() if any(not b or n.startswith(f"{b}.") for b in blocks)}
     held = [
         size // plan.splits[name].size * plan.splits[name].local_size(0) if name in plan.splits else size

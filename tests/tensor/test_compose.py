@@ -13,6 +13,8 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.dropout import ShardDropout
+from lightning_3d.tensor.late_tensor import pass_late
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
 from tests.parity import largest
@@ -45,6 +47,7 @@ def with_zero(build, loss_of, blocks_of, reshard, sequence_parallel):
     applied = apply_tensor(module, plan, mesh["tensor_parallel"], UndoStack())
     for block in blocks_of(module):
         fully_shard(block, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
+        block.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True)
     fully_shard(module, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
     ours = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=1e-5)
@@ -190,6 +193,41 @@ def masks():
 def test_dropout_differs_on_shards():
     first, second = workers.run(masks, world=2, group=True)
     assert first.shape == (2, 32)
+    assert not torch.equal(first, second)
+
+
+class DropsByItself(torch.nn.Sequential):
+    """Dropout that is no module: its rate is not known before the call."""
+
+    def forward(self, x):
+        return self[1](torch.nn.functional.dropout(self[0](x), 0.0, self.training))
+
+
+def rates():
+    """Entries of the interceptor of dropout so far: a module without a rate, a function without one, a module with one.
+
+    And the masks of the last.
+    """
+    torch.manual_seed(0)
+    by_module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.0), torch.nn.Linear(64, 8))
+    by_itself = DropsByItself(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+    x, entered, masks = torch.randn(2, 8), [], []
+    for module in (by_module, by_itself):
+        plan = quiet_plan(module, lambda module=module: module(x), 2)
+        apply_tensor(module, plan, init_device_mesh("cpu", (2,)), UndoStack())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        enter = ShardDropout.__enter__
+        monkeypatch.setattr(ShardDropout, "__enter__", lambda mode: entered.append(mode) or enter(mode))
+        counts = [by_module(x) is None or len(entered), by_itself(x) is None or len(entered)]
+        by_module[1].p = 0.5
+        by_module[1].register_forward_hook(lambda m, i, o: masks.append(o == 0))
+        by_module(x)
+    return [*counts, len(entered)], masks[0]
+
+
+def test_rates_of_zero_need_no_interceptor_until_they_change():
+    (entered, first), (_, second) = workers.run(rates, world=2, group=True)
+    assert entered == [0, 1, 2]
     assert not torch.equal(first, second)
 
 

@@ -11,6 +11,7 @@ from lightning_3d.strategy.banner import opening
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
+from tests.parity import in_turn
 from tests.tensor.parity import assert_same, assert_small, in_threads, share_of_blocks, survey
 from tests.zoo.families import BATCHES, FAMILIES, loss_of
 from tests.zoo.registry import members
@@ -45,7 +46,7 @@ def names():
     ]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", in_turn(names(), 2, 1))
 def test_large_matrices_are_split(name):
     torch.manual_seed(0)
     family = FAMILIES[name]
@@ -78,7 +79,7 @@ def trained(names, size, **options):
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(2, True), pytest.param(3, False, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", in_turn(names(), 2))
 def test_shards_in_threads_train_as_one_process(name, size, sequence_parallel):
     torch.manual_seed(0)
     family = FAMILIES[name]

@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import input_half
-from lightning_3d.tensor import overlap
+from lightning_3d.tensor import axis, overlap
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests import workers
+from tests.parity import in_turn
 from tests.tensor.parity import Ledger, check
 from tests.zoo import blocks
 
@@ -69,7 +70,7 @@ def deferring(on=True):
 @contextlib.contextmanager
 def events_of(module):
     """What happens in a backward, in order."""
-    events, real = [], {name: getattr(dist, name) for name in ("all_reduce", "reduce_scatter")}
+    events, real = [], {place: getattr(*place) for place in ((dist, "all_reduce"), (axis, "_reduce_scatter"))}
     hooks = [
         parameter.register_hook(lambda grad, name=name: events.append(name.removesuffix(".weight")))
         for name, parameter in module.named_parameters()
@@ -84,20 +85,20 @@ def events_of(module):
             events.append("end")
             return self.work.wait()
 
-    def watched(name, *args, **kwargs):
-        work = real[name](*args, **kwargs)
+    def watched(place, *args, **kwargs):
+        work = real[place](*args, **kwargs)
         if not kwargs.get("async_op"):
             return work
         events.append("begin")
         return Work(work)
 
-    for name in real:
-        setattr(dist, name, functools.partial(watched, name))
+    for place in real:
+        setattr(*place, functools.partial(watched, place))
     try:
         yield events
     finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+        for place, function in real.items():
+            setattr(*place, function)
         for hook in hooks:
             hook.remove()
 
@@ -114,11 +115,14 @@ def order(build, loss_of, batch_of, options):
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @pytest.mark.parametrize(
     ("build", "loss", "batch", "regions"),
-    [
-        (blocks.nano_gpt, square, floats, 4),
-        (blocks.llama, causal, tokens, 5),  # four, and the head
-        (functools.partial(blocks.gpt2, tie_word_embeddings=False), causal, tokens, 5),
-    ],
+    in_turn(
+        [
+            (blocks.nano_gpt, square, floats, 4),
+            (blocks.llama, causal, tokens, 5),  # four, and the head
+            (functools.partial(blocks.gpt2, tie_word_embeddings=False), causal, tokens, 5),
+        ],
+        2,
+    ),
 )
 def test_a_weight_has_its_gradient_between_the_begin_and_the_end_of_a_sum(build, loss, batch, regions, options):
     for events, calls in workers.run(order, build, loss, batch, options, world=2, group=True):
@@ -232,13 +236,13 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", in_turn(STEPS, 3))
 def test_gradients_are_bitwise_those_of_an_undeferred_step(step):
     run_both(step, blocks.nano_gpt, square, floats, {})
 
 
 # Torch does not cut such a graph in halves, and a recomputation inside of a block does not know of its parts.
-@pytest.mark.parametrize("step", [step for step in STEPS if step not in (recomputed_inside, in_halves)])
+@pytest.mark.parametrize("step", in_turn([step for step in STEPS if step not in (recomputed_inside, in_halves)], 3, 1))
 def test_gradients_of_parts_of_the_sequence_are_too(step):
     run_both(step, blocks.nano_gpt, square, floats, {"sequence_parallel": True})
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.parity import in_turn
 from tests.tensor.parity import check
 from tests.zoo import blocks
 from tests.zoo.families import FAMILIES
@@ -101,13 +102,16 @@ def test_listed_families(build, loss, batch, optimizer):
 
 @pytest.mark.parametrize(
     ("build", "loss", "batch"),
-    [
-        (functools.partial(blocks.encoder, norm_first=True), square, floats),
-        (blocks.neox, causal, tokens),
-        (blocks.t5, causal, tokens),
-        (blocks.mixtral, causal, tokens),
-        (blocks.phi3, causal, tokens),
-    ],
+    in_turn(
+        [
+            (functools.partial(blocks.encoder, norm_first=True), square, floats),
+            (blocks.neox, causal, tokens),
+            (blocks.t5, causal, tokens),
+            (blocks.mixtral, causal, tokens),
+            (blocks.phi3, causal, tokens),
+        ],
+        2,
+    ),
 )
 def test_other_families(build, loss, batch):
     check(build, loss, batch)

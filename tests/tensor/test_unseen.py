@@ -12,6 +12,7 @@ from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
 from tests import workers
+from tests.parity import in_turn
 from tests.tensor.parity import assert_same, assert_small, in_threads, on_mesh
 from tests.zoo import blocks
 from tests.zoo.registry import members
@@ -106,7 +107,7 @@ def test_split_ones_train_as_on_one_process(size):
         assert_same([result[name] for result in results])
 
 
-@pytest.mark.parametrize("name", [*SPLIT, *PARTLY])
+@pytest.mark.parametrize("name", in_turn([*SPLIT, *PARTLY], 2))
 def test_large_matrices_are_split_and_train_as_on_one_process(name):
     module = build(name)
     plan, difference = in_threads(module, square, [torch.randn(2, 8, 16)] * 3, 2)

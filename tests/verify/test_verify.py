@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_3d import Precision3D, Strategy3D
 from lightning_3d.errors import ConfigurationError, DivergenceError, UnsupportedError
 from lightning_3d.verify.first_step import FirstStep
-from tests.parity import QUIET, assert_parity
+from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT
 from tests.zoo.vectors import MLP
@@ -125,9 +125,8 @@ def test_a_drifting_buffer_is_named_among_ranks_that_saw_the_same():
     assert run(_count, {"zero_stage": 1}, False, world=2) == ["", ""]
 
 
-@pytest.mark.parametrize(
-    "axis", [pytest.param("tensor_parallel_size", marks=pytest.mark.long), "pipeline_parallel_size"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_copies_stay_equal_whose_gradients_travel_in_other_company(axis):
     """Norms on tensor ranks, tied tables on stages: int8 once rounded them by what stood beside them."""
     strategy = {axis: 2, "zero_stage": 0, "grad_compression": "int8"}
@@ -324,7 +323,7 @@ def _first_step(kind, factor, scale, epochs=6, strategy=None):
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("kind", [UsesTrainer, Thawed, Hooked, Consuming, Normed])
+@pytest.mark.parametrize("kind", in_turn([UsesTrainer, Thawed, Hooked, Consuming, Normed], 2))
 def test_a_step_may_use_the_trainer_and_hooks_may_change_what_it_uses(kind):
     for found in run(_first_step, kind, 1.0, None, 1, world=2):
         assert found == (None, "")
@@ -362,8 +361,8 @@ def test_gradients_that_are_not_finite_are_found(scale):
 def test_the_first_step_is_the_first_that_does_not_overflow():
     for said, _ in run(_first_step, Planted, 2.0, 2.0**30, world=2):
         assert "from the unsplit module's is 1.0e+00" in said
-    (_, told), _ = run(_first_step, Planted, 2.0, 2.0**60, 1, world=2)
-    assert "has compared nothing: gradients overflowed in all 5 steps" in told
+    (_, messages), _ = run(_first_step, Planted, 2.0, 2.0**60, 1, world=2)
+    assert "has compared nothing: gradients overflowed in all 5 steps" in messages
 
 
 def test_small_gradients_do_not_vanish_in_the_copy():

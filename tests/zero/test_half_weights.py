@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, reference, train
+from tests.parity import QUIET, in_turn, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
 from tests.zoo.base import Base
@@ -116,9 +116,9 @@ def test_autograd_keeps_no_weights_of_other_blocks_and_norms_stay_in_fp32():
         assert kept == [8 * WIDTH * WIDTH * 2] * 3  # the gathered weights themselves: half of fp32, no second copy
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", in_turn(["bf16-mixed", "16-mixed"], 2))
 @pytest.mark.parametrize("name", ["Net", "Routed"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_numbers_are_those_of_autocast(stage, name, precision):
     trainer = {"precision": precision, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     attributes = {"optimizer": "plain_sgd"}

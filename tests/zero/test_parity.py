@@ -3,8 +3,12 @@
 import itertools
 
 import pytest
+from torch import nn
+from torch.nn import functional as F
 
 from tests.parity import assert_parity
+from tests.workers import WorkerError
+from tests.zoo.vision import ConvNet
 
 
 def _kinds():
@@ -53,6 +57,65 @@ def test_trainer_flags(flags, stage):
 )
 def test_batch_norm_over_all_ranks(stage):
     assert_parity("ConvNet", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
+
+
+class MeanOfAll(ConvNet):
+    """Its running statistics are means of all batches."""
+
+    def __init__(self):
+        super().__init__()
+        for norm in (self.net[1], self.net[4]):
+            norm.momentum = None
+
+
+def test_batch_norm_without_momentum():
+    assert_parity("tests.zero.test_parity:MeanOfAll", 2, {"zero_stage": 0}, trainer={"sync_batchnorm": True})
+
+
+class Activated(nn.BatchNorm2d):
+    """A batch norm with an activation, as model libraries have them."""
+
+    def forward(self, x):
+        statistics = (None, None) if self.running_mean is None else (self.running_mean, self.running_var)
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1, self.eps).sin()
+
+
+class Inherited(nn.BatchNorm2d):
+    """Uses torch's own forward in another way."""
+
+    def forward(self, x):
+        return super().forward(x * 0.5) + x
+
+
+class Computed(nn.BatchNorm2d):
+    """Computes its statistics by itself."""
+
+    def forward(self, x):
+        return (x - x.mean((0, 2, 3), keepdim=True)) * self.weight.view(1, -1, 1, 1)
+
+
+class Own(ConvNet):
+    """Its batch norms have forwards of their own."""
+
+    kinds = (Activated, Inherited)
+
+    def __init__(self):
+        super().__init__()
+        for at, kind in zip((1, 4), self.kinds, strict=True):
+            self.net[at] = kind(self.net[at].num_features)
+
+
+class OwnStatistics(Own):
+    kinds = (Computed, Inherited)
+
+
+def test_batch_norms_with_forwards_of_their_own():
+    assert_parity("tests.zero.test_parity:Own", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
+
+
+def test_a_batch_norm_whose_statistics_are_its_own_is_refused():
+    with pytest.raises(WorkerError, match="Computed is a batch norm whose forward does not call"):
+        assert_parity("tests.zero.test_parity:OwnStatistics", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.module.host_memory import return_freed_memory
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.workers import run
 
 
@@ -103,7 +103,7 @@ def placed(strategy, world, kind=Tall):
 
 @pytest.mark.parametrize(
     ("strategy", "share"),
-    [({"zero_stage": 3}, 0.5), ({"tensor_parallel_size": 2}, 0.5), ({"pipeline_parallel_size": 2}, 0.5)],
+    in_turn([({"zero_stage": 3}, 0.5), ({"tensor_parallel_size": 2}, 0.5), ({"pipeline_parallel_size": 2}, 0.5)], 3),
 )
 def test_a_rank_frees_what_it_does_not_own(strategy, share):
     """The full module is there once, since its `__init__` builds it; then a rank has its share."""
@@ -171,7 +171,11 @@ def after_fit(strategy, folder):
     return peak / size, rest / size
 
 
-@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=["zero3", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy",
+    [{"zero_stage": 3}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long)],
+    ids=["zero3", "pipeline"],
+)
 def test_after_fit_no_rank_has_the_whole(strategy, tmp_path):
     """At its end `fit` has shards of weights and of gradients, half a module each."""
     run(after_fit, strategy, str(tmp_path), world=2)  # what is imported on the way does not count

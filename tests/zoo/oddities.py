@@ -1011,6 +1011,61 @@ class Bags(Awkward):
         return F.cross_entropy(self.out(self.blocks(x)), batch["y"])
 
 
+class Capturing(nn.Module):
+    """Records hidden states with hooks that it registers at the first call, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(dense() for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states: list[Tensor] = []
+        if not hasattr(self, "hooked"):
+            for block in self.blocks:
+                block.register_forward_hook(self.record)
+            self.hooked = True
+        self.states = states
+        for block in self.blocks:
+            x = block(x)
+        return x, states
+
+    def record(self, block: nn.Module, args: Any, output: Tensor) -> None:
+        if not self.states:
+            self.states.append(args[0])
+        self.states.append(output)
+
+
+@member("pipeline", "tensor", because="Hidden states from hooks that are registered at the first call.")
+class HiddenStates(Awkward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.body = Capturing()
+        self.out = nn.Linear(8, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, states = self.body(self.embed(batch["x"]))
+        extra = sum((place + 1) * state.pow(2).mean() for place, state in enumerate(states))
+        return F.cross_entropy(self.out(x), batch["y"]) + 0.1 * extra
+
+
+@member(
+    "pipeline", because="A weight of one unit is the argument of another, as DeBERTa normalizes relative positions."
+)
+class WeightAsArgument(Awkward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(dense() for _ in range(4))
+        self.positions, self.norm = nn.Embedding(5, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x + self.norm(self.positions.weight).mean(0))
+
+
 def build(name: str, steps: int = 5) -> tuple[Any, list[Any]]:
     """A seeded module of this file, and its batches."""
     torch.manual_seed(1)

@@ -3,6 +3,7 @@
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.zoo.registry import member
 from tests.zoo.sized import GPT
@@ -36,3 +37,22 @@ class LastBlockTrained(TinyGPT):
         super().__init__(layers=4)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith("blocks.3."))
+
+
+@member("planned", because="An initializer that draws until no value is out of bounds; a head declared before blocks.")
+class HeadFirst(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first = nn.Linear(8, 2), nn.Linear(4, 8)
+        self.blocks = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(self.blocks(self.first(batch))).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([torch.ones(4, 4)] * 4, batch_size=None)

@@ -133,3 +133,27 @@ class Llama(Sized):
         loss = self.model(input_ids=batch, labels=batch).loss
         self.log("loss", loss)
         return loss
+
+
+@member("planned", because="Hugging Face's own encoder, whose head has layers of its own and a tied decoder.")
+class BERT(Sized):
+    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        self.vocabulary, self.context = vocabulary, context
+        self.model = BertForMaskedLM(
+            BertConfig(
+                vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+                num_attention_heads=8, max_position_embeddings=context, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )  # fmt: skip
+
+    def batch(self) -> Tensor:
+        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss

@@ -1,0 +1,92 @@
+"""Blocks whose activations are in host memory between forward and backward.
+
+`OffloadedForward` is one more forward around each block, outside of recompute: where a block is computed again, only
+what enters it goes to the host. Copies to and from a device are made in the stream that computes, by pinned memory.
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.shards import local
+
+SMALL = 2**20
+"""Bytes of an activation that is not worth a copy."""
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A copy of an activation, and the device that it came from."""
+
+    copy: Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "OnHost":
+        pinned = tensor.device.type == "cuda"
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+        copy.copy_(tensor.detach(), non_blocking=pinned)
+        return cls(copy, tensor.device)
+
+    def back(self) -> Tensor:
+        return self.copy.to(self.device, non_blocking=True)
+
+
+class OffloadedForward:
+    """The forward of a block that moves to the host what its backward needs. Weights stay where they are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.original = module.__dict__.get("forward")
+        self.__signature__ = inspect.signature(module.forward)
+        self.bytes = 0
+        """Of the last call, on the host."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.original or type(self.module).forward.__get__(self.module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        weights = {_memory(local(parameter)) for parameter in self.module.parameters()}
+        copies: dict[Any, tuple[Tensor, OnHost]] = {}
+        """With the tensors: while one is alive, no other has its memory."""
+        self.bytes = 0
+
+        def pack(tensor: Tensor) -> Any:
+            if type(tensor) is not Tensor or tensor.nbytes < SMALL or _memory(tensor) in weights:
+                return tensor
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+            if key not in copies:
+                copies[key] = tensor, OnHost.of(tensor)
+                self.bytes += tensor.nbytes
+            return copies[key][1]
+
+        with saved_tensors_hooks(pack, _unpack):
+            result = forward(*args, **kwargs)
+        copies.clear()
+        return result
+
+
+def _unpack(packed: Any) -> Tensor:
+    unpacked: Tensor = packed.back() if isinstance(packed, OnHost) else packed
+    return unpacked
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
+    """Put an `OffloadedForward` around each block of `module` that this rank owns and that has parameters."""
+    done = set()
+    for name in (name for chain in anatomy.chains for name in chain.blocks):
+        block = module.get_submodule(name)
+        here = any(not parameter.is_meta for parameter in block.parameters())
+        if here and id(block) not in done and type(block).forward is not nn.Module.forward:
+            done.add(id(block))
+            undo.set(block, "forward", OffloadedForward(block))

@@ -1,0 +1,65 @@
+"""Counts of the operations that run: floating-point operations, kernels, and copies of weights in other types."""
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts while it is entered, and changes nothing.
+
+    torch's own counter hooks the gradients of each module's arguments. A step that differentiates inside of itself
+    fails with these hooks, and hooks of the user run in another order.
+
+    Args:
+        weights: storages whose copies in other types are noted. Autocast makes such copies.
+    """
+
+    def __init__(self, weights: Container[int] = ()) -> None:
+        super().__init__()
+        self.flops = self.attention_flops = self.kernels = 0
+        self.weights = weights
+        self.casts: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+            self.casts[result.untyped_storage()._cdata] = result
+        elif _computes(func):
+            self.kernels += 1
+        rule = _RULES.get(func._overloadpacket)
+        if rule is not None:
+            flops = int(rule(*args, **kwargs, out_val=result))
+            self.flops += flops
+            self.attention_flops += flops if rule is _attention else 0
+        return result
+
+
+def _computes(func: Any) -> bool:
+    results = func._schema.returns
+    view = bool(results) and all(one.alias_info is not None and not one.alias_info.is_write for one in results)
+    return func.namespace != "prim" and func is not torch.ops.aten._unsafe_view.default and not view
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """torch has no rule for attention on CPU: two products of (queries x keys x head size) each."""
+    batch, heads, queries, size = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (size + value.shape[3])
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Five products, as torch counts the attention of GPUs: the scores again, and two for each of the two products."""
+    batch, heads, queries, size = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * (3 * size + 2 * value.shape[3])
+
+
+_RULES: dict[Any, Any] = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

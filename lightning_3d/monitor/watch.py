@@ -1,0 +1,192 @@
+"""Warnings while a job trains: a slow rank, a loader that keeps it waiting, a loss that jumps or is no number.
+
+Ranks leave notes on a board. Rank 0 reads those that are there, so that no rank waits for another. Each warning is
+given once.
+"""
+
+import math
+import time
+import warnings
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from lightning_3d.monitor.block_sums import MOST, BlockSums
+from lightning_3d.ranks.board import Board
+
+EXCHANGE_EVERY = 0.5
+"""Least seconds between two looks at the board."""
+SLOW, SLOW_LOOKS = 1.5, 3
+"""A straggler works so many times as long as its peers, in so many looks one after the other."""
+STALLED, STALL_LOOKS = 0.2, 3
+"""A data stall takes this share of the time, in so many looks one after the other."""
+LEAST_LOSSES, KEPT_LOSSES = 20, 200
+"""A spike is compared with so many losses before it, and with the last of so many."""
+JUMP = 10.0
+"""A spike is so many mean deviations above the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """One rank about its last batches."""
+
+    busy: float | None = None
+    """Seconds of a batch in which it waited for no other rank; None where that is not known."""
+    data_waiting: float = 0.0
+    """Share of its time."""
+    flops: int | None = None
+    """Operations of a batch, once they are counted."""
+    memory: int = 0
+    bad: tuple[int, int, str] | None = None
+    """Batch with the first loss that is not finite, position of the block where that began, and its name."""
+
+
+class Watch:
+    """The warnings of one run.
+
+    Args:
+        board: for the notes.
+        places: the coordinates of each rank, in words.
+        groups: the pipeline rank of each rank: those of one have equal work.
+        sums: losses and outputs of the last batches.
+    """
+
+    def __init__(self, board: Board, places: dict[int, str], groups: dict[int, int], sums: BlockSums) -> None:
+        self._board, self._places, self._groups, self._sums = board, places, groups, sums
+        self._mine = Note()
+        self._known: dict[int, Note] = {}
+        self._looked = 0.0
+        self._losses: deque[float] = deque(maxlen=KEPT_LOSSES)
+        self._read = -1
+        """The last batch whose loss was read."""
+        self._batch = -1
+        self._slow: dict[int, int] = {}
+        self._stalls = 0
+        self._given: set[str] = set()
+
+    def batch_ended(self, due: bool) -> None:
+        """Read the losses of the last batches where it is time to."""
+        self._batch += 1
+        if self._mine.bad is not None and "nan" not in self._given and self._board.rank == 0:
+            self._look()  # a batch later: the other ranks have noticed it too
+            self._warn_of_nan()
+        elif due or self._batch - self._read >= MOST:
+            self._read_losses()
+
+    def exchange(self, note: Note) -> dict[int, Note]:
+        """Leave a note; return those of all ranks, on rank 0. Elsewhere only its own."""
+        now, self._mine = time.monotonic(), replace(note, bad=self._mine.bad)
+        if now - self._looked >= EXCHANGE_EVERY or not self._known:
+            self._looked = now
+            self._look()
+            if self._board.rank == 0:
+                self._warn_of_straggler()
+                self._warn_of_stall()
+        return {**self._known, self._board.rank: self._mine}
+
+    def end(self, notes: dict[int, Note]) -> None:
+        """Warn of what the last batches showed. `notes` are those of all ranks at the end."""
+        self._known = notes
+        self._warn_of_nan()
+
+    def first_bad(self) -> tuple[int, int, str] | None:
+        """What this rank knows of losses that are not finite, once the last batches are read too."""
+        self._read_losses()
+        return self._mine.bad
+
+    def _look(self) -> None:
+        self._board.write(asdict(self._mine))
+        if self._board.rank == 0:
+            self._known = {rank: _note(fields) for rank, fields in self._board.read().items()}
+
+    # ---- losses --------------------------------------------------------------------------------------------------
+
+    def _read_losses(self) -> None:
+        fresh = {number: loss for number, loss in self._sums.losses().items() if number > self._read}
+        self._read = self._batch
+        for number, loss in fresh.items():
+            if not math.isfinite(loss):
+                self._note_bad(number)
+                return
+            self._check_jump(number, loss)
+            self._losses.append(loss)
+
+    def _note_bad(self, number: int) -> None:
+        if self._mine.bad is None:
+            position = self._sums.first_bad(number)
+            blocks = self._sums.blocks
+            at = (len(blocks), "") if position is None else (position, blocks[position])
+            self._mine = replace(self._mine, bad=(number, *at))
+            self._board.write(asdict(self._mine))
+
+    def _check_jump(self, number: int, loss: float) -> None:
+        if len(self._losses) < LEAST_LOSSES:
+            return
+        middle = median(self._losses)
+        spread = sum(abs(each - middle) for each in self._losses) / len(self._losses)
+        if loss - middle > max(JUMP * spread, 0.1 * abs(middle)):
+            self._warn(
+                "jump",
+                f"The loss jumps to {loss:.4g} in batch {number} on rank {self._at(self._board.rank)}. The median of"
+                f" the {len(self._losses)} batches before is {middle:.4g}. Look at that batch, clip gradients, or lower"
+                " the learning rate.",
+            )
+
+    def _warn_of_nan(self) -> None:
+        bad = {rank: note.bad for rank, note in self._known.items() if note.bad is not None}
+        if not bad or self._board.rank != 0:
+            return
+        first = min(bad, key=lambda rank: (bad[rank][:2], rank))
+        number, _, block = bad[first]
+        if block:
+            where = f"began on rank {self._at(first)}, in the output of block {block}"
+        else:
+            where = f"began on rank {self._at(first)} outside of the blocks: their outputs are finite, or not known"
+        self._warn(
+            "nan",
+            f"The loss of batch {number} is not a finite number. This {where}. If it is the first block and the batch"
+            " is sound, the weights were not finite before: the gradient of the batch before it was not.",
+        )
+
+    # ---- slow ranks ----------------------------------------------------------------------------------------------
+
+    def _warn_of_straggler(self) -> None:
+        for rank, note in self._known.items():
+            peers = [
+                other.busy
+                for at, other in self._known.items()
+                if at != rank and self._groups[at] == self._groups[rank] and other.busy is not None
+            ]
+            slow = note.busy is not None and bool(peers) and note.busy > SLOW * median(peers)
+            self._slow[rank] = self._slow.get(rank, 0) + 1 if slow else 0
+            if self._slow[rank] >= SLOW_LOOKS and note.busy is not None:
+                self._warn(
+                    "straggler",
+                    f"Rank {self._at(rank)} works {note.busy:.3g} s on a batch, and its peers {median(peers):.3g} s."
+                    " They wait for it. Look at its machine: other processes, clocks, its disk.",
+                )
+
+    def _warn_of_stall(self) -> None:
+        rank = max(self._known, key=lambda each: self._known[each].data_waiting)
+        share = self._known[rank].data_waiting
+        self._stalls = self._stalls + 1 if share > STALLED else 0
+        if self._stalls >= STALL_LOOKS:
+            self._warn(
+                "stall",
+                f"Rank {self._at(rank)} waits {share:.0%} of the time for its data. Give the DataLoader more"
+                " num_workers, or a larger prefetch_factor.",
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warnings.warn(text, stacklevel=2)
+
+    def _at(self, rank: int) -> str:
+        return f"{rank} ({self._places[rank]})"
+
+
+def _note(fields: dict[str, Any]) -> Note:
+    bad = fields.pop("bad")
+    return Note(**fields, bad=None if bad is None else tuple(bad))

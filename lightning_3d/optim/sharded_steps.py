@@ -1,0 +1,114 @@
+"""Three ways to step parameters of which ranks have shards: on shards, on one full tensor at a time, on all of them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_3d.optim.host_adam import fused_on_host
+from lightning_3d.optim.local_shards import LocalShards
+from lightning_3d.optim.stand_ins import HostCopies, StandIns
+
+Closure = Callable[[], Any] | None
+
+
+def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Have `optimizer.step(...)` call `step(optimizer, ...)`; returns what undoes it."""
+    original = optimizer.step
+    step.__dict__.update(getattr(original, "__dict__", {}))  # schedulers mark the step they have wrapped
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        optimizer.step = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def step_on_shards(optimizer: Optimizer, host: bool = False) -> Callable[[], None]:
+    """Have `optimizer.step` work on this rank's shards as plain tensors; returns what undoes it.
+
+    With `host`, on copies in host memory.
+    """
+    original, shards = optimizer.step, HostCopies(optimizer) if host else LocalShards(optimizer)
+
+    def step(self: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
+        with ExitStack() as entered:
+
+            def enter() -> None:
+                entered.enter_context(shards)
+                entered.enter_context(fused_on_host(self))
+
+            def on_parameters() -> Any:  # computes gradients, and drops the last ones, on the parameters themselves
+                assert closure is not None
+                entered.close()
+                loss = closure()
+                enter()
+                return loss
+
+            if closure is not None:
+                return original(closure=on_parameters, **kwargs)
+            enter()
+            return original(**kwargs)
+
+    return replace_step(optimizer, step)
+
+
+def step_one_at_a_time(optimizer: Optimizer, full: StandIns) -> Callable[[], None]:
+    """Have `optimizer.step` work on one full parameter after the other; returns what undoes it.
+
+    One parameter at a time is gathered with its gradient and state, stepped, and sharded again. Each sees the values of
+    its group as they were before the step; those that the last one leaves are kept.
+    """
+    original = optimizer.step
+
+    def step(self: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            kwargs["closure"] = lambda: loss
+        groups = self.param_groups
+        try:
+            for group in groups:
+                stepped: dict[str, Any] = {}
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        stepped = {**group, "params": [parameter]}
+                        self.param_groups = [stepped]
+                        with full:
+                            original(**kwargs)
+                group.update({name: value for name, value in stepped.items() if name != "params"})
+        finally:
+            self.param_groups = groups
+        return loss
+
+    return replace_step(optimizer, step)
+
+
+def step_all_gathered(optimizer: Optimizer, full: StandIns, mean: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Have `optimizer.step` work on all parameters, gathered, and the loss of all ranks; returns what undoes it.
+
+    With a loss of its own each rank would stop a search at another point. Every rank has all parameters and gradients
+    at the same time, and for LBFGS as many vectors of all of them as `history_size` says, twice.
+    """
+    original = optimizer.step
+
+    def step(self: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
+        def on_shards() -> Any:
+            assert closure is not None
+            full.write_values()
+            full.exchange(back=True)
+            with torch.enable_grad():
+                loss = closure()
+            full.exchange(back=False)
+            full.read_gradients()
+            return mean(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        with full:
+            return original(**kwargs) if closure is None else original(closure=on_shards, **kwargs)
+
+    return replace_step(optimizer, step)

@@ -1,0 +1,140 @@
+"""The plan of the parallelisms of one module: made on the unsplit module, equal on every rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
+from lightning_3d.data.same_batch import compare_first_batch
+from lightning_3d.errors import ConfigurationError
+from lightning_3d.layout import Layout
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.offload.offload_choice import NOTHING, Offload
+from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
+from lightning_3d.pipeline.observe import UncutRun, observe_one_batch
+from lightning_3d.pipeline.schedule import stages_per_rank
+from lightning_3d.pipeline.split import PipelineSplit, plan_split
+from lightning_3d.precision import Precision3D
+from lightning_3d.ranks import talk
+from lightning_3d.sandbox.deferred import computed_on_use
+from lightning_3d.tensor.block_calls import CallRecorder, record_one_batch, records
+from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
+from lightning_3d.tensor.tensor_plan import TensorPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserChoices:
+    """Settings of the user about one module that are not part of the layout."""
+
+    pipeline_split: Sequence[str] | None = None
+    """Names of the first block of each stage but the first."""
+    loss_scope: LossScope = "auto"
+    """"batch" computes the loss once on the full batch, "microbatch" once per microbatch, "auto" as the loss needs."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Patterns of names -> how to split them."""
+    recompute: Recompute = KEEP_ALL
+    """Activations that backward computes again."""
+    offload: Offload = NOTHING
+    """Tensors outside of the device."""
+
+    def __post_init__(self) -> None:
+        if self.loss_scope not in (scopes := get_args(LossScope)):
+            raise ConfigurationError(f"loss_scope={self.loss_scope!r} is none of {', '.join(map(repr, scopes))}.")
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Everything that is going to be done to a module. Decided on the unsplit module, equal on every rank."""
+
+    anatomy: Anatomy
+    split: PipelineSplit | None = None
+    tensor: TensorPlan | None = None
+    uncut_run: UncutRun | None = None
+    """One microbatch, run by the module before it is cut."""
+    scope: ChosenScope = MICROBATCH
+    recompute: Recompute = KEEP_ALL
+    offload: Offload = NOTHING
+
+
+def make_plan(
+    trainer: Trainer,
+    module: LightningModule,
+    layout: Layout,
+    choices: UserChoices,
+    to_device: Callable[[Any], Any],
+    plugin: Precision3D,
+) -> ParallelPlan:
+    """Decide on the unsplit module what will be done to it, the same on every rank. Collective."""
+    anatomy = Anatomy.of(module)
+    split = plan_pipeline(module, anatomy, layout, None)
+    uncut_run = None
+    cut = split is not None and not split.solo
+    recorder = CallRecorder(module) if layout.tensor_parallel_size > 1 and records(module) else None
+    if cut or recorder is not None:  # a batch is read ahead of training
+        compare_first_batch(trainer, layout)
+    if split is not None and cut:
+        units = [unit.name for unit in split.units]
+        _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
+        with computed_on_use(module):
+            uncut_run = observe_one_batch(
+                trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope,
+                on_full_batch=nullcontext if recorder is None else recorder.recording,
+            )  # fmt: skip
+    split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
+    tensor = None
+    if layout.tensor_parallel_size > 1:
+        with computed_on_use(module):
+            calls = record_one_batch(trainer, module, to_device, recorder)
+        tensor = talk.from_first(
+            lambda: plan_tensor(
+                module,
+                layout.tensor_parallel_size,
+                tensor_plan=choices.tensor_plan,
+                sequence_parallel=layout.sequence_parallel,
+                calls=calls,
+            )
+        )
+        tensor = keep_within_stages(tensor, split)
+    scope = MICROBATCH
+    if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
+        scope = choose_scope(choices.loss_scope, uncut_run, layout)
+    return ParallelPlan(anatomy, split, tensor, uncut_run, scope, choices.recompute, choices.offload)
+
+
+def plan_pipeline(
+    module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, uncut_run: UncutRun | None = None
+) -> PipelineSplit | None:
+    """The cut of `module` into stages, None with one pipeline rank."""
+    if layout.pipeline_parallel_size == 1:
+        return None
+    per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
+    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, uncut=uncut_run)
+
+
+def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:
+    """`tensor` without the blocks that `split` cuts through: a weight that tensor ranks shard must stay on one stage.
+
+    The pipeline may cut between children of a block. Then the output of each child is full and the sequence is not
+    sharded, since on some ranks the block itself is on another stage and gathers nothing.
+    """
+    if split is None:
+        return tensor
+    units, splits, unsplit = dict(tensor.units), dict(tensor.splits), dict(tensor.unsplit)
+    for name in tensor.units:
+        inside = f"{name}." if name else ""
+        stages = {stage for stage, blocks in enumerate(split.stages) for block in blocks if block.startswith(inside)}
+        if len(stages) > 1:
+            del units[name]
+            splits = {key: value for key, value in splits.items() if not key.startswith(inside)}
+            unsplit[name] = f"the pipeline cuts through it (stages {', '.join(map(str, sorted(stages)))})"
+            rank_zero_warn(f"{name or 'The module'} is not split over the tensor ranks: {unsplit[name]}.")
+        elif stages and units[name].sequence is not None:
+            units[name] = replace(units[name], sequence=None)
+            unsplit[f"{inside}{SEQUENCE}"] = "the pipeline cuts between its children"
+    return replace(tensor, units=units, splits=splits, unsplit=unsplit)

@@ -1,0 +1,59 @@
+"""Bytes of weights, gradients and optimizer states on each rank, counted from the module before it is divided."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_3d.layout import Layout
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.planner.memory import offloaded
+from lightning_3d.planner.states import StateBytes, sharded_states
+from lightning_3d.tensor.tensor_plan import TensorPlan
+
+
+def elements_on_stages(
+    module: nn.Module, stages: Sequence[int], split: PipelineSplit | None, tensor: TensorPlan | None
+) -> dict[nn.Parameter, int]:
+    """Elements on the first tensor rank of each parameter that is on one of `stages`."""
+    elements: dict[nn.Parameter, int] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if split is None or not set(stages).isdisjoint(split.stages_of(name)):
+            cut = tensor.splits.get(name) if tensor else None
+            size = parameter.numel()
+            elements[parameter] = size if cut is None else size // cut.size * cut.local_size(0)
+    return elements
+
+
+def parameters_on(module: nn.Module, stage: int, split: PipelineSplit | None, tensor: TensorPlan | None) -> int:
+    """Number of parameters on the first tensor rank of a stage. Parameters of several stages count on each."""
+    return sum(elements_on_stages(module, [stage], split, tensor).values())
+
+
+def expected_states(
+    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None
+) -> list[StateBytes]:
+    """Bytes of weights, gradients and one optimizer state on a rank of each pipeline rank, by the ZeRO table.
+
+    `with_states` turns one optimizer state into those of an optimizer. Under a pipeline, weights are gathered and
+    gradients reduced once per step, so ZeRO stages 2 and 3 need as much memory as stage 1.
+    """
+    stage = 3 if layout.offload == "all" else layout.zero_stage
+    stage = min(layout.zero_stage, 1) if layout.pipeline_parallel_size > 1 else stage
+    ranks = layout.zero_shard_size or layout.data_parallel_size
+    expected = []
+    for pipeline_rank in range(layout.pipeline_parallel_size):
+        own = split.stages_on(pipeline_rank, layout.pipeline_parallel_size, layout.schedule) if split else (0,)
+        elements = elements_on_stages(module, own, split, tensor)
+        weights = sum(size * parameter.element_size() for parameter, size in elements.items())
+        trained = sum(
+            size * parameter.element_size() for parameter, size in elements.items() if parameter.requires_grad
+        )
+        full = StateBytes(weights=weights, gradients=trained, optimizer=trained)
+        expected.append(offloaded(sharded_states(full, 1, stage=stage, ranks=ranks), layout)[0])
+    return expected
+
+
+def with_states(expected: Sequence[StateBytes], states: float) -> list[StateBytes]:
+    """`expected` with `states` states of a parameter's size: Adam has 2, SGD without momentum none."""
+    return [replace(each, optimizer=states * each.optimizer) for each in expected]

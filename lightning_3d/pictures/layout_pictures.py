@@ -1,0 +1,95 @@
+"""A layout rank by rank: blocks, shards and bytes, as a table and as pictures. Bytes are those of the planner."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_3d.layout import Coordinate
+from lightning_3d.pictures.kinds import Bars, Cell, Cells
+from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
+from lightning_3d.planner.memory import PlannedMemory, last_rank, layers_on_stage, shards
+from lightning_3d.planner.priced_layout import Plan, stages_memory
+from lightning_3d.planner.show import show_bytes
+
+MOST_ROWS = 64
+"""Ranks in the table. Of more, the first of each pipeline rank stands for the others."""
+MOST_COLUMNS = 16
+"""Ranks in a row of the picture."""
+HEADER = ("rank", "place", "blocks", "tensor shard", "ZeRO shard", "weights", "gradients", "optimizer", "activations")
+
+
+class StageContent(NamedTuple):
+    """The part of the model that each rank of one pipeline rank shares, and the bytes of each of them."""
+
+    blocks: str
+    memory: PlannedMemory
+
+
+def contents(plan: Plan) -> list[StageContent]:
+    stages = range(plan.layout.pipeline_parallel_size)
+    memory = stages_memory(
+        plan.job, plan.cluster, plan.layout, stages, micro=plan.micro, microbatches=plan.microbatches
+    )
+    return [StageContent(_blocks(plan, stage), each) for stage, each in zip(stages, memory, strict=True)]
+
+
+def layout_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """A row of the table for each rank, below `HEADER` and `total`."""
+    layout, stages = plan.layout, contents(plan)
+    ranks = range(layout.world_size)
+    if layout.world_size > MOST_ROWS:
+        ranks = range(0, layout.world_size, layout.world_size // layout.pipeline_parallel_size)
+    rows = []
+    for rank in ranks:
+        place = layout.coordinate(rank)
+        content = stages[place.pipeline]
+        memory = content.memory
+        sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        tensor = f"{place.tensor + 1} of {layout.tensor_parallel_size}"
+        zero = f"{place.data % shards(plan.layout) + 1} of {shards(plan.layout)}"
+        rows.append((str(rank), str(place), content.blocks, tensor, zero, *map(show_bytes, sizes)))
+    return rows
+
+
+def layout_pictures(plan: Plan) -> list[Cells | Bars]:
+    """Every rank at its place, and the memory of each pipeline rank."""
+    stages = contents(plan)
+    name = f"{plan.job.profile.name}, {sizes_name(plan.layout)} on {plan.cluster}"
+    labels = [f"pipeline {stage}: {content.blocks}" for stage, content in enumerate(stages)]
+    return [
+        Cells(title=f"Ranks of {name} (d: data, t: tensor)", unit="GB on a rank", rows=dict(_rows(plan, stages))),
+        bars_of_memory("Memory of a rank, by pipeline rank", labels, [each.memory for each in stages], plan),
+    ]
+
+
+def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+    """Rows of one pipeline rank: as many data ranks in each as can be read, with all their tensor ranks."""
+    layout = plan.layout
+    together = max(1, MOST_COLUMNS // layout.tensor_parallel_size)
+    for stage, content in enumerate(stages):
+        for first in range(0, layout.data_parallel_size, together):
+            last = min(first + together, layout.data_parallel_size)
+            cells = tuple(
+                Cell(
+                    content.memory.total / GB,
+                    str(layout.rank(Coordinate(pipeline=stage, data=data, tensor=tensor))),
+                    f"d{data} t{tensor}",
+                )
+                for data in range(first, last)
+                for tensor in range(layout.tensor_parallel_size)
+            )
+            part = f", data {first}-{last - 1}" if together < layout.data_parallel_size else ""
+            yield f"pipeline {stage}: {content.blocks}{part}", cells
+
+
+def _blocks(plan: Plan, rank: int) -> str:
+    """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
+    layout, layers = plan.layout, plan.job.profile.layers
+    own = layout.stages[rank]
+    spans = []
+    for stage in own:
+        first = sum(layers_on_stage(layers, layout, earlier) for earlier in range(stage))
+        count = layers_on_stage(layers, layout, stage)
+        spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
+    before = ["before"] if 0 in own else []
+    after = ["after"] if rank == last_rank(layout) else []
+    return " + ".join([*before, ", ".join(spans), *after])

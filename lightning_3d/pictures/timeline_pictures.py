@@ -1,0 +1,92 @@
+"""A recorded timetable beside the ideal one: the same work in equal passes, without messages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_3d.layout import PassTimes, Schedule
+from lightning_3d.pictures.kinds import Lanes
+from lightning_3d.pictures.passes import most_seconds, pass_spans, scale
+from lightning_3d.pipeline.schedule import Action
+from lightning_3d.planner.show import show_seconds
+from lightning_3d.planner.timetable import Pass, timetable
+
+HEADER = ("rank", "busy", "idle", "share", "ideal share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timelines:
+    name: str
+    ranks: int
+    recorded: Sequence[Pass]
+    ideal: Sequence[Pass]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of the table for each rank, below `HEADER`."""
+        length = most_seconds(self.recorded)
+        return [
+            (
+                str(rank),
+                show_seconds(busy(self.recorded, rank)),
+                show_seconds(length - busy(self.recorded, rank)),
+                f"{1 - busy(self.recorded, rank) / length:.1%}",
+                f"{1 - busy(self.ideal, rank) / most_seconds(self.ideal):.1%}",
+            )
+            for rank in range(self.ranks)
+        ]
+
+    def lines(self) -> tuple[str, str]:
+        """A title for each of the two."""
+        return (
+            f"{self.name}, recorded: {show_seconds(most_seconds(self.recorded))}, idle {self._idle(self.recorded):.1%}",
+            f"Ideal (the same work in equal passes, no messages): {show_seconds(most_seconds(self.ideal))},"
+            f" idle {self._idle(self.ideal):.1%}",
+        )
+
+    def pictures(self) -> list[Lanes]:
+        """The two, on one scale."""
+        factor, unit = scale(most_seconds(self.recorded))
+        end = max(most_seconds(self.recorded), most_seconds(self.ideal)) * factor
+        return [
+            Lanes(title=title, unit=unit, spans=pass_spans(passes, self.ranks, factor), lanes=self.ranks, end=end)
+            for title, passes in zip(self.lines(), (self.recorded, self.ideal), strict=True)
+        ]
+
+    def _idle(self, passes: Sequence[Pass]) -> float:
+        used = sum(done.end - done.start for done in passes)
+        return 1 - used / (self.ranks * most_seconds(passes))
+
+
+def timelines(
+    schedule: Schedule, *, ranks: int, chunks: int, microbatches: int, recorded: Sequence[Pass], name: str
+) -> Timelines:
+    ideal = timetable(
+        schedule,
+        stages=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        times=_mean_times(recorded, ranks * microbatches),
+        orders=[_order(recorded, rank) for rank in range(ranks)],
+    )
+    return Timelines(name=name, ranks=ranks, recorded=recorded, ideal=ideal)
+
+
+def _order(passes: Sequence[Pass], rank: int) -> list[Action]:
+    """The passes of `rank` as they ran. (To have torch compute its order again takes minutes for large schedules.)"""
+    own = sorted(done for done in passes if done.rank == rank and done.kind != "H")
+    return [Action(done.kind, done.stage, done.microbatch) for done in own]
+
+
+def busy(passes: Sequence[Pass], rank: int) -> float:
+    return sum(done.end - done.start for done in passes if done.rank == rank)
+
+
+def _mean_times(passes: Sequence[Pass], count: int) -> PassTimes:
+    """Seconds of a rank for a microbatch, if all had the same share of the work. A head counts as forward."""
+    total = dict.fromkeys("FBIWH", 0.0)
+    for done in passes:
+        total[done.kind] += done.end - done.start
+    return PassTimes(
+        forward=(total["F"] + total["H"]) / count,
+        backward_input=(total["I"] + total["B"] / 2) / count,
+        backward_weight=(total["W"] + total["B"] / 2) / count,
+    )

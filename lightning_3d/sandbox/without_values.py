@@ -1,0 +1,43 @@
+"""Tensors whose values code cannot use as they are: parameters without memory, and shards between two runs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+QUESTIONS = frozenset(
+    {
+        *map(_getter, ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf")),
+        *map(_getter, ("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version")),
+        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "is_mps", "is_xla")),
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
+        Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__,
+        Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_,
+        Tensor.__hash__, Tensor.register_hook, torch.is_floating_point, torch.is_complex, torch.numel,
+        torch._has_compatible_shallow_copy_type,
+    }
+)  # fmt: skip
+"""Functions that ask a tensor for anything but its values."""
+
+
+class WithoutValues:
+    """A base of classes of parameters. `use_values` runs before each function that may need values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in QUESTIONS:
+            cls.use_values(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
+        """Give the parameters among the arguments their values, or raise."""
+        raise NotImplementedError

@@ -1,0 +1,48 @@
+"""Attention of Hugging Face that needs a GPU: a proof runs on the CPU, and takes torch's own attention in its place.
+
+Each head is computed from its own queries, keys and values by both, so that a division of heads which is right with one
+is right with the other. A tensor that such a function may divide by heads too (attention sinks) is refused.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_3d.module.undo import UndoStack
+
+_KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Arguments with a number for each token, which no head divides."""
+
+
+@contextmanager
+def attention_on_host() -> Iterator[None]:
+    """Let modules inside, which ask for flash attention, run on the CPU."""
+    functions: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    with UndoStack() as undo:
+        for name in _KERNELS if functions is not None else ():
+            if name in functions:
+                undo.callback(functions.__setitem__, name, functions[name])
+                functions[name] = _Kernel(functions["sdpa"])
+        yield
+
+
+class _Kernel:
+    def __init__(self, attention: Any) -> None:
+        self.attention = attention
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        tensors = [name for name, each in options.items() if isinstance(each, Tensor) and name not in _OF_TOKENS]
+        if tensors:
+            raise NotImplementedError(
+                f"its flash attention takes {tensors[0]!r}, which the CPU's does not, so that no proof can run. Set"
+                ' attn_implementation="eager" for a module that tensor ranks divide'
+            )
+        if mask is not None and mask.dim() == 2:  # flash attention takes the padding alone
+            mask = mask[:, None, None, :].bool()
+        return self.attention(module, query, key, value, mask, **options)

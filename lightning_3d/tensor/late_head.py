@@ -1,0 +1,82 @@
+"""Output heads that no rank divides: large logits are computed when they are used."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_3d.module.hooks_private import has_backward_hooks
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.late_product import Product, is_large
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
+from lightning_3d.tensor.recompute import save_states
+
+
+def patch_heads(module: nn.Module, blocks: Iterable[str], undo: UndoStack) -> None:
+    """Have each plain linear of `module` outside of `blocks` compute large results late. `undo` takes the way back.
+
+    A block's own linears are no heads. ZeRO 3 also frees a block's weights after its forward.
+    """
+    undo.callback(save_states())
+    inside = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
+    for name, part in module.named_modules():
+        if id(part) not in inside and _is_plain(part):
+            undo.set(part, "forward", LateHead(module, name))
+
+
+class LateNote:
+    """Tells the user once that a head computes late."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.noted = name, False
+
+    def once(self, logits: Tensor) -> Tensor:
+        """Return `logits`, after the line about them the first time."""
+        if not self.noted:
+            self.noted = True
+            rank_zero_info(
+                f"{self.name or 'The head'} gives {logits.numel() * logits.dtype.itemsize / 2**30:.1f} GiB of logits:"
+                " F.cross_entropy computes them in parts, any other use computes all."
+            )
+        return logits
+
+
+class LateHead:
+    """The forward of the `nn.Linear` called `name` in `root`."""
+
+    def __init__(self, root: nn.Module, name: str) -> None:
+        self.around, self.note = modules_around(root, name), LateNote(name)
+        self.module: Any = self.around[0]
+        self.__signature__ = inspect.signature(self.module.forward)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        if not (expects_loss(self.around) and may_wait() and is_large(input, module.out_features)):
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        rows, product = Product.of(compute_late(input), module.weight, module.bias)
+        split = TensorSplit.even(rows.dim() - 1, module.out_features, 1)
+        return self.note.once(LateTensor.of(rows, split, None, product=product))
+
+
+def modules_around(root: nn.Module, name: str) -> list[nn.Module]:
+    """The module called `name` in `root`, and those that contain it."""
+    parts = name.split(".") if name else []
+    return [root.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+
+
+def expects_loss(around: Sequence[nn.Module]) -> bool:
+    """Return True in a training step without backward hooks of modules, which get the gradient of full results.
+
+    Args:
+        around: a head, and the modules that contain it.
+    """
+    return around[0].training and torch.is_grad_enabled() and not any(map(has_backward_hooks, around))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    own = isinstance(module, nn.Linear) and "weight" in module._parameters and "forward" not in vars(module)
+    return own and type(module).forward is nn.Linear.forward and not module.weight.is_meta

@@ -1,0 +1,127 @@
+"""Cross-entropy of the product of a head, some rows at a time: no more logits are in memory than those of one part.
+
+Backward computes the product of each part again. The sums over parts have another order than one product has: values
+and gradients are those of `F.cross_entropy` up to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.tensor.late_product import Product
+
+PART = 2**27
+"""Bytes of the logits of one part. Some four times as many are in use at a time."""
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""The loss of each row of logits."""
+
+
+def cross_entropy_in_parts(
+    rows: Tensor,
+    product: Product,
+    target: Tensor,
+    losses: Losses,
+    classes: int,
+    *,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """`F.cross_entropy` of the product of `rows`, in fp32 at least.
+
+    Args:
+        rows: features in the last dimension.
+        product: of the head.
+        target: class indices, one for each row.
+        losses: computes the loss of each row from the logits of some.
+        classes: of one rank. All ranks pass the same number, so that they have the same parts.
+        weight: weights of all classes.
+        ignore_index: as in `F.cross_entropy`.
+        reduction: as in `F.cross_entropy`.
+    """
+    product.check_unwritten()
+    wide = torch.promote_types(product.dtype, torch.float32)  # a sum in half precision may overflow
+
+    def of_rows(result: Tensor, target: Tensor) -> Tensor:
+        return losses(product.finish(result), target).to(wide)
+
+    count = max(1, PART // (classes * rows.dtype.itemsize))
+    flat = target.reshape(-1)
+    found = _Parts.apply(rows.reshape(-1, rows.shape[-1]), product.weight, product.bias, flat, of_rows, count)
+    if reduction == "none":
+        found = found.view(target.shape)
+    else:
+        found = found.sum()
+        if reduction == "mean":
+            counted = flat != ignore_index
+            of_class = counted if weight is None else weight[flat.masked_fill(~counted, 0)] * counted
+            found = found / of_class.sum()
+    return found
+
+
+class _Parts(torch.autograd.Function):
+    """The loss of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, losses: Losses, count: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias, target)
+        ctx.losses, ctx.count = losses, count
+        with _as_cast(rows):
+            parts = zip(rows.split(count), target.split(count), strict=True)
+            return torch.cat([losses(F.linear(part, weight, bias), wanted) for part, wanted in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weight, bias, target = ctx.saved_tensors
+        with _as_cast(rows):
+            if torch.is_grad_enabled():  # create_graph: this backward needs a graph, and so all logits
+                wanted = [
+                    tensor
+                    for tensor, needed in zip((rows, weight, bias), ctx.needs_input_grad[:3], strict=True)
+                    if needed
+                ]
+                losses = ctx.losses(F.linear(rows, weight, bias), target)
+                found = iter(torch.autograd.grad(losses, wanted, grad, create_graph=True))
+                grads = tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:3])
+            else:
+                grads = _gradients(ctx, rows, weight, bias, target, grad)
+        return *grads, None, None, None
+
+
+def _gradients(
+    ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    of_rows, of_weight, of_bias = ctx.needs_input_grad[:3]
+    by_rows = torch.empty_like(rows) if of_rows else None
+    wide = torch.promote_types(weight.dtype, torch.float32)  # a sum over parts in half precision would be rounded often
+    by_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+    by_bias = torch.zeros_like(bias, dtype=wide) if of_bias and bias is not None else None
+    for start in range(0, len(rows), ctx.count):
+        part = slice(start, start + ctx.count)
+        logits = F.linear(rows[part], weight, bias).requires_grad_()
+        with torch.enable_grad():
+            losses = ctx.losses(logits, target[part])
+        (by_logits,) = torch.autograd.grad(losses, logits, grad[part])
+        if by_rows is not None:
+            torch.mm(by_logits, weight, out=by_rows[part])
+        if by_weight is not None and wide == weight.dtype:
+            by_weight.addmm_(by_logits.T, rows[part])
+        elif by_weight is not None:
+            by_weight += by_logits.T @ rows[part]
+        if by_bias is not None:
+            by_bias += by_logits.sum(dim=0)
+    return by_rows, _like(by_weight, weight), None if bias is None else _like(by_bias, bias)
+
+
+def _like(grad: Tensor | None, tensor: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(tensor.dtype)
+
+
+def _as_cast(rows: Tensor) -> torch.autocast:
+    """Without autocast: the operands have been cast when the head was called."""
+    return torch.autocast(rows.device.type, enabled=False)

@@ -1,0 +1,265 @@
+"""Training with offload is training without it, bit for bit."""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import ConfigurationError, UnsupportedError
+from lightning_3d.offload import disk_file
+from lightning_3d.optim import stand_ins
+from tests.offload.trainings import Net, assert_equal, both, train
+from tests.parity import QUIET
+from tests.workers import run
+
+STATES, ALL = {"optimizer": "disk"}, {"optimizer": "disk", "parameters": "disk"}
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "offload"),
+    [
+        (1, {}, STATES),
+        (1, {"zero_stage": 3}, ALL),
+        (2, {"zero_stage": 3}, ALL),
+        pytest.param(1, {"zero_stage": 3}, {"parameters": "disk"}, marks=pytest.mark.long),
+        pytest.param(1, {"zero_stage": 3}, {"parameters": "cpu", "optimizer": "disk"}, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 0}, STATES, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 1}, ALL, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 2}, ALL, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_parallel_size": 2}, STATES, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
+        pytest.param(2, {"pipeline_parallel_size": 2}, STATES, marks=pytest.mark.long),
+        pytest.param(4, {"pipeline_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
+        pytest.param(4, {"tensor_parallel_size": 2, "zero_stage": 3}, ALL, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 3, "recompute": "full"}, ALL, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_layouts(world, strategy, offload, tmp_path):
+    for offloaded, plain in run(both, world, strategy, offload, str(tmp_path), world=world, timeout=300):
+        assert_equal(offloaded, plain)
+        assert offloaded["moved"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["amsgrad", "momentum", "nadam", "adagrad"])
+def test_optimizers(optimizer, tmp_path):
+    ((offloaded, plain),) = run(both, 1, {"zero_stage": 3}, ALL, str(tmp_path), optimizer, world=1, timeout=300)
+    assert_equal(offloaded, plain)
+    assert offloaded["moved"] > 0
+
+
+@pytest.mark.long
+def test_an_optimizer_that_needs_full_matrices(tmp_path):
+    for offloaded, plain in run(both, 2, {"zero_stage": 3}, ALL, str(tmp_path), "muon", world=2, timeout=300):
+        assert_equal(offloaded, plain)
+        assert offloaded["moved"] > 0
+
+
+def _refused(optimizer, folder, match):
+    with pytest.raises(UnsupportedError, match=match):
+        train(1, {}, STATES, folder, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [
+        ("lbfgs", "LBFGS needs all parameters and states"),
+        ("adafactor", r"Adafactor has a state 'row_var' of shape \(8, 1\)"),
+        ("clipped", "Clipped computes a number from all parameters"),
+    ],
+)
+def test_other_optimizers_are_refused_by_name(optimizer, match, tmp_path):
+    run(_refused, optimizer, str(tmp_path), match, world=1)
+
+
+class Around(Callback):
+    """User code between steps that reads and changes what is on the disk, and accumulates what a report says."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.clamp_(-0.9, 0.9)
+
+    def on_train_epoch_end(self, trainer, module):
+        report = trainer.strategy.memory_report()
+        if trainer.strategy._parallel.disk is not None:
+            states = trainer.optimizers[0].state
+            assert report.ranks[0].disk > 10 * report.ranks[0].states
+            assert all(rank.disk > 0 for rank in report.ranks)
+            assert states
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "trainer"), [(1, {}), (2, {"accumulate_grad_batches": 2})])
+def test_callbacks_hooks_and_averaged_weights(world, trainer, tmp_path):
+    for offloaded, plain in run(_watched, world, str(tmp_path), trainer, world=world, timeout=300):
+        assert_equal(offloaded, plain)
+
+
+def _watched(world, folder, trainer):
+    return both(world, {"zero_stage": 3}, ALL, folder, callbacks=[Around, EMAWeightAveraging], **trainer)
+
+
+def _resumed(world, strategy, layout, folder):
+    """Train some steps, save, and train others, with and without offload in each of the two."""
+    whole = train(world, strategy, None, folder)
+    ends = []
+    for first, second in ((ALL, None), (None, ALL), (ALL, ALL)):
+        path = f"{folder}/{'disk' if first else 'memory'}.ckpt"
+        saves = [lambda path=path: Saves(path)]
+        train(world, {**strategy, "checkpoint_format": layout}, first, folder, callbacks=saves)
+        ends.append(train(world, {**strategy, "checkpoint_format": layout}, second, folder, ckpt_path=path))
+    return whole, ends
+
+
+class Saves(Callback):
+    """Saves inside the first epoch."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "layout"), [(1, "full"), (2, "sharded"), (2, "full")])
+def test_a_run_goes_on_with_and_without_a_disk(world, layout, tmp_path):
+    for whole, ends in run(_resumed, world, {"zero_stage": 3}, layout, str(tmp_path), world=world, timeout=400):
+        for end in ends:
+            assert end["losses"] == whole["losses"][1:]
+            for key in ("weights", "states"):
+                assert all(torch.equal(end[key][name], value) for name, value in whole[key].items())
+
+
+def _on_a_device(folder):
+    """Parameters count as those of a device, whose states and steps are in host memory."""
+    plain = train(1, {}, None, folder)
+    moves, copies = stand_ins.moves_to_host, []
+
+    def copy(tensor):
+        copies.append(tensor)
+        return tensor.clone()
+
+    from lightning_3d.optim import step
+
+    stand_ins.moves_to_host = step.moves_to_host = lambda tensor: not tensor.is_meta
+    stand_ins.on_host, before = copy, stand_ins.on_host
+    try:
+        return train(1, {}, {"optimizer": "cpu"}, folder), plain, len(copies)
+    finally:
+        stand_ins.moves_to_host = step.moves_to_host = moves
+        stand_ins.on_host = before
+
+
+def test_a_step_on_copies_in_host_memory(tmp_path):
+    ((offloaded, plain, copies),) = run(_on_a_device, str(tmp_path), world=1)
+    assert_equal(offloaded, plain)
+    assert copies > 2 * len(plain["weights"])
+
+
+def _fails(world, strategy, offload, folder, match):
+    """Each rank raises the same before its first step, also where only the last rank has a reason."""
+    last = os.environ["RANK"] == str(world - 1)
+    missing = dict.fromkeys(offload, f"nvme:{folder}/{'missing' if last else ''}")
+    seen = Net.training_step
+    Net.training_step = _never
+    full, disk_file.os.statvfs = os.statvfs, _full if match.startswith("no room") else os.statvfs
+    try:
+        with pytest.raises(ConfigurationError, match=match):
+            train(world, strategy, missing if match == "no such folder" else offload, folder)
+    finally:
+        Net.training_step, disk_file.os.statvfs = seen, full
+
+
+def _never(self, batch, batch_idx):
+    raise AssertionError("training has begun")
+
+
+def _full(folder):
+    return os.statvfs_result((4096, 4096, 10, 10, 10, 0, 0, 0, 0, 255))
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "offload", "match"),
+    [
+        (1, {"zero_stage": 0}, {"parameters": "disk"}, "zero_stage=0 needs all of them"),
+        (1, {"zero_stage": 1}, {"parameters": "cpu"}, "saves nothing with one data rank"),
+        (2, {"zero_stage": 3}, ALL, "no such folder"),
+        (2, {"zero_stage": 3}, STATES, "no such folder"),
+        (2, {"zero_stage": 3}, ALL, "no room"),
+        (1, {}, STATES, "no room for the states of AdamW"),
+    ],
+)
+def test_failures_are_errors_of_every_rank_before_training(world, strategy, offload, match, tmp_path):
+    run(_fails, world, strategy, offload, str(tmp_path), match, world=world)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("offload", "budget", "match"),
+    [
+        ("disk", None, "offload='disk' is not one of"),
+        ({"weights": "cpu"}, None, "'weights', which is none of"),
+        ({"optimizer": "disk"}, None, "'optimizer': 'disk', which is not 'cpu' or 'nvme:' and a folder"),
+        ({"activations": "nvme:/tmp"}, None, "'activations': 'nvme:/tmp', which is not 'cpu'"),
+        ({"optimizer": "cpu"}, "1GB", "nothing is on one"),
+        ({"optimizer": "nvme:/tmp"}, "much", "no amount of memory"),
+    ],
+)
+def test_arguments(offload, budget, match):
+    with pytest.raises(ConfigurationError, match=match):
+        Strategy3D(offload=offload, offload_budget=budget)
+
+
+def _activations(world, strategy):
+    """Train with and without, with every activation worth a copy; the bytes that went to the host."""
+    from lightning_3d.activations import offloaded_block
+
+    small, offloaded_block.SMALL = offloaded_block.SMALL, 0
+    copied, of = [], offloaded_block.OnHost.of
+
+    def counted(tensor):
+        copied.append(tensor.nbytes)
+        return of(tensor)
+
+    offloaded_block.OnHost.of = counted
+    try:
+        results = both(world, strategy, {"activations": "cpu"}, None)
+    finally:
+        offloaded_block.SMALL, offloaded_block.OnHost.of = small, of
+    return *results, sum(copied)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (1, {}),
+        pytest.param(1, {"recompute": "full"}, marks=pytest.mark.long),
+        pytest.param(1, {"recompute": "selective"}, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_activations_go_to_the_host(world, strategy):
+    for offloaded, plain, copied in run(_activations, world, strategy, world=world, timeout=200):
+        assert_equal(offloaded, plain)
+        width = 4 * 6 * 136 * 4  # bytes of what enters a block, and is kept of it
+        assert copied > 2 * len(plain["losses"]) * (width // world)
+
+
+@pytest.mark.long
+def test_a_dry_run_needs_no_disk():
+    offload = {"optimizer": "nvme:/missing", "parameters": "nvme:/missing", "activations": "cpu"}
+    chosen = Strategy3D(dry_run="2xcpu", zero_stage=3, offload=offload)
+    Trainer(**QUIET, devices=2, strategy=chosen, max_epochs=1).fit(Net())
+    (report,) = chosen._dry_world.reports
+    assert [rank.error for rank in report.ranks] == [None] * len(report.ranks)

@@ -1,0 +1,82 @@
+"""Blocks whose output for a sample depends on other samples are refused, since a microbatch has fewer of them."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_3d.pipeline.row_marks import first_that_mixes, row_marks
+from tests.parity import check, fit
+from tests.workers import WorkerError, run
+from tests.zoo import oddities
+
+
+def centered(x):
+    return x - x.mean(0)
+
+
+def normalized(x):
+    """The sum of each row is zero, with and without the mean of the batch."""
+    return F.layer_norm(x, x.shape[1:])
+
+
+def masked(x):
+    return torch.cat([x, torch.full_like(x[:, :1], -1e9)], dim=1)
+
+
+def transposed(x):
+    return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("after", [lambda x: x, normalized, masked, transposed])
+def test_a_call_that_uses_other_rows_is_found(after):
+    torch.manual_seed(0)
+    x = torch.randn(8, 5, 6)
+    calls = lambda x: [row_marks(after(x)), row_marks(after(centered(x)))]  # noqa: E731
+    assert first_that_mixes(calls(x), calls(x[:2]), 1e-3) == 1
+    alone = lambda x: [row_marks(after(x)), row_marks((after(x), torch.ones(3)))]  # noqa: E731
+    assert first_that_mixes(alone(x), alone(x[:2]), 1e-3) is None
+
+
+def test_large_tensors_are_compared_by_some_elements():
+    x = torch.randn(4, 600, 700, generator=torch.Generator().manual_seed(0))
+    assert first_that_mixes([row_marks(centered(x))], [row_marks(centered(x[:1]))], 1e-3) == 0
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = oddities.dense()
+
+    def forward(self, x):
+        return x + self.layer(centered(x))
+
+
+class Mixing(oddities.Awkward):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.Sequential(Centered(), Centered(), Centered())
+
+    def forward(self, x):
+        return self.head(self.blocks(self.embed(x)))
+
+
+def made():
+    module = Mixing()
+    return module, module.batches(3)
+
+
+@pytest.mark.parametrize("scope", ["auto", "batch"])
+def test_such_a_block_is_refused(scope):
+    strategy = {"pipeline_parallel_size": 2, "num_microbatches": 4, "loss_scope": scope}
+    with pytest.raises(
+        WorkerError, match=r"UnsupportedError: The output of 'blocks.0' for a sample depends on the other"
+    ):
+        run(fit, made, strategy, world=2)
+
+
+def test_the_remedy_works():
+    check(partial(made), 2, {"num_microbatches": 1})

@@ -1,0 +1,205 @@
+"""What goes wrong is said: before training where it can be, by name where it cannot."""
+
+import os
+import signal
+import warnings
+from datetime import timedelta
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.unsupported import check_supported
+from tests.parity import QUIET
+from tests.pipeline.loop import opened
+from tests.workers import WorkerError, run
+from tests.zoo.batchless import MLP, build, vectors
+
+
+def stepped(module, batch, timeout=None):
+    """One training step over the world."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout)) if timeout else dist.group.WORLD
+    split = plan_split(module, None, group.size())
+    apply_split(module, split, [group.rank()])
+    module.log = lambda *args, **kwargs: None
+    pipeline = opened(module, split, group, UndoStack(), num_microbatches=4)
+    pipeline.training_step(batch, 0)
+    return pipeline
+
+
+def struck(number):
+    """Rank 1 is struck in the fifth forward of the second step (the rehearsals and the first step are over)."""
+    module, batches = build("MLP")
+    pipeline = stepped(module, batches[0], timeout=2)
+    if dist.get_rank() == 1:
+        calls = []
+
+        def strike(*_):
+            calls.append(1)
+            if len(calls) == 3:
+                os.kill(os.getpid(), number)
+
+        module.head.register_forward_pre_hook(strike)
+    pipeline.training_step(batches[1], 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_is_named(number):
+    with pytest.raises(WorkerError, match=r"PeerError: Pipeline: stage 0, microbatch [12]: .*gradients from stage 1"):
+        run(struck, number, world=2, group=True, timeout=30)
+
+
+class Twice(MLP):
+    def training_step(self, batch, batch_idx):
+        return self(batch["x"]).mean() + self(2 * batch["x"]).mean()
+
+
+class Branch(MLP):
+    def forward(self, x):
+        x = self.first(x)
+        if x.mean() > 0:
+            x = x + 1
+        return self.head(self.third(self.second(x)))
+
+
+def refused(cls):
+    torch.manual_seed(0)
+    stepped(cls(), vectors())
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(Twice, r"UnsupportedError: The step calls 'first' .* twice"), (Branch, r"PipelineSplitError: .*`__bool__`")],
+)
+def test_a_step_that_cannot_be_cut_is_refused_on_every_rank(cls, message):
+    with pytest.raises(WorkerError, match=message) as error:
+        run(refused, cls, world=2, group=True)
+    assert "rank 0" in str(error.value)
+    assert "rank 1" in str(error.value)
+
+
+class Returns(LightningModule):
+    """Two linears, and an output of `training_step` that the test chooses."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.net, self.output = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), output
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        return MappingProxyType({"loss": loss}) if self.output == "mapping" else self.output
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_that_returns(output):
+    warnings.simplefilter("ignore")
+    strategy = Strategy3D(pipeline_parallel_size=2, quiet=True)
+    trainer = Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2, max_epochs=1)
+    try:
+        trainer.fit(Returns(output), torch.utils.data.DataLoader(torch.ones(8, 6), batch_size=4))
+    except MisconfigurationException as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [(5.0, "must return a Tensor, a dict, or None"), ({"a": 5}, "the 'loss' key needs to be present")],
+)
+def test_an_invalid_output_of_a_step_raises_lightnings_own_error_on_every_rank(output, message):
+    for said in run(fit_that_returns, output, world=2):
+        assert message in said
+
+
+def test_any_mapping_with_a_loss_is_an_output():
+    assert run(fit_that_returns, "mapping", world=2) == [2, 2]
+
+
+class ByView(nn.Module):
+    """Changes an activation in place through a view, which the rehearsal cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch["x"])
+        part = x[:, :3]
+        part.mul_(0.5)
+        return self.second(x).square().mean()
+
+
+class Outside(ByView):
+    """Keeps an activation outside of torch, and uses it on a later stage."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch["x"])
+        kept = torch.tensor(x.tolist())
+        return (self.second(x) + kept).square().mean()
+
+
+class Unseen(ByView):
+    """What reaches the second block depends on who runs the first one."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch["x"])
+        return self.second(x * (1.0 + dist.get_rank())).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(ByView, "gets other inputs than in the uncut step"), (Outside, "`tolist`"), (Unseen, "gets other inputs")],
+)
+def test_what_would_be_computed_wrongly_is_found_before_training(cls, message):
+    with pytest.raises(WorkerError, match=message) as error:
+        run(refused, cls, world=2, group=True)
+    assert str(error.value).count("PipelineSplitError") >= 2
+
+
+def test_more_stages_than_blocks():
+    with pytest.raises(PipelineSplitError, match="5 stages but the module only 4 blocks"):
+        plan_split(MLP(), None, 5)
+
+
+def test_cuts_by_hand():
+    split = plan_split(MLP(), None, 3, cuts=["second", "head"])
+    assert split.stages == (("first",), ("second", "third"), ("head",))
+    with pytest.raises(PipelineSplitError, match="'nowhere' is not a block"):
+        plan_split(MLP(), None, 2, cuts=["nowhere"])
+    with pytest.raises(PipelineSplitError, match="does not run after"):
+        plan_split(MLP(), None, 3, cuts=["head", "second"])
+    with pytest.raises(PipelineSplitError, match="3 stages need 2"):
+        plan_split(MLP(), None, 3, cuts=["second"])
+
+
+def test_manual_optimization_and_closures():
+    module = MLP()
+    check_supported(module, [torch.optim.SGD(module.parameters(), lr=1.0)])
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        check_supported(module, [torch.optim.LBFGS(module.parameters())])
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="Manual optimization"):
+        check_supported(module)
+
+
+class OwnBackward(LightningModule):
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+def test_a_backward_of_the_users_own_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"OwnBackward.backward is called under a pipeline once the gradients are there"
+    ):
+        check_supported(OwnBackward())
+    check_supported(LightningModule())

@@ -1,0 +1,80 @@
+"""The plan against published trainings: docs/published_runs.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_3d.planner import step_time
+from lightning_3d.planner.job import Job
+from lightning_3d.planner.model_names import named_model
+from lightning_3d.planner.search import Pins, leanest, search
+from tests.planner.published import CATALOGUE, RUNS, compared, mean, sources, table
+
+PAGE = (Path(__file__).parents[2] / "docs/published_runs.md").read_text()
+FOUND = [compared(run) for run in RUNS]
+HELD_BACK = [one for one in FOUND if not one.run.get("fit")]
+
+
+@pytest.mark.parametrize("one", FOUND, ids=lambda one: one.run["name"])
+def test_the_plan_is_within_a_quarter_of_what_was_measured(one):
+    assert (0.8 <= one.ratio <= 1.25) == ("missed" not in one.run), one.ratio
+
+
+def test_the_mean_ratio_is_within_a_tenth():
+    assert len(HELD_BACK) >= 30
+    for rows in (FOUND, HELD_BACK):
+        assert mean([one.ratio for one in rows]) == pytest.approx(1, abs=0.1)
+
+
+def test_the_page_has_what_is_computed():
+    assert table(FOUND) in PAGE
+    assert sources() in PAGE
+    off = [one for one in FOUND if "missed" in one.run]
+    assert re.search(r"(\d+) of (\d+) rows", PAGE).groups() == (str(len(FOUND) - len(off)), str(len(FOUND)))
+    means = [f"{mean([one.ratio for one in rows]):.2f}" for rows in (FOUND, HELD_BACK)]
+    found = re.search(r"is (\d\.\d\d), and (\d\.\d\d) for the (\d+) rows", PAGE).groups()
+    assert found == (*means, str(len(HELD_BACK)))
+    for one in off:
+        assert f"- **{one.run['name']}**: {one.run['missed']}." in PAGE
+
+
+def test_the_page_has_the_constants():
+    in_code = re.findall(r"^\| `([A-Z_]+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    shares = re.findall(r"^\| `matrix_share` of `(\w+)` \| ([\d.]+) \|", PAGE, re.MULTILINE)
+    assert (len(in_code), len(shares)) == (4, 2)
+    assert all(getattr(step_time, name) == float(value) for name, value in in_code)
+    assert all(CATALOGUE.find(name).matrix_share == float(value) for name, value in shares)
+
+
+BEST = re.findall(r"^\| (\S+) \| (\S+)T \| (\S+) \| (\d+) \| ([\d.]+)M \| ([\d.]+)M \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("model", "tokens", "cluster", "batch", "published", "planned"), BEST)
+def test_the_best_layout_where_none_is_published(model, tokens, cluster, batch, published, planned):
+    where = CATALOGUE.cluster(cluster)
+    profile = named_model(model).profile(precision="bf16-mixed")
+    samples = 1e12 * float(tokens) / profile.tokens
+    job = Job(profile=profile, samples=samples, batch=int(batch), precision="bf16-mixed")
+    assert f"{search(job, where)[0].device_hours / 1e6:.3g}" == planned
+
+
+@pytest.mark.parametrize("pipeline", [16, 32])
+def test_inputs_of_blocks_fill_the_devices_of_the_largest_model(pipeline):
+    profile = named_model("llama3-405b").profile(precision="bf16-mixed")
+    job = Job(profile=profile, samples=1e6, batch=2048, precision="bf16-mixed")
+    lean = leanest(job, CATALOGUE.cluster("2048x8xh100"), Pins(tensor=8, pipeline=pipeline, offload="none"))
+    assert f"{lean.peak.activations / 1e9:.0f} GB" in PAGE
+    assert not lean.fits
+
+
+def test_16_bit_numbers_between_blocks_train_it_in_about_the_published_time():
+    profile = named_model("llama3-405b").profile(precision="bf16-true")
+    job = Job(profile=profile, samples=15.6e12 / profile.tokens, batch=2048, precision="bf16-true")
+    hours = search(job, CATALOGUE.cluster("2048x8xh100"))[0].device_hours
+    assert f"In `bf16-true` the plan is {hours / 1e6:.3g}M device-hours." in PAGE
+    assert hours == pytest.approx(30.84e6, rel=0.2)
+
+
+def test_there_are_some_without_a_published_layout():
+    assert len(BEST) == PAGE.count("M |\n")

@@ -1,0 +1,97 @@
+"""Process groups are opened once and used by one run after the other."""
+
+import gc
+import multiprocessing
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET, in_turn
+from tests.workers import run
+from tests.zoo.language import GPT
+
+
+def _trainer(world, callbacks=(), **options):
+    return Trainer(**{**QUIET, "devices": world, "strategy": Strategy3D(**options), "callbacks": [*callbacks]})
+
+
+def _groups_after_runs(options):
+    """Process groups there are after one run, after three more by the same Trainer, and after one by another."""
+    registered = distributed_c10d._world.pg_map
+    module, trainer = GPT(), _trainer(4, **options)
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(module)
+    counts = [len(registered)]
+    trainer.validate(module, verbose=False)
+    trainer.validate(module, verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    counts.append(len(registered))
+    _trainer(4, **options).validate(module, verbose=False)
+    return [*counts, len(registered)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    in_turn([{"zero_stage": 3, "tensor_parallel_size": 2}, {"zero_shard_size": 2}, {"zero_stage": 0, "grad_sync": "hierarchical"}], 2),
+    ids=str,
+)  # fmt: skip
+def test_later_runs_use_the_groups_of_the_first(options):
+    for first, *later in run(_groups_after_runs, options, world=4):
+        assert later == [first, first]
+
+
+class _Divide(Callback):
+    def on_train_batch_start(self, *_):
+        raise ZeroDivisionError
+
+
+class _Inner(Callback):
+    """Starts another run inside of one."""
+
+    def on_train_batch_start(self, trainer, *_):
+        inner = _trainer(2)
+        inner.validate(GPT(), verbose=False)
+        self.apart = inner.strategy.mesh is not trainer.strategy.mesh
+
+
+def _groups_of_runs():
+    """For each run the first one that had the same groups, and whether the one inside the last had others."""
+    first, fails, last, outer = _trainer(2), _trainer(2, [_Divide()]), _trainer(2), _trainer(2, [inner := _Inner()])
+    first.validate(GPT(), verbose=False)
+    with pytest.raises(ZeroDivisionError):
+        fails.fit(GPT())
+    last.validate(GPT(), verbose=False)
+    outer.fit_loop.max_epochs = 1
+    outer.fit(GPT())
+    meshes = [trainer.strategy.mesh for trainer in (first, fails, last, outer)]
+    return [next(place for place, one in enumerate(meshes) if one is mesh) for mesh in meshes], inner.apart
+
+
+def test_a_run_after_one_that_failed_on_all_ranks_uses_its_groups_and_one_inside_another_gets_its_own():
+    """All ranks are proven in step after the failure. A run inside of another is not."""
+    assert run(_groups_of_runs, world=2) == [([0, 0, 0, 0], True)] * 2
+
+
+def _collect_in_a_worker():
+    """How a process ended that was forked while a group was garbage, and that collects garbage."""
+    _trainer(2).validate(GPT(), verbose=False)
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    gc.disable()  # in this process, which would end the group before
+    cycle = [group]
+    cycle.append(cycle)
+    del group, cycle
+    worker = multiprocessing.get_context("fork").Process(target=gc.collect)
+    worker.start()
+    worker.join(20)
+    worker.kill()
+    gc.enable()
+    return worker.exitcode
+
+
+def test_workers_of_a_dataloader_leave_the_groups_of_earlier_runs_alone():
+    assert run(_collect_in_a_worker, world=2) == [0, 0]

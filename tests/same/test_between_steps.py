@@ -1,0 +1,578 @@
+"""Hooks between steps that compute with weights: as on one device, or refused with the name of the hook."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_3d import Strategy3D
+from lightning_3d.ranks import talk
+from tests.parity import QUIET, assert_parity, in_turn
+from tests.workers import WorkerError, run
+from tests.zoo.base import Base
+from tests.zoo.language import GPT, UntiedGPT
+
+
+class Follower(Base):
+    """A target network that follows, by `.data` as many do; weights are clamped."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def tensors(self):
+        return (torch.randn(self.samples, 8, generator=torch.Generator().manual_seed(1)),)
+
+    def loss(self, batch):
+        with torch.no_grad():
+            target = self.target(batch[0].flip(-1))
+        return F.mse_loss(self.net(batch[0]), target)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.follow()
+        for weight in self.net.parameters():
+            weight.clamp_(-0.3, 0.3)
+
+    def follow(self):
+        for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.5 * mine.data + 0.5 * theirs.data
+
+
+class InPlace(Follower):
+    """Adding a tensor on meta to a real one, in place, is no error of torch's."""
+
+    def follow(self):
+        for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+
+
+class Alone(Follower):
+    """What follows and what is followed are on one stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        del self.target
+
+    def loss(self, batch):
+        x = self.net(batch[0])
+        return F.mse_loss(self.head(x), self.slow(x.detach()))
+
+    def follow(self):
+        torch._foreach_lerp_([*self.slow.parameters()], [*self.head.parameters()], 0.5)
+
+
+class Inside(Follower):
+    """Follows at the start of the step."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            Follower.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Within(Follower):
+    """Follows in the step, and changes its weights there too."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            InPlace.follow(self)
+            self.net[0][0].weight.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Limited(Base):
+    """An embedding that shortens the rows that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, max_norm=0.5)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)))
+
+    def tensors(self):
+        return (torch.randint(0, 16, (self.samples,), generator=torch.Generator().manual_seed(1)),)
+
+    def loss(self, batch):
+        return (self.net(self.embedding(batch[0])) - 1).square().mean()
+
+
+class Residual(Follower):
+    """Differentiates by itself, which takes gradients, also ahead of training."""
+
+    def loss(self, batch):
+        x = batch[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+class Synced(Follower):
+    """`load_state_dict` takes any error, and raises one of its own."""
+
+    def follow(self):
+        self.target.load_state_dict(self.net.state_dict())
+
+
+class SyncedWithin(Synced):
+    def training_step(self, batch, batch_idx):
+        Synced.follow(self)
+        return super().training_step(batch, batch_idx)
+
+    def follow(self):
+        pass
+
+
+class Normed(Follower):
+    """Logs a norm of one stage's weights."""
+
+    def follow(self):
+        self.log("norm", self.target[-1][-1].weight.norm())
+
+
+class Penalized(Follower):
+    """A penalty on an early weight comes in with the third batch."""
+
+    def loss(self, batch):
+        late = self.target[0][0].weight.square().sum() if self.trainer.global_step > 1 else 0.0
+        return super().loss(batch) + late
+
+    def follow(self):
+        pass
+
+
+class Following(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        InPlace.follow(module)
+
+
+def by_callback():
+    module = Follower()
+    module.follow = lambda: None
+    return module
+
+
+class Scaled(Follower):
+    """Weights are assigned before training begins, and by the norm of one after each step."""
+
+    def on_fit_start(self):
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.5
+
+    def follow(self):
+        with torch.no_grad():
+            self.net[1][0].weight.div_(1 + float(self.net[1][0].weight.norm()))
+
+
+class Averaged(Callback):
+    """Validates with averaged weights, swapped in and out by copying."""
+
+    def on_train_start(self, trainer, module):
+        self.average = [weight.detach().clone() for weight in module.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        for mine, weight in zip(self.average, module.parameters(), strict=True):
+            mine.lerp_(weight.detach(), 0.5)
+
+    @torch.no_grad()
+    def on_validation_start(self, trainer, module):
+        self.trained = [weight.detach().clone() for weight in module.parameters()]
+        for mine, weight in zip(self.average, module.parameters(), strict=True):
+            weight.copy_(mine)
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer, module):
+        for mine, weight in zip(self.trained, module.parameters(), strict=True):
+            weight.copy_(mine)
+
+
+class Validated(Follower):
+    """Weights are assigned once validation was run."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+    def on_validation_epoch_end(self):
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.9
+
+
+class Masked(Follower):
+    def on_fit_start(self):
+        self.net[0][0].weight.data.mul_(torch.ones(16, 8))
+
+
+class Noisy(GPT):
+    """Weights are drawn anew and disturbed; numbers go on after it as on one device."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        torch.manual_seed(batch_idx)
+        nn.init.xavier_uniform_(self.blocks[1].c_attn.weight)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(1e-2 * torch.randn_like(weight))
+            self.norm.bias.add_(1e-2 * torch.rand(()))
+
+
+class NoisyGradients(GPT):
+    def on_after_backward(self):
+        torch.manual_seed(5)
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad.add_(1e-2 * torch.randn_like(weight.grad))
+
+
+class Truncated(GPT):
+    def on_train_start(self):
+        nn.init.trunc_normal_(self.blocks[0].c_attn.weight, std=0.1)
+        nn.init.trunc_normal_(self.blocks[-1].c_attn.weight, std=0.1)
+
+
+class Drawn(GPT):
+    def on_train_start(self):
+        torch.bernoulli(self.blocks[0].c_attn.weight.abs().clamp(max=1))
+
+
+class SlicedRows(GPT):
+    """A slice is a view on one device: of a matrix's first rows, of a fused one's queries."""
+
+    where = "mlp.0"
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.blocks[1].get_submodule(self.where).weight[:5].mul_(0.5)
+
+
+class Listed(GPT):
+    """Numbers of a fused matrix, whose rows tensor ranks hold in another order."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        rows = self.blocks[1].c_attn.weight.tolist()
+        with torch.no_grad():
+            self.norm.bias.mul_(1 + rows[20][0])
+
+
+class ReadByOne(GPT):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        talk.PATIENCE = 2.0
+        if self.trainer.is_global_zero:
+            float(self.blocks[1].mlp[0].weight.norm())
+
+
+class Grown(GPT):
+    """Gives the optimizer parameters that were not there when the module was placed."""
+
+    def on_train_epoch_start(self):
+        self.more = nn.Linear(16, 16)
+        self.optimizers().add_param_group({"params": self.more.parameters()})
+
+
+class Thawed(GPT):
+    """Gives the optimizer parameters that were."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.blocks.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self):
+        if not self.current_epoch:
+            self.optimizers().add_param_group({"params": self.norm.parameters()})
+
+
+HALVES = [{"tensor_parallel_size": 2}, {"zero_stage": 1}]
+STAGES = {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    in_turn(
+        [*(("Noisy", layout) for layout in [*HALVES, STAGES]), ("NoisyGradients", HALVES[1]), ("Listed", HALVES[0])], 2
+    ),
+)
+def test_random_numbers_and_lists_are_those_of_whole_weights(name, layout):
+    assert_parity(f"tests.same.test_between_steps:{name}", 2, layout, trainer={"max_epochs": 1}, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "said"),
+    in_turn(
+        [
+            ("NoisyGradients", STAGES, "on_after_backward draws random numbers for a gradient"),
+            ("Truncated", STAGES, r"on_train_start initialises a tensor .* by trunc_normal_"),
+            (
+                "Drawn",
+                HALVES[1],
+                r"on_train_start draws random numbers \(bernoulli\) by the values of a sharded tensor",
+            ),
+            ("SlicedRows", HALVES[0], "on_train_batch_end writes into a slice of a sharded tensor"),
+            ("SlicedRows", HALVES[1], "on_train_batch_end writes into a slice of a sharded tensor"),
+            ("Listed", STAGES, "on_train_batch_end reads numbers of a weight that another stage"),
+            ("Grown", HALVES[1], r"was given 2 parameters \(shape \(16, 16\)"),
+            ("Grown", {"zero_stage": 0}, "was given 2 parameters"),
+        ],
+        2,
+    ),
+)
+def test_what_would_be_lost_or_drawn_otherwise_is_refused(name, layout, said):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: .*{said}"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, layout, trainer={"max_epochs": 1})
+
+
+def test_a_slice_of_a_fused_matrix_is_refused():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: .* takes a slice of a fused matrix \(shape \(48, 16\)"):
+        assert_parity("tests.same.test_between_steps:SlicedRows", 2, HALVES[0], attributes={"where": "c_attn"})
+
+
+def test_a_rank_that_reads_weights_alone_is_told():
+    with pytest.raises(WorkerError, match=r"PeerError: reading a weight in ReadByOne.on_train_batch_end \(line \d+\)"):
+        assert_parity("tests.same.test_between_steps:ReadByOne", 2, {"zero_stage": 1}, trainer={"max_epochs": 1})
+
+
+def test_an_optimizer_is_given_parameters_later():
+    assert_parity("tests.same.test_between_steps:Thawed", 2, {"zero_stage": 1}, trainer={"max_epochs": 2})
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}], ids=str)
+def test_data_is_assigned_before_training_and_numbers_are_those_of_whole_weights(layout):
+    assert_parity("tests.same.test_between_steps:Scaled", 2, layout)
+
+
+@pytest.mark.parametrize(
+    "layout", in_turn([{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], 3, 2), ids=str
+)
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_averaged_weights_are_swapped_in_for_validation(layout, window):
+    """Hooks after a validation, and those within a window of accumulation, see shards as the others do."""
+    trainer = {"limit_val_batches": 1.0, "val_check_interval": 1, "callbacks": [Averaged]}
+    trainer |= {"accumulate_grad_batches": window, "max_epochs": 2}
+    assert_parity("tests.same.test_between_steps:Validated", 2, layout, trainer=trainer)
+
+
+class Counted(Follower):
+    """Has hooks of batches, as most modules and callbacks do, and reads weights in them."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.before = self._sent()
+        self.norm = float(self.net[0][0].weight.detach().norm())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        Base.on_train_batch_end(self, outputs, batch, batch_idx)
+        if batch_idx == 2:  # the third of a window of four
+            assert self._sent() == self.before
+
+    def _sent(self):
+        if not isinstance(self.trainer.strategy, Strategy3D):
+            return None
+        return self.trainer.strategy.data_axis.ledger.rows()
+
+
+def test_hooks_of_batches_gather_nothing_within_a_window():
+    trainer = {"accumulate_grad_batches": 4}
+    assert_parity("tests.same.test_between_steps:Counted", 2, {"zero_stage": 1}, trainer=trainer)
+
+
+class Looked(Follower):
+    """Looks at gradients where a validation begins within a window; changes no weights there."""
+
+    on_train_batch_end = Base.on_train_batch_end
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_validation_start(self):
+        if self.trainer.fit_loop.batch_idx == 0:
+            assert all(weight.grad is not None for weight in self.net.parameters())
+
+
+def test_a_validation_within_a_window_finds_its_gradients():
+    trainer = {"limit_val_batches": 1, "val_check_interval": 1, "accumulate_grad_batches": 4}
+    assert_parity("tests.same.test_between_steps:Looked", 2, {"zero_stage": 1}, trainer=trainer)
+
+
+class Copied(Follower):
+    """Copies the module and a gradient."""
+
+    def on_before_optimizer_step(self, optimizer):
+        weight, copied = self.net[0][0].bias, copy.deepcopy(self).net[0][0].bias
+        assert copied.grad is None
+        self.norms = [float(each.norm()) for each in (weight, copied, weight.grad, copy.deepcopy(weight.grad))]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        copy.deepcopy(self)
+        self.seen += self.norms
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 1}, pytest.param({"zero_stage": 3}, marks=pytest.mark.long)])
+def test_a_module_with_gradients_can_be_copied(strategy):
+    assert_parity("tests.same.test_between_steps:Copied", 2, strategy)
+
+
+class Swapped(Follower):
+    """Weights are assigned for a test, and back."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("tested", self.loss(batch), sync_dist=True)
+
+    def test_dataloader(self):
+        return self.train_dataloader()
+
+    def on_test_start(self):
+        self.before = [weight.detach().clone() for weight in self.net.parameters()]
+        for weight in self.net.parameters():
+            weight.data = weight.data * 0.5
+
+    def on_test_end(self):
+        for weight, before in zip(self.net.parameters(), self.before, strict=True):
+            weight.data = before
+
+
+def swap(strategy):
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    module = Swapped()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = Trainer(**QUIET, devices=2 if strategy else 1, strategy=Strategy3D(**strategy) if strategy else "auto")
+    (metrics,) = trainer.test(module, verbose=False)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    return metrics
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 3}], ids=str)
+def test_weights_are_swapped_for_a_test_without_training(layout):
+    (whole,) = run(swap, None, world=1)
+    for metrics in run(swap, layout, world=2):
+        assert metrics == pytest.approx(whole, rel=1e-5)
+
+
+def test_whole_tensors_and_parts_are_not_mixed():
+    with pytest.raises(WorkerError, match=r"UnsupportedError: Masked.on_fit_start computes something with parameters"):
+        assert_parity("tests.same.test_between_steps:Masked", 2, {"zero_stage": 1})
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}], ids=str)
+def test_a_target_network_follows_in_shards(layout):
+    assert_parity("tests.same.test_between_steps:Follower", 2, layout)
+
+
+def test_what_is_on_one_stage_works_under_a_pipeline():
+    assert_parity("tests.same.test_between_steps:Alone", 2, {"pipeline_parallel_size": 2})
+
+
+def test_assigning_data_in_the_step_is_refused_in_shards():
+    with pytest.raises(
+        WorkerError, match=r"WritesError: The step changes 'target.* has no effect on parameters in shards"
+    ):
+        assert_parity("tests.same.test_between_steps:Inside", 2, {"tensor_parallel_size": 2})
+
+
+def test_weights_change_in_the_step_on_tensor_ranks():
+    """The run ahead of training must leave no trace of it."""
+    assert_parity("tests.same.test_between_steps:Within", 2, {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize("name", ["Within", "Inside", "SyncedWithin"])
+def test_weights_changed_in_the_step_are_refused_under_a_pipeline(name):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes 'target.* each microbatch would do"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_embedding_with_max_norm_is_the_same(axis):
+    assert_parity("tests.same.test_between_steps:Limited", 2, {axis: 2})
+
+
+def test_derivatives_across_stages_are_refused_before_training():
+    with pytest.raises(WorkerError, match=r"Cut into stages, the step fails, .* takes derivatives by itself"):
+        assert_parity("tests.same.test_between_steps:Residual", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "trainer"),
+    in_turn(
+        [
+            ("Follower", "Follower.on_train_batch_end", {}),
+            ("InPlace", "InPlace.on_train_batch_end", {}),
+            ("Synced", "Synced.on_train_batch_end", {}),
+            ("by_callback", "Following.on_train_batch_start", {"callbacks": [Following]}),
+        ],
+        2,
+    ),
+)
+def test_stages_are_not_mixed_in_silence(name, where, trainer):
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {where} computes with a tensor of this rank"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"pipeline_parallel_size": 2}, trainer=trainer)
+
+
+def test_reading_weights_of_another_stage_in_the_step_is_named():
+    says = "stage 1, microbatch 0: the step reads a weight or buffer of a block that another stage owns"
+    with pytest.raises(WorkerError, match=f"UnsupportedError: {says}"):
+        assert_parity("tests.same.test_between_steps:Penalized", 2, {"pipeline_parallel_size": 2})
+
+
+def test_the_norm_of_a_weight_of_another_stage_is_logged():
+    assert_parity("tests.same.test_between_steps:Normed", 2, {"pipeline_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("Within", 1), ("Inside", 1), ("Limited", 1), ("Inside", 3), ("Limited", 3)]
+)
+def test_weights_changed_in_the_step_are_refused_where_they_are_gathered(name, stage):
+    with pytest.raises(WorkerError, match=r"WritesError: The step changes .* which is lost with the copies of weights"):
+        assert_parity(f"tests.same.test_between_steps:{name}", 2, {"zero_stage": stage})
+
+
+def test_weights_of_blocks_change_in_the_step_where_they_are_gathered_later():
+    assert_parity("tests.same.test_between_steps:Within", 2, {"zero_stage": 3})
+
+
+def after_fit(strategy):
+    seed_everything(7, verbose=False)
+    module = Follower()
+    trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy), max_epochs=1, limit_val_batches=0)
+    trainer.fit(module)
+    return [optimizer.step.__func__.__module__ for optimizer in trainer.optimizers]
+
+
+def test_an_optimizer_steps_by_itself_after_fit():
+    """What was put around its step is taken off, the last first."""
+    for steps in run(after_fit, {"zero_stage": 1}, world=2):
+        assert [step.partition(".")[0] for step in steps] == ["torch"]
+
+
+def hooked_on_objects(world, strategy):
+    """Norms of a weight that hooks read which were set on the objects: a LambdaCallback's, and the module's."""
+    seed_everything(7, verbose=False)
+    module, seen = UntiedGPT(), []
+    module.on_train_batch_end = lambda *_: seen.append(float(module.head.weight.norm()))
+    callback = LambdaCallback(on_train_batch_start=lambda *_: seen.append(float(module.head.weight.norm())))
+    flags = {"devices": world, "max_steps": 2, "limit_val_batches": 0, "callbacks": [callback]}
+    Trainer(**QUIET, **flags, strategy=Strategy3D(**strategy, quiet=True) if strategy else "auto").fit(module)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"tensor_parallel_size": 2}])
+def test_hooks_that_are_set_on_objects_read_full_weights(strategy):
+    (wanted,) = run(hooked_on_objects, 1, None, world=1)
+    assert len(wanted) == 4
+    for got in run(hooked_on_objects, 2, strategy, world=2):
+        assert got == pytest.approx(wanted, rel=1e-5)

@@ -1,0 +1,174 @@
+"""Each line of docs/compile.md: compiled modules train as uncompiled ones on one device, or are refused."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch._dynamo.utils import counters
+
+from lightning_3d import Strategy3D
+from lightning_3d.errors import UnsupportedError
+from tests.parity import QUIET, assert_same, reference, train
+from tests.workers import run
+from tests.zoo import MODULES
+from tests.zoo.language import GPT, Llama
+
+BACKEND = "aot_eager"
+
+
+class InPlace(GPT):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=BACKEND)
+
+
+class Wrapped(GPT):
+    def __init__(self):
+        super().__init__()
+        for at, block in enumerate(self.blocks):
+            self.blocks[at] = torch.compile(block, backend=BACKEND)
+
+
+class AsAWhole(GPT):
+    def __init__(self):
+        super().__init__()
+        self.compile(backend=BACKEND)
+
+
+class Inductor(GPT):
+    def __init__(self):
+        super().__init__()
+        for at, block in enumerate(self.blocks):
+            self.blocks[at] = torch.compile(block)
+
+
+class CompiledLlama(Llama):
+    def __init__(self):
+        super().__init__()
+        for block in self.model.model.layers:
+            block.compile(backend=BACKEND)
+
+
+class Dropout(GPT):
+    """With masks that differ by tensor rank, and some that do not."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.mlp = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2), nn.Linear(64, 16), nn.Dropout(0.2))
+
+
+class WrappedDropout(Dropout):
+    def __init__(self):
+        super().__init__()
+        for at, block in enumerate(self.blocks):
+            self.blocks[at] = torch.compile(block, backend=BACKEND)
+
+
+class DropoutInPlace(Dropout):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=BACKEND)
+
+
+def _compiled(kind, world, strategy, attributes, trainer):
+    torch._dynamo.reset()
+    counters.clear()
+    got = train(f"{__name__}:{kind}", world, strategy, attributes, trainer)
+    plain = {"weights": _plain(got["weights"]), "gradients": [*map(_plain, got["gradients"])]}
+    return {**got, **plain}, counters["stats"]["unique_graphs"], list(counters["graph_break"])
+
+
+def _plain(named):
+    """By the names that the module has where its blocks are not wrapped."""
+    return {name.replace("_orig_mod.", ""): value for name, value in named.items()}
+
+
+ZERO_3, TENSOR, PIPELINE = {"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TENSOR_ZERO_3, TENSOR_PIPELINE = {**TENSOR, **ZERO_3}, {**TENSOR, **PIPELINE}
+SEQUENCE, RECOMPUTE = {**TENSOR, "sequence_parallel": True}, {**TENSOR, "recompute": "selective"}
+ONE_GRAPH = [
+    ("InPlace", {"zero_stage": 0}),
+    ("Wrapped", ZERO_3),
+    ("InPlace", TENSOR),
+    ("Wrapped", TENSOR),
+    ("CompiledLlama", TENSOR),
+    ("Inductor", TENSOR),
+    ("InPlace", SEQUENCE),
+    ("Wrapped", SEQUENCE),
+    ("Wrapped", RECOMPUTE),
+]
+"""All blocks run one graph, which nothing breaks."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("InPlace", TENSOR),
+        pytest.param("InPlace", {"zero_stage": 0}, marks=pytest.mark.long),
+        pytest.param("Wrapped", {"zero_stage": 0}, marks=pytest.mark.long),
+        pytest.param("AsAWhole", {"zero_stage": 0}, marks=pytest.mark.long),
+        pytest.param("InPlace", {"zero_stage": 1}, marks=pytest.mark.long),
+        pytest.param("InPlace", ZERO_3, marks=pytest.mark.long),
+        pytest.param("Wrapped", ZERO_3, marks=pytest.mark.long),
+        pytest.param("AsAWhole", ZERO_3, marks=pytest.mark.long),
+        pytest.param("Wrapped", TENSOR, marks=pytest.mark.long),
+        pytest.param("AsAWhole", TENSOR, marks=pytest.mark.long),
+        pytest.param("CompiledLlama", TENSOR, marks=pytest.mark.long),
+        pytest.param("Inductor", TENSOR, marks=pytest.mark.long),
+        pytest.param("InPlace", SEQUENCE, marks=pytest.mark.long),
+        pytest.param("Wrapped", SEQUENCE, marks=pytest.mark.long),
+        pytest.param("Wrapped", RECOMPUTE, marks=pytest.mark.long),
+        pytest.param("Wrapped", TENSOR_ZERO_3, marks=pytest.mark.long),
+        pytest.param("InPlace", TENSOR_ZERO_3, marks=pytest.mark.long),
+        pytest.param("Wrapped", TENSOR_PIPELINE, marks=pytest.mark.long),
+        ("Wrapped", PIPELINE),
+        pytest.param("Inductor", ZERO_3, marks=pytest.mark.long),
+        pytest.param("CompiledLlama", {"zero_stage": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_it_trains_as_uncompiled_on_one_device(kind, strategy):
+    attributes, flags = {"optimizer": "plain_sgd"}, {"max_epochs": 2}  # ZeRO compiles after three steps
+    wanted = reference("Llama" if kind == "CompiledLlama" else "GPT", attributes, flags)
+    world = 4 if strategy in (TENSOR_ZERO_3, TENSOR_PIPELINE) else 2
+    got = run(_compiled, kind, world, strategy, attributes, flags, world=world, timeout=300)
+    assert_same([each for each, _, _ in got], wanted, 1e-4)
+    assert all(graphs for _, graphs, _ in got)
+    if (kind, strategy) in ONE_GRAPH:
+        assert [counted for _, *counted in got] == [[1, []]] * world
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["WrappedDropout", "DropoutInPlace"])
+def test_dropout_on_shards_draws_the_masks_of_uncompiled_code(kind):
+    attributes, flags = {"optimizer": "plain_sgd"}, {"max_epochs": 1}
+    plain = run(train, f"{__name__}:Dropout", 2, TENSOR, attributes, flags, world=2)
+    got = run(_compiled, kind, 2, TENSOR, attributes, flags, world=2, timeout=300)
+    assert_same([each for each, _, _ in got], plain[0], 1e-5)
+
+
+def _fit(kind, strategy):
+    module = globals()[kind]()
+    Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, quiet=True), max_steps=1).fit(module)
+
+
+@pytest.mark.parametrize("kind", ["InPlace", "AsAWhole"])
+def test_a_pipeline_refuses_hooks_in_compiled_code(kind):
+    run(_refused, kind, world=2)
+
+
+def _refused(kind):
+    with pytest.raises(UnsupportedError, match=r"Wrap the blocks instead: blocks\[i\] = torch\.compile"):
+        _fit(kind, PIPELINE)
+
+
+def _given_to_the_trainer():
+    module = torch.compile(MODULES["GPT"](), backend=BACKEND)
+    with pytest.raises(RuntimeError, match="Using a compiled model is incompatible with the current strategy"):
+        Trainer(**QUIET, devices=1, strategy=Strategy3D(quiet=True), max_steps=1).fit(module)
+
+
+def test_lightning_itself_refuses_a_compiled_module():
+    run(_given_to_the_trainer, world=1)

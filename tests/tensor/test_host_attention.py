@@ -1,0 +1,55 @@
+"""Blocks with flash attention, which no CPU has, are planned as those with torch's own."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
+from tests.zoo import blocks
+
+transformers = pytest.importorskip("transformers")
+
+
+def _plan(module, implementation):
+    """Recorded with torch's attention, in place of a GPU."""
+    tokens = torch.randint(0, 50, (2, 8))
+    calls = record_calls(module, lambda: module(input_ids=tokens, labels=tokens))
+    module.config._attn_implementation = implementation
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    before = dict(functions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_tensor(module, 2, calls=calls)
+    assert dict(functions) == before
+    return plan
+
+
+def test_flash_attention_is_divided_by_heads():
+    torch.manual_seed(0)
+    wanted, plan = (_plan(blocks.llama(), name) for name in ("sdpa", "flash_attention_2"))
+    assert len(plan.units) == 2
+    assert plan.splits == wanted.splits
+    assert plan.unsplit == wanted.unsplit
+
+
+class Sinks(torch.nn.Module):
+    """Gives each attention a number for each head."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+        self.sinks = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, *args, **kwargs):
+        return self.attention(*args, s_aux=self.sinks, **kwargs)
+
+
+def test_what_the_cpu_cannot_prove_stays_unsplit():
+    module = blocks.llama()
+    for layer in module.model.layers:
+        layer.self_attn = Sinks(layer.self_attn)
+    plan = _plan(module, "flash_attention_2")
+    assert not plan.units
+    assert all("flash attention takes 's_aux'" in why for why in plan.unsplit.values())

@@ -231,6 +231,8 @@ def each_floating(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every floating tensor in it changed."""
     if isinstance(value, Tensor):
         return change(value) if value.is_floating_point() else value
+    if value is None or isinstance(value, bool):  # most other arguments; walking through containers costs a host more
+        return value
     return map_leaves(
         lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value
     )
@@ -240,7 +242,5 @@ def each_argument(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with every floating tensor in them changed."""
-    if not kwargs and len(args) == 1:  # most modules of a block; walking through containers costs a host more
-        return (each_floating(change, args[0]),), kwargs
-    result: tuple[tuple[Any, ...], dict[str, Any]] = each_floating(change, (args, kwargs))
-    return result
+    changed = {name: each_floating(change, value) for name, value in kwargs.items()}
+    return tuple([each_floating(change, value) for value in args]), changed

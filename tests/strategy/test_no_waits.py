@@ -70,6 +70,16 @@ class Net(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class TiedNet(Net):
+    """Its stages sum the gradient of a tie, and batch norms sum over data ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(32)
+        self.embed.register_forward_hook(lambda _, args, x: self.norm(x.flatten(0, 1)).view_as(x))
+
+
 class FusedNet(Net):
     fused = True
 
@@ -153,15 +163,29 @@ def test_nothing_reads_a_number_with_lightnings_callbacks(tmp_path):
     assert run(_with_callbacks, str(tmp_path), world=2) == [{}, {}]
 
 
-def _scaled(kind):
-    return _reads({"zero_stage": 2}, {"plugins": [Precision3D("16-mixed")]}, False, kind)
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({"pipeline_parallel_size": 2}, {"plugins": "16-mixed"}),
+        pytest.param({"zero_stage": 3}, {"sync_batchnorm": True}, marks=pytest.mark.long),
+    ],
+    ids=["pipeline", "zero3"],
+)
+def test_ties_batch_norms_and_scales_are_read_by_nobody(strategy, trainer):
+    assert run(_scaled, TiedNet, strategy, trainer, world=2) == [{}, {}]
+
+
+def _scaled(kind, strategy, trainer):
+    plugins = {"plugins": [Precision3D(trainer["plugins"])]} if "plugins" in trainer else {}
+    kind.fused = True if plugins and kind is not Net else None
+    return _reads(strategy, {**trainer, **plugins}, False, kind)
 
 
 @pytest.mark.parametrize(
     ("kind", "reads"), [(FusedNet, 0), pytest.param(Net, 1, marks=pytest.mark.long)], ids=["fused", "usual"]
 )
 def test_a_loss_scale_is_read_where_the_optimizer_is_not_fused(kind, reads):
-    for found in run(_scaled, kind, world=2):
+    for found in run(_scaled, kind, {"zero_stage": 2}, {"plugins": "16-mixed"}, world=2):
         assert sum(found.values()) == reads * (LAST - FIRST)
         assert all(line.startswith("item in lightning_3d/precision.py") for line in found)  # `GradScaler.step`
 

@@ -21,7 +21,7 @@ LIBRARIES = ("lightning", "torch", "torchmetrics")
 # Read in torch 2.13 and Lightning 2.6.6: the place that has the name, the name, the files that use it.
 PRIVATE = {
     "torch.distributed.tensor.DTensor": {
-        "_local_tensor": "zero/shard_memory_private",
+        "_local_tensor": "ranks/dtensor_private zero/shard_memory_private",
         "_spec": "ranks/dtensor_private",
     },
     "lightning.pytorch.strategies.ParallelStrategy": {

@@ -41,8 +41,9 @@ class UnallocatedBuffer(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
         if func is torch.ops.aten.view.default:
-            buffer, shape = args
-            return cls(torch.empty(buffer.shape, device="meta").view(shape).shape, *buffer._like())
+            buffer, (rows, rest) = args
+            assert rest == -1
+            return cls((rows, buffer.numel() // rows), *buffer._like())
         if func is torch.ops.fsdp.chunk_cat.default:
             kwargs["out"].copies.sources = list(args[0])
             return None

@@ -4,6 +4,7 @@ On DTensors each of a dozen operations per parameter goes through DTensor's disp
 arithmetic: AdamW on half of 20M parameters took 38 ms, and 22 ms on plain tensors.
 """
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.ranks.dtensor_private import shard_of
 from lightning_3d.ranks.shards import like
 
 State = dict[str, Any]
@@ -41,14 +43,14 @@ class LocalShards:
         grad = parameter.grad
         if not isinstance(parameter, DTensor) or not (grad is None or isinstance(grad, DTensor)):
             return parameter
-        values = parameter.to_local()  # without gradients the very tensor that the DTensor has, not a view
+        values = shard_of(parameter)
         known = self._known.get(id(parameter))
         if known is None:
             known = self._known[id(parameter)] = _LocalShard(parameter, values)
         known.take_values(values)
         if (state := self.optimizer.state.pop(parameter, None)) is not None:
             self.optimizer.state[known.stand_in] = known.as_local(state)
-        known.stand_in.grad = None if grad is None else grad.to_local()
+        known.stand_in.grad = None if grad is None else shard_of(grad)
         self._entered.append(known)
         return known.stand_in
 
@@ -89,7 +91,7 @@ class _LocalShard:
         if not self.sharded.are_those_of(state):
             shape = self.parameter.shape
             local = {
-                key: value.to_local() if isinstance(value, DTensor) and value.shape == shape else value
+                key: shard_of(value) if isinstance(value, DTensor) and value.shape == shape else value
                 for key, value in state.items()
             }
             self.sharded, self.local = _Entries(state), _Entries(local)
@@ -116,8 +118,11 @@ class _Entries:
 
     def __init__(self, state: State) -> None:
         self.state, self.items = state, dict(state)
-        self.ids = [*map(id, state), *map(id, state.values())]
 
     def are_those_of(self, state: State) -> bool:
         """Return True if `state` is the same one with the same objects. Their values may differ."""
-        return state is self.state and [*map(id, state), *map(id, state.values())] == self.ids
+        return (
+            state is self.state
+            and state.keys() == self.items.keys()
+            and all(map(is_, map(state.__getitem__, self.items), self.items.values()))
+        )

@@ -250,7 +250,7 @@ def _any_traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if any(isinstance(value, TracedTensor) for value in values):
         return True
     others = [value for value in values if not isinstance(value, Tensor | int | float | None)]
-    return any(isinstance(leaf, TracedTensor) for leaf in leaves(others))
+    return bool(others) and any(isinstance(leaf, TracedTensor) for leaf in leaves(others))
 
 
 def _apply_traced(cls: Any, *args: Any, **kwargs: Any) -> Any:

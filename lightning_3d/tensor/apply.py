@@ -10,17 +10,20 @@ from functools import cache
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.module.autograd_private import in_wrapper, is_compiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.deferred import Deferred, cut_later, empty, realize
 from lightning_3d.tensor.autograd_collectives import gather_shards
 from lightning_3d.tensor.axis import ByteCounter, GroupAxis
+from lightning_3d.tensor.dropout import ShardDraws
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.patch import patch_unit
 from lightning_3d.tensor.tensor_plan import TensorPlan
@@ -93,6 +96,7 @@ def apply_tensor(
     for name, unit in plan.units.items():
         if not _is_elsewhere(module, [f"{name}.{own}" if name else own for own in unit.splits]):
             patch_unit(module.get_submodule(name), unit, axis, undo, name)
+    _warn_of_uncompiled(module, plan)
     for child in module.modules():
         if plan.units and isinstance(child, nn.TransformerEncoder):
             # shards cannot be nested tensors, as torch's fused eval layers use
@@ -103,6 +107,20 @@ def apply_tensor(
 
 
 @torch.no_grad()
+def _warn_of_uncompiled(module: nn.Module, plan: TensorPlan) -> None:
+    """Warn once of compiled blocks whose dropout on shards dynamo cannot follow."""
+    blocks = ((module.get_submodule(name), unit) for name, unit in plan.units.items())
+    block = next((block for block, unit in blocks if is_compiled(block) and ShardDraws(block, unit)), None)
+    if block is not None:
+        inside = in_wrapper(block)
+        how = "run in several graphs" if inside is None else "run uncompiled in training"
+        rank_zero_warn(
+            f"Compiled blocks ({type(inside or block).__name__}) {how}: dropout acts on shards in them, so each tensor"
+            " rank draws a mask of its own, which no graph can contain. For one graph set the rate of that dropout to"
+            " 0. Dropout behind the block's sum over the ranks is compiled. docs/compile.md has all forms."
+        )
+
+
 def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     """The full parameter or gradient. A fused matrix too is in source order. Collective over its mesh.
 

@@ -61,7 +61,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Unshare.apply(grad, ctx.axis), None
+        return _Unshare.apply(grad, ctx.axis) if torch.is_grad_enabled() else grad, None
 
 
 class _Unshare(torch.autograd.Function):
@@ -141,7 +141,9 @@ def copy(tensor: Tensor, axis: Axis, early: EarlySum | None = None) -> Tensor:
 
 def reduce(tensor: Tensor, axis: Axis) -> Tensor:
     """Partial sums leave a split region."""
-    return _Reduce.apply(tensor, axis)
+    # a function of autograd costs a host as much as the launch, and a backward has no graph
+    graph = tensor.requires_grad and torch.is_grad_enabled()
+    return _Reduce.apply(tensor, axis) if graph else axis.all_reduce(tensor)
 
 
 def share(tensor: Tensor, axis: Axis) -> Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_wrapper
 from lightning_3d.module.undo import Change
-from lightning_3d.sandbox.silence import DROPOUT_MODULES
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
-from lightning_3d.tensor.dropout import ShardDropout
+from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.module_forward import BlockState
@@ -43,10 +42,10 @@ class BlockForward:
     def __init__(self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change]) -> None:
         self.module, self.plan, self.axis, self.state, self.changes = module, plan, state.axis, state, changes
         self.forms = frozenset(plan.forms)
-        self.dropouts = [inner for inner in module.modules() if isinstance(inner, DROPOUT_MODULES)]
+        self.draws = ShardDraws(module, plan)
         self.forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         inside = in_wrapper(module)
-        # Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
+        # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
         self.drawing = self.forward if inside is None else inside
         self.__signature__ = inspect.signature(module.forward)
 
@@ -60,7 +59,7 @@ class BlockForward:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
         if self.plan.inputs:
             args, kwargs = each_numbered(self._enter, (args, kwargs))
-        sequence, dropouts = self.state.sequence, self.plan.dropouts if self._draws else ()
+        sequence, dropouts = self.state.sequence, self.plan.dropouts if self.module.training and self.draws else ()
         if sequence is not None or dropouts:
             self.state.repeatable = False
         with self._in_shards(sequence, self.state.dims, self.state.others, dropouts):
@@ -77,13 +76,6 @@ class BlockForward:
                 " batch like those of training."
             )
         return each_numbered(self._leave, result)
-
-    @property
-    def _draws(self) -> bool:
-        """True where a random call acts on a shard now. Rates may change between calls."""
-        if not (self.module.training and any(self.plan.dropouts)):
-            return False
-        return not self.plan.dropout_modules or any(dropout.p for dropout in self.dropouts)
 
     def _warn_unsplit(self) -> None:
         """Warn once for each kind of block."""

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.sandbox.silence import is_random
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.tensor_plan import UnitPlan
 
 
 class ShardDropout(TorchFunctionMode):
@@ -35,6 +36,20 @@ class ShardDropout(TorchFunctionMode):
 
     def _next(self) -> bool:
         return self.left.pop(0) if self.left else False
+
+
+class ShardDraws:
+    """Tells from the present rates if training calls of `block` draw masks for shards."""
+
+    def __init__(self, block: nn.Module, plan: UnitPlan) -> None:
+        calls = zip(plan.dropouts, plan.dropout_modules, strict=True)
+        names = [name for acts_on_shard, name in calls if acts_on_shard]
+        self.always = None in names
+        """True where other code than a dropout module draws."""
+        self.modules = [block.get_submodule(name) for name in names if name is not None]
+
+    def __bool__(self) -> bool:
+        return self.always or any(module.p for module in self.modules)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

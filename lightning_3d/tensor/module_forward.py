@@ -145,11 +145,11 @@ class ModuleForward:
         if not self.state.running:
             self._refuse()
         if self.gathers and self.state.sequence is not None:
-            args, kwargs = each_floating(self.state.gathered, (args, kwargs))
+            args, kwargs = each_argument(self.state.gathered, args, kwargs)
         if self.width is not None:
-            args, kwargs = each_floating(self._narrow, (args, kwargs))
+            args, kwargs = each_argument(self._narrow, args, kwargs)
         if self.enters:
-            args, kwargs = each_floating(self.state.enter, (args, kwargs))
+            args, kwargs = each_argument(self.state.enter, args, kwargs)
         try:
             for owner, name, shadow in self.shadows:
                 owner.__dict__[name] = shadow(owner._parameters[name])  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ class ModuleForward:
 
     def _product(self, *args: Any, **kwargs: Any) -> Any:
         deferral = self._deferral()
-        args, kwargs = each_floating(partial(self.state.taken, deferral=deferral), (args, kwargs))
+        args, kwargs = each_argument(partial(self.state.taken, deferral=deferral), args, kwargs)
         if deferral is None or deferral.token is None:
             return self._forward(*args, **kwargs)
         (input,), bias = tensors_in((args, kwargs)), self.module.bias
@@ -198,7 +198,7 @@ class ModuleForward:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.mixes is not None:
-            args, kwargs = each_floating(self._all_channels, (args, kwargs))
+            args, kwargs = each_argument(self._all_channels, args, kwargs)
         result = self.forward(*args, **kwargs)
         return result if self.mixes is None else each_floating(self._own_channels, result)
 
@@ -229,6 +229,18 @@ class ModuleForward:
 
 def each_floating(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with every floating tensor in it changed."""
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if value is None or isinstance(value, bool):  # most other arguments; walking through containers costs a host more
+        return value
     return map_leaves(
         lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value
     )
+
+
+def each_argument(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with every floating tensor in them changed."""
+    changed = {name: each_floating(change, value) for name, value in kwargs.items()}
+    return tuple([each_floating(change, value) for value in args]), changed

@@ -44,8 +44,8 @@ class Outcome:
     parameter_grads: dict[str, Tensor]
     dropped: list[tuple[int, ...]]
     """Shapes of the random calls."""
-    dropped_by_modules: bool
-    """True where modules of the block that are dropouts make all of them."""
+    dropped_by: list[str | None]
+    """The dropout module of the block that makes each of them, None for other code."""
     summed: int = 0
     """Elements that were summed over the ranks."""
 
@@ -70,12 +70,13 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
         ]
     if losses:
         torch.stack([loss.double() for loss in losses]).sum().backward()
+    names: dict[Any, str] = {inner: name for name, inner in module.named_modules()}
     return Outcome(
         outputs=[result.detach() for result in results],
         input_grads={index: tensor.grad for index, tensor in enumerate(inputs) if tensor.grad is not None},
         parameter_grads={name: p.grad for name, p in module.named_parameters() if p.grad is not None},
         dropped=silence.dropped,
-        dropped_by_modules={*silence.modules} <= {*module.modules()},
+        dropped_by=[names.get(each) for each in silence.modules],
     )
 
 
@@ -178,7 +179,7 @@ def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: Unit
         plan = replace(plan, summed_per_position=shards[0].summed // positions)
     if scratch.training and unsplit.dropped:
         flags = tuple(ours != theirs for ours, theirs in zip(shards[0].dropped, unsplit.dropped, strict=True))
-        plan = replace(plan, dropouts=flags, dropout_modules=shards[0].dropped_by_modules)
+        plan = replace(plan, dropouts=flags, dropout_modules=tuple(shards[0].dropped_by))
     return plan
 
 

@@ -69,8 +69,9 @@ class UnitPlan:
     """Elements that one forward and backward sum over the ranks, for each position of the batch."""
     dropouts: tuple[bool, ...] = ()
     """For each random call of a training forward, in order: True where it acts on a shard (masks differ by rank)."""
-    dropout_modules: bool = False
-    """True where `nn.Dropout` modules of the block make all of these calls: with rates of 0 none of them draws."""
+    dropout_modules: tuple[str | None, ...] = ()
+    """The `nn.Dropout` module of the block that makes each of these calls, None for other code. A rate of 0 draws
+    nothing."""
 
     forms: tuple[Any, ...] = ()
     """(training mode, form of the arguments) of the proven calls. Where empty, every call is trusted."""

@@ -81,6 +81,7 @@ class ShardedData(DataParallel):
             for unit in [*units, module]:
                 full = dict(unit.named_parameters())
                 realize(full.values(), my_part)
+                strides = {name: _make_contiguous(parameter) for name, parameter in full.items()}
                 fully_shard(
                     unit,
                     mesh=mesh,
@@ -91,9 +92,8 @@ class ShardedData(DataParallel):
                 if disk is not None:
                     disk.add_all(fsdp_private.groups_at(unit))
                 # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
-                self.originals |= {
-                    now: _Spec.of(full.pop(name)) for name, now in unit.named_parameters() if now is not full[name]
-                }
+                placed = [(name, now) for name, now in unit.named_parameters() if now is not full[name]]
+                self.originals |= {now: _Spec.of(full.pop(name), strides[name]) for name, now in placed}
                 return_freed_memory()
         fsdp_private.make_root(module)
         self.groups = fsdp_private.param_groups(module)
@@ -260,13 +260,14 @@ class _Spec:
     placements: tuple[Any, ...] = ()
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
+    """Of a plain parameter only where it was not contiguous (channels_last)."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> "_Spec":
+    def of(cls, parameter: nn.Parameter, stride: tuple[int, ...]) -> "_Spec":
         if isinstance(parameter, DTensor):
             return cls(None, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
         empty(parameter)
-        return cls(parameter)
+        return cls(parameter, stride=stride)
 
     def tensor(self, full: Tensor) -> Tensor:
         """Return `full`, gathered over the data axis, as the tensor-parallel DTensor it was, or as it is."""
@@ -280,8 +281,17 @@ class _Spec:
         """Return the parameter that was there before, with these values."""
         if self.plain is None:
             return nn.Parameter(full)
-        self.plain.data = full
+        self.plain.data = full.new_empty_strided(full.shape, self.stride).copy_(full) if self.stride else full
         return self.plain
+
+
+def _make_contiguous(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Store `parameter` row by row, as FSDP2 wants it. Return the strides that it had, () if they were these."""
+    if parameter.is_contiguous() or isinstance(parameter, DTensor):
+        return ()
+    stride = parameter.stride()
+    parameter.data = parameter.data.contiguous()
+    return stride
 
 
 def _guard(group: Any, half: HalfWeights | None) -> Callable[..., None]:

@@ -28,7 +28,7 @@ def unwritten(
         closely: intercept each call. Torch does not count writes through `.data`, but interception costs time.
     """
     params = [param for group in groups for param in group.fsdp_params]
-    before = [(_gathered(param), _writes(param), param.sharded_param._version) for param in params]
+    before = [_writes(param, shards) for param in params]
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         name_of = {id(shard): name for name, shard in names.items()}
@@ -43,18 +43,16 @@ def unwritten(
     with Interceptor(*rules) if closely else nullcontext():
         yield
     for param, (full, writes, shard) in zip(params, before, strict=True):
-        written = full in (None, _gathered(param)) and _writes(param) != writes
-        if written or (shards and param.sharded_param._version != shard):
+        now, writes_now, shard_now = _writes(param, shards)
+        if shard_now != shard or (full in (None, now) and writes_now != writes):
             raise step_writes(next(name for name, item in names.items() if item is param.sharded_param), _WHY)
 
 
-def _gathered(param: Any) -> int | None:
-    """Which tensor is gathered: another one where a step changes the dtype."""
-    full = getattr(param, "_unsharded_param", None)
-    return None if full is None else id(full)
+def _writes(param: Any, shards: bool) -> tuple[int | None, int, int]:
+    """The identity of the gathered parameter, and the numbers of writes to it and, with `shards`, to the shard.
 
-
-def _writes(param: Any) -> int:
-    """The number of writes to a gathered parameter since it was first gathered. Gathering does not count."""
+    Another tensor is gathered where a step changes the dtype. Gathering does not count as a write.
+    """
     gathered = getattr(param, "_unsharded_param", None)
-    return 0 if gathered is None else int(gathered._version)
+    shard = param.sharded_param._version if shards else 0
+    return (None, 0, shard) if gathered is None else (id(gathered), gathered._version, shard)

@@ -138,10 +138,10 @@ def _speed(strategy):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_throughput_of_300m_parameters_in_bf16_is_within_3_percent(stage):
+def test_throughput_of_300m_parameters_in_bf16_is_within_2_percent(stage):
     """The best of three turns each, alternating: other work on the device comes and goes."""
     plain, ours = [], []
     for _ in range(3):
         plain += run(_speed, None, world=1, timeout=300)
         ours += run(_speed, {"zero_stage": stage}, world=1, timeout=300)
-    assert min(ours) < 1.03 * min(plain)
+    assert min(ours) < 1.02 * min(plain)

@@ -9,9 +9,10 @@ from torch import nn
 
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline import executor, wire
+from lightning_3d.pipeline import executor, traced_tensor, wire
 from lightning_3d.pipeline.schedule import actions, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
+from lightning_3d.pipeline.traced_tensor import StepTape
 from tests.pipeline.loop import opened, pipelined, whole
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
@@ -139,6 +140,31 @@ def test_zeros_for_blocks_of_other_stages_are_made_once():
     ranks = run(placeholders, world=2, group=True)
     assert all(first == second for first, second in ranks)
     assert [len(first) for first, _ in ranks] == [0, 1]  # the first stage is cut before it would need any
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+
+def test_functions_of_autograd_in_blocks_are_not_looked_into(monkeypatch):
+    def no_walk(value):
+        raise AssertionError("walks through containers")
+
+    outside = torch.autograd.Function.__dict__["apply"]
+    with StepTape():
+        assert torch.autograd.Function.__dict__["apply"] is not outside
+        monkeypatch.setattr(traced_tensor, "leaves", no_walk)
+        result = _Twice.apply(torch.ones(2, requires_grad=True), 2)
+        assert type(result) is torch.Tensor
+        with pytest.raises(AssertionError, match="walks"):
+            _Twice.apply(torch.ones(2, requires_grad=True), [2])
+    assert torch.autograd.Function.__dict__["apply"] is outside
 
 
 PAUSE = 0.1

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+from datetime import timedelta
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -9,6 +10,8 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_3d import Strategy3D
+from lightning_3d.layout import Layout
+from lightning_3d.ranks.groups import open_groups
 from tests.parity import QUIET, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT
@@ -95,3 +98,24 @@ def _collect_in_a_worker():
 
 def test_workers_of_a_dataloader_leave_the_groups_of_earlier_runs_alone():
     assert run(_collect_in_a_worker, world=2) == [0, 0]
+
+
+def _opened(sizes):
+    """The ranks of each group that this rank opens."""
+    opened, new_group = [], dist.new_group
+
+    def noted(ranks, *rest, **options):
+        opened.append(ranks)
+        return new_group(ranks, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "new_group", noted)
+        open_groups(Layout(**sizes), dist.get_rank(), "cpu", timedelta(seconds=30))
+    return opened
+
+
+def test_a_rank_opens_groups_of_its_own_only():
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 1}
+    for rank, opened in enumerate(run(_opened, sizes, world=4, group=True, fresh=True)):
+        assert 1 <= len(opened) <= 3  # not one for each coordinate of the other axes
+        assert all(rank in ranks for ranks in opened)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.optim.grad_norm import grad_norm
+from lightning_3d.optim.grad_norm import clip_like_one_device, grad_norm
 from tests.parity import QUIET, assert_parity, in_turn
 from tests.workers import run
 from tests.zoo.language import GPT
@@ -218,3 +219,35 @@ def _count_clips(strategy, algorithm, function):
 @pytest.mark.parametrize(("algorithm", "function"), [("norm", "clip_grad_norm_"), ("value", "clip_grad_value_")])
 def test_clipping_calls_the_function_that_users_may_replace(strategy, algorithm, function):
     assert run(_count_clips, strategy, algorithm, function, world=2) == [3, 3]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations as a device would launch them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "aten":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _launches(count):
+    """The operations of one clipping of `count` matrices."""
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(count)])
+    for parameter in module:
+        parameter.grad = torch.ones(2, 2)
+    undo = clip_like_one_device(module, lambda some, kind: grad_norm(some, lambda _: True, kind, torch.device("cpu")))
+    with Launches() as launches:
+        clip_grad_norm_(module.parameters(), 0.5)
+    undo()
+    assert module[0].grad.norm() == pytest.approx(0.5 / count**0.5)
+    return launches.names
+
+
+def test_clipping_launches_no_more_operations_for_more_parameters():
+    (few,), (many,) = (run(_launches, count, world=1, group=True) for count in (3, 60))
+    assert few == many
+    assert [name for name in many if name.startswith("_foreach")] == ["_foreach_norm", "_foreach_mul_"]

@@ -1,5 +1,7 @@
 """Each line of docs/compile.md: compiled modules train as uncompiled ones on one device, or are refused."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -63,6 +65,26 @@ class WrappedDropout(Dropout):
     def __init__(self):
         super().__init__()
         for at, block in enumerate(self.blocks):
+            self.blocks[at] = torch.compile(block, backend=BACKEND)
+
+
+class WithoutRate(Dropout):
+    """The remedy of the warning."""
+
+    def __init__(self):
+        super().__init__()
+        for at, block in enumerate(self.blocks):
+            block.mlp[1].p = 0.0
+            self.blocks[at] = torch.compile(block, backend=BACKEND)
+
+
+class BehindTheSum(Dropout):
+    """Dropout on all features only."""
+
+    def __init__(self):
+        super().__init__()
+        for at, block in enumerate(self.blocks):
+            del block.mlp[1]
             self.blocks[at] = torch.compile(block, backend=BACKEND)
 
 
@@ -147,6 +169,35 @@ def test_dropout_on_shards_draws_the_masks_of_uncompiled_code(kind):
     plain = run(train, f"{__name__}:Dropout", 2, TENSOR, attributes, flags, world=2)
     got = run(_compiled, kind, 2, TENSOR, attributes, flags, world=2, timeout=300)
     assert_same([each for each, _, _ in got], plain[0], 1e-5)
+
+
+def _warned(kind):
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(kind, TENSOR)
+    texts = [str(each.message) for each in caught]
+    return [text for text in texts if "dropout acts on shards" in text], counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("WrappedDropout", "run uncompiled in training"),
+        pytest.param("DropoutInPlace", "run in several graphs", marks=pytest.mark.long),
+    ],
+)
+def test_dropout_on_shards_of_compiled_blocks_is_warned_of_once(kind, how):
+    (first, graphs), (second, _) = run(_warned, kind, world=2, timeout=120)
+    assert [how in text for text in first] == [True]
+    assert second == []  # rank 0 speaks for all
+    assert (graphs == 0) == (kind == "WrappedDropout")
+
+
+@pytest.mark.parametrize("kind", ["WithoutRate", "BehindTheSum"])
+def test_without_dropout_on_shards_blocks_are_one_graph(kind):
+    assert run(_warned, kind, world=2, timeout=120) == [([], 1), ([], 1)]
 
 
 def _fit(kind, strategy):

@@ -10,10 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_3d import Monitor3D, Strategy3D
+from lightning_3d import Monitor3D, Precision3D, Strategy3D
 from tests.parity import QUIET
 from tests.workers import run
 
@@ -36,6 +38,8 @@ FIRST, LAST = 5, 15
 
 
 class Net(LightningModule):
+    fused = None
+
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(32, 32)
@@ -48,14 +52,36 @@ class Net(LightningModule):
         for block in self.blocks:
             x = block(x)
         loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
-        self.log("loss", loss, sync_dist=True)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
         return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.embed(batch).mean())
+
+    def val_dataloader(self):
+        return DataLoader(torch.randint(0, 32, (4, 8)), batch_size=4)
 
     def train_dataloader(self):
         return DataLoader(torch.randint(0, 32, (4 * 20, 8)), batch_size=4)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, fused=self.fused)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class TiedNet(Net):
+    """Its stages sum the gradient of a tie, and batch norms sum over data ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(32)
+        self.embed.register_forward_hook(lambda _, args, x: self.norm(x.flatten(0, 1)).view_as(x))
+
+
+class FusedNet(Net):
+    fused = True
 
 
 class Count(Callback):
@@ -87,17 +113,16 @@ class Count(Callback):
         return read
 
 
-def _reads(strategy, trainer, monitored):
+def _reads(strategy, trainer, monitored, kind=Net, callbacks=()):
     count = Count()
     with pytest.MonkeyPatch.context() as monkeypatch:
         count.patch(monkeypatch)
         flags = {
-            "devices": 2,
+            "devices": int(os.environ["WORLD_SIZE"]),
             "max_steps": LAST + 2,
-            "limit_val_batches": 0,
-            "callbacks": [count, *([Monitor3D()] if monitored else [])],
+            "callbacks": [count, *([Monitor3D()] if monitored else []), *callbacks],
         }
-        Trainer(**{**QUIET, **flags, **trainer}, strategy=Strategy3D(**strategy, quiet=True)).fit(Net())
+        Trainer(**{**QUIET, **flags, **trainer}, strategy=Strategy3D(**strategy, quiet=True)).fit(kind())
     return dict(count.found)
 
 
@@ -115,6 +140,54 @@ def _reads(strategy, trainer, monitored):
 )
 def test_nothing_reads_a_number_in_a_steady_step(strategy, trainer, monitored):
     assert run(_reads, strategy, trainer, monitored, world=2) == [{}, {}]
+
+
+@pytest.mark.long
+def test_nothing_reads_a_number_with_all_axes():
+    strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert run(_reads, strategy, {"gradient_clip_val": 0.5}, True, world=4, timeout=120) == [{}] * 4
+
+
+def _with_callbacks(folder):
+    callbacks = [
+        EarlyStopping("val_loss", patience=100),
+        LearningRateMonitor("step"),
+        DeviceStatsMonitor(),
+        ModelCheckpoint(folder, monitor="val_loss"),
+    ]
+    flags = {"logger": CSVLogger(folder), "enable_checkpointing": True, "limit_train_batches": LAST + 2}
+    return _reads({"zero_stage": 2}, {**flags, "gradient_clip_val": 0.5}, True, callbacks=callbacks)
+
+
+def test_nothing_reads_a_number_with_lightnings_callbacks(tmp_path):
+    assert run(_with_callbacks, str(tmp_path), world=2) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({"pipeline_parallel_size": 2}, {"plugins": "16-mixed"}),
+        pytest.param({"zero_stage": 3}, {"sync_batchnorm": True}, marks=pytest.mark.long),
+    ],
+    ids=["pipeline", "zero3"],
+)
+def test_ties_batch_norms_and_scales_are_read_by_nobody(strategy, trainer):
+    assert run(_scaled, TiedNet, strategy, trainer, world=2) == [{}, {}]
+
+
+def _scaled(kind, strategy, trainer):
+    plugins = {"plugins": [Precision3D(trainer["plugins"])]} if "plugins" in trainer else {}
+    kind.fused = True if plugins and kind is not Net else None
+    return _reads(strategy, {**trainer, **plugins}, False, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"), [(FusedNet, 0), pytest.param(Net, 1, marks=pytest.mark.long)], ids=["fused", "usual"]
+)
+def test_a_loss_scale_is_read_where_the_optimizer_is_not_fused(kind, reads):
+    for found in run(_scaled, kind, {"zero_stage": 2}, {"plugins": "16-mixed"}, world=2):
+        assert sum(found.values()) == reads * (LAST - FIRST)
+        assert all(line.startswith("item in lightning_3d/precision.py") for line in found)  # `GradScaler.step`
 
 
 def _control():

@@ -3,11 +3,14 @@
 import itertools
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity import assert_parity
-from tests.workers import WorkerError
+from lightning_3d import Strategy3D
+from tests.parity import QUIET, assert_parity
+from tests.workers import WorkerError, run
 from tests.zoo.vision import ConvNet
 
 
@@ -70,6 +73,28 @@ class MeanOfAll(ConvNet):
 
 def test_batch_norm_without_momentum():
     assert_parity("tests.zero.test_parity:MeanOfAll", 2, {"zero_stage": 0}, trainer={"sync_batchnorm": True})
+
+
+class ChannelsLast(ConvNet):
+    """Its matrices of convolutions are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.to(memory_format=torch.channels_last)
+        assert not self.net[3].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_weights_in_channels_last(stage):
+    assert_parity("tests.zero.test_parity:ChannelsLast", 2, {"zero_stage": stage}, trainer={"sync_batchnorm": True})
+    assert run(_format_after_fit, stage, world=2) == [True, True]
+
+
+def _format_after_fit(stage):
+    module = ChannelsLast()
+    flags = {"devices": 2, "max_steps": 1, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}, strategy=Strategy3D(zero_stage=stage, quiet=True)).fit(module)
+    return module.net[3].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 class Activated(nn.BatchNorm2d):

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import PassTimes
+from lightning_3d.pictures.timetable import timetable
 from lightning_3d.planner.formulas import bubble_time, microbatches_held
-from lightning_3d.planner.timetable import timetable
 from tests.planner.closed_forms import idle
 
 SCHEDULES = [

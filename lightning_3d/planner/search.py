@@ -36,17 +36,24 @@ class Pins:
 ANYTHING = Pins()
 
 
-def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) -> list[Plan]:
-    """The best plan of each tensor and pipeline size, `most` at most: fastest first, of equals the simplest.
+def search(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> list[Plan]:
+    """Plans that fit, fastest first; among equals the simplest. Offload is tried only where nothing fits without."""
+    members = list(families(job, cluster, pins))
+    for offload in _offloads(pins):
+        plans = [plan for family in members for plan in fitting(job, cluster, family, pins, offload)]
+        if plans:
+            return sorted(plans, key=_order)
+    return []
 
-    Offload is tried only where nothing fits without.
-    """
+
+def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) -> list[Plan]:
+    """The best plan of each tensor and pipeline size, `most` at most, as `search` orders them."""
     bounds = [
         (least_seconds(job, one.layout, cluster, micro=one.micro, microbatches=one.microbatches), at, one)
         for at, one in enumerate(families(job, cluster, pins))
     ]
     bounds.sort(key=lambda one: one[:2])
-    for offload in offloads(pins):
+    for offload in _offloads(pins):
         found: dict[tuple[int, int], tuple[Any, Plan]] = {}
         slowest = inf
         for seconds, at, family in bounds:
@@ -54,7 +61,7 @@ def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) ->
             if seconds * (1 - 1e-9) > min(slowest, found[size][0][0] if size in found else inf):
                 continue  # no member is fast enough, so none is priced
             for plan in fitting(job, cluster, family, pins, offload):
-                rank = (*order(plan), at)
+                rank = (*_order(plan), at)
                 if size not in found or rank < found[size][0]:
                     found[size] = (rank, plan)
             times = sorted(rank[0] for rank, _ in found.values())
@@ -64,18 +71,18 @@ def leaders(job: Job, cluster: Cluster, pins: Pins = ANYTHING, most: int = 1) ->
     return []
 
 
-def offloads(pins: Pins) -> tuple[OffloadMode, ...]:
+def _offloads(pins: Pins) -> tuple[OffloadMode, ...]:
     return OFFLOAD if pins.offload is None else (pins.offload,)
 
 
 def can_fit(job: Job, cluster: Cluster, pins: Pins = ANYTHING) -> bool:
-    """True where some layout fits. Each split of the devices is tried with the least memory."""
+    """True where `search` would find a plan. Each split of the devices is tried with the least memory."""
     leanest_of: dict[tuple[int, int], Family] = {}
     for family in families(job, cluster, pins):  # the smallest microbatch and the schedule that holds least come first
         leanest_of.setdefault((family.layout.tensor_parallel_size, family.layout.pipeline_parallel_size), family)
     return any(
         _least_stage(job, cluster, family, pins, pins.recompute or "full", offload)
-        for offload in offloads(pins)
+        for offload in _offloads(pins)
         for family in leanest_of.values()
     )
 
@@ -247,7 +254,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def order(plan: Plan) -> tuple[Any, ...]:
+def _order(plan: Plan) -> tuple[Any, ...]:
     layout = plan.layout
     simple = (layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.stages_per_rank)
     return (plan.time.total, *simple, layout.schedule != "1f1b")

@@ -178,7 +178,8 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     weights = passes * job.numbers(layout).product * present / tensor
     layers = layers_on_rank(profile.layers, layout)
     crossings = KEPT_PASSES * (1 + recomputed_share(job, layout) / 3)
-    outside = LOSS_PASSES * (profile.last_bytes + profile.loss_bytes) * micro / tensor / layout.pipeline_parallel_size
+    around = profile.first_bytes + profile.last_bytes + profile.loss_bytes
+    outside = LOSS_PASSES * around * micro / tensor / layout.pipeline_parallel_size
     bus = (layers * (crossings * kept * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)

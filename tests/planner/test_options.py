@@ -15,8 +15,7 @@ from lightning_3d.planner.formulas import powersgd_elements
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.search import Pins
-from tests.planner.every_plan import search
+from lightning_3d.planner.search import Pins, search
 
 CATALOGUE = Catalogue.load()
 

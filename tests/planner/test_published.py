@@ -8,8 +8,7 @@ import pytest
 from lightning_3d.planner import step_time
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.search import Pins, leanest
-from tests.planner.every_plan import search
+from lightning_3d.planner.search import Pins, leanest, search
 from tests.planner.published import CATALOGUE, RUNS, compared, mean, sources, table
 
 PAGE = (Path(__file__).parents[2] / "docs/published_runs.md").read_text()

@@ -19,9 +19,8 @@ from lightning_3d.planner.memory import (
 )
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.search import ANYTHING, Pins, can_fit, even_chunks, families, leaders
+from lightning_3d.planner.search import ANYTHING, Pins, can_fit, even_chunks, families, leaders, search
 from lightning_3d.planner.step_time import link_rate
-from tests.planner.every_plan import search
 
 CATALOGUE = Catalogue.load()
 

@@ -146,6 +146,7 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
         facts = SCHEDULES[schedule]
         for chunks in (facts.stages_per_rank,) if facts.stages_per_rank else sizes:
             fits = pipeline * chunks <= layers and facts.runs(pipeline, chunks, microbatches)
+            fits = fits and (microbatches >= pipeline or not facts.halved_backward)  # fewer leave ranks idle for longer
             if fits and pins.chunks in (None, chunks):
                 yield schedule, chunks
 

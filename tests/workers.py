@@ -34,7 +34,7 @@ PRELOAD = [
     "lightning.pytorch",
     "lightning_3d.strategy.strategy",
 ]
-GRACE = 5.0
+GRACE = 20.0
 """Seconds that the other ranks get once one has failed."""
 MANY_THREADS = 200
 """A worker with more is replaced. Each of gloo's process groups has a thread that wakes up a hundred times a second, and
@@ -205,7 +205,7 @@ def run(
     function: Callable[..., Any],
     *args: Any,
     world: int,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     group: bool = False,
     fresh: bool = False,
 ) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.tensor.blocks import plan_idle_experts
+from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.regions import BlockTrace, Flow, Region, Site, graph_leaves, trace_block
@@ -57,11 +57,11 @@ class Study:
         self.runs: list[TracedRun] = []
         self.mixers: tuple[str, ...] = ()
         """Norms that are replaced by their weights in the runs."""
-        self.scratch = make(0)
-        with warnings.catch_warnings(), watch_reads(self.scratch) as read:
+        self.scratch, watched = make(0), make(0)  # a run changes the statistics of a batch norm
+        with warnings.catch_warnings(), watch_reads(watched) as read:
             warnings.simplefilter("ignore")
-            trace_block(self.scratch.train(), samples[0].fresh())
-            trace_block(self.scratch.eval(), samples[0].fresh())
+            trace_block(watched.train(), samples[0].fresh())
+            trace_block(watched.eval(), samples[0].fresh())
         self.read: Mapping[Attribute, Any] = dict(read)
         """Plain values that the block's code reads in training or eval mode."""
         self.prover = Prover(self.scratch, original, samples, ranks)
@@ -90,7 +90,7 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
         ways: splits of some of its parameters, written by the user or the module.
         must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """
-    plan, unsplit, used = UnitPlan(), {}, set[Site]()
+    plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...], str]()
     parameters = dict(known.scratch.named_parameters())
     for region in _regions(known, ways, parameters):
         sites = {*region.sources, *region.sinks}
@@ -99,8 +99,12 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
             continue
         if any(ways[name].kind == "whole" for site in sites for name in site if name in ways):
             found, reason = None, "the tensor plan says so"
+        elif not asked and (kind := _kind(known, region)) in failed:
+            found, reason = None, failed[kind]
         else:
             found, reason = _split_region(known, region, plan, ways if asked else {}, must)
+            if found is None and not asked:
+                failed[_kind(known, region)] = reason
         if found is None:
             unsplit.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
         else:
@@ -323,6 +327,15 @@ def _forced(known: Study, region: Region, division: Division) -> dict[Attribute,
             if split is not None and name == module and value == split.size and not _has_children(known.scratch, name):
                 found[name, path] = tuple(split.local_size(rank) for rank in range(split.ranks))
     return found
+
+
+def _kind(known: Study, region: Region) -> tuple[object, ...]:
+    """A key that is equal for regions of the same modules: layers in one block that repeat."""
+    prefix = _around(known, region)
+    inside = lambda sites: tuple(tuple(name.removeprefix(prefix) for name in site) for site in sites)  # noqa: E731
+    near = ((name.removeprefix(prefix), path, value) for (name, path), value in _near(known, region).items())
+    numbers = tuple(item for item in near if type(item[2]) is not str)
+    return inside(region.sources), inside(region.sinks), numbers, structure(known.modules[prefix])
 
 
 def _has_children(module: nn.Module, name: str) -> bool:

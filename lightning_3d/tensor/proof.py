@@ -101,9 +101,6 @@ class Prover:
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
         """`plan` with the facts of the runs: gathered outputs, dropouts, proven forms. Raises `Refused`."""
-        if self.large:
-            gc.collect()  # shards of the last candidate, which its error still refers to
-            return_freed_memory()
         plan = replace(plan, forms=())  # a call of an unproven form would compute unsplit, which proves nothing
         plan = self._agree(self.cases, plan)
         proven = [self.cases, *(cases for cases in self.others if self._covers(cases, plan))]
@@ -128,6 +125,12 @@ class Prover:
     def _agree(self, cases: Sequence["Case"], plan: UnitPlan) -> UnitPlan:
         for training, sample, unsplit in cases:
             self.scratch.train(training)
+            if training:  # before anything large: most candidates do not run at all
+                outputs = {**plan.outputs, **_split_outputs(self.scratch, sample, plan, self.ranks, unsplit)}
+                plan = replace(plan, outputs=outputs, results=len(unsplit.outputs))
+            if self.large:
+                gc.collect()  # shards of other candidates, which an error still refers to
+                return_freed_memory()
             full = self._unsplit(training, sample) if self.large else unsplit
             with own_pages() if self.large else nullcontext():
                 plan = _prove_once(self.scratch, sample, full, plan, self.ranks)
@@ -163,9 +166,6 @@ def _same(_: str, value: Tensor) -> Tensor:
 
 
 def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: UnitPlan, ranks: int) -> UnitPlan:
-    if scratch.training:
-        outputs = {**plan.outputs, **_split_outputs(scratch, sample, plan, ranks, unsplit)}
-        plan = replace(plan, outputs=outputs, results=len(unsplit.outputs))
     shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
     if sum(parameter.numel() for parameter in scratch.parameters()) > LARGE:
         return_freed_memory()

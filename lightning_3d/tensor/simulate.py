@@ -138,5 +138,9 @@ def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if table.failure is not None:
-        raise table.failure
+        failure, table.failure = table.failure, None  # else the error and its shards would wait for the collector
+        try:
+            raise failure
+        finally:
+            del failure
     return [results[rank] for rank in range(size)]

@@ -146,7 +146,7 @@ def _stopped(hook, step, alone, world, strategy):
     seed_everything(7, verbose=False)
     module, callback = MLP(), StopsAt(hook, step, alone)
     flags = {"max_epochs": 3, "limit_val_batches": 1, "val_check_interval": 2, "callbacks": [callback]}
-    chosen = "auto" if strategy is None else Strategy3D(**strategy, timeout=20.0, quiet=True)
+    chosen = "auto" if strategy is None else Strategy3D(**strategy, timeout=60.0, quiet=True)
     trainer = Trainer(**{**QUIET, **flags}, devices=world, strategy=chosen)
     trainer.fit(module)
     return trainer.global_step, float(module.scale)

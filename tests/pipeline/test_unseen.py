@@ -80,7 +80,7 @@ def needing():
 
 def test_an_error_of_ours_on_one_stage_reaches_the_others():
     with pytest.raises(WorkerError) as caught:
-        run(needing, world=2, timeout=60)
+        run(needing, world=2, timeout=120)
     assert str(caught.value).count("Error: the first block is elsewhere") >= 2
 
 

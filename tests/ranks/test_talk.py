@@ -60,7 +60,7 @@ def _fit(settings, patched, folder):
     keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
     trainer = Trainer(
         **flags, devices=2, max_epochs=1, limit_train_batches=3, callbacks=[keep], default_root_dir=folder,
-        strategy=Strategy3D(**settings, timeout=20.0, quiet=True),
+        strategy=Strategy3D(**settings, timeout=60.0, quiet=True),
     )  # fmt: skip
     module = copy.deepcopy(MODULES["MLP"]())
     with mock.patch("torch.save") if patched else warnings.catch_warnings():

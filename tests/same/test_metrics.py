@@ -154,7 +154,7 @@ class Inside(Encoder):
 
 
 def _measure_inside(in_train, strategy, world):
-    flags = {"devices": world, "strategy": Strategy3D(**strategy, timeout=20.0), "max_epochs": 1}
+    flags = {"devices": world, "strategy": Strategy3D(**strategy, timeout=60.0), "max_epochs": 1}
     module = Inside(in_train)
     with pytest.raises((UnsupportedError, PeerError)) as caught:
         Trainer(**{**QUIET, **flags}).fit(module)

@@ -104,7 +104,7 @@ class TurnsNaN(UntiedGPT):
 def _detect(strategy):
     module = TurnsNaN()
     module.bad = True
-    flags = {"devices": 2, "strategy": Strategy3D(**strategy, timeout=20.0), "detect_anomaly": True}
+    flags = {"devices": 2, "strategy": Strategy3D(**strategy, timeout=60.0), "detect_anomaly": True}
     with pytest.raises(RuntimeError, match="returned nan values"):
         Trainer(**{**QUIET, **flags, "max_epochs": 1, "limit_val_batches": 0}).fit(module)
     return module.trainer.global_step

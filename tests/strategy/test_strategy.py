@@ -119,7 +119,7 @@ def _raise_with(name):
     ],
 )
 def test_bad_input_is_refused_on_every_rank_before_training(case, kind, message):
-    for result in run(_raise_with, case, world=2, timeout=60):
+    for result in run(_raise_with, case, world=2, timeout=120):
         assert result is not None
         assert result[0] == kind.__name__
         assert re.search(message, result[1], re.S)

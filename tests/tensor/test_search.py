@@ -1,0 +1,92 @@
+"""The search for the plan of one block: how many candidates are tried, and on which state of the block."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
+from lightning_3d.tensor.proof import Prover
+
+
+class Mixer(nn.Module):
+    """Three channels for each of four heads, a number that its code has as a literal."""
+
+    def __init__(self, width=12):
+        super().__init__()
+        self.heads, self.width = 4, width
+        self.into, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        heads = self.into(x).unflatten(-1, (self.heads, 3)).softmax(-1).reshape(*x.shape[:-1], 12)
+        return x + self.out(heads)
+
+
+class Stage(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer{number}": Mixer() for number in range(layers)})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class Normalized(nn.Module):
+    """Evaluation uses statistics that training has changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Holder(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def planned(blocks, batch):
+    torch.manual_seed(0)
+    module = Holder(blocks).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_tensor(module, 2, calls=record_calls(module, lambda: module(batch)))
+
+
+def test_a_block_with_a_batch_norm_is_split():
+    plan = planned([Normalized()], torch.randn(6, 8))
+    assert {"blocks.0.up.weight", "blocks.0.down.weight"} <= plan.splits.keys(), plan.unsplit
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """The plans that were tried."""
+    tried, prove = [], Prover.prove
+
+    def counted(self, plan):
+        tried.append(plan)
+        return prove(self, plan)
+
+    monkeypatch.setattr(Prover, "prove", counted)
+    return tried
+
+
+def test_layers_that_repeat_in_a_block_are_refused_once(proofs):
+    plan = planned([Stage(3)], torch.randn(2, 5, 12))
+    assert not plan.splits
+    assert {f"blocks.0.layers.layer{number}.into.weight" for number in range(3)} <= plan.unsplit.keys()
+    layers = [{name.split(".")[1] for name in tried.splits} for tried in proofs]
+    assert layers.count({"layer0"}) > 1
+    assert layers.count({"layer1"}) == layers.count({"layer2"}) == 0

@@ -71,7 +71,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     tensor = layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * frozen_share(profile)
+    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == last_rank(layout):
@@ -128,11 +128,6 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> fl
         head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
         matrices += (max(0.0, head) + profile.tied_parameters) * flying
     return numbers.cast * matrices / layout.tensor_parallel_size
-
-
-def frozen_share(profile: Profile) -> float:
-    """Share of the blocks' parameters that is not trained."""
-    return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
 
 
 def layers_on_rank(layers: int, layout: Layout, stage: int | None = None) -> int:

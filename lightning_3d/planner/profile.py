@@ -108,6 +108,11 @@ class Profile:
         return self.parameters - self.layers * self.block_frozen - self.first_frozen - self.last_frozen
 
     @property
+    def frozen_share(self) -> float:
+        """Share of the blocks' parameters that is not trained."""
+        return self.block_frozen / self.block_parameters if self.block_parameters else 0.0
+
+    @property
     def matrix_parameters(self) -> float:
         """Of one block, those that a product multiplies with."""
         return self.block_parameters - self.vector_parameters

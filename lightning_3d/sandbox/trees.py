@@ -38,7 +38,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
     if isinstance(value, list | tuple):
         if hasattr(value, "_make"):
             return value._make(items)  # not its own `__new__`: a PackedSequence's looks at the tensors
-        return type(value)(items)
+        return tuple(items) if isinstance(value, torch.Size) else type(value)(items)  # a Size holds numbers only
     result = copy.copy(value)
     for field, item in zip(dataclasses.fields(value), items, strict=True):
         object.__setattr__(result, field.name, item)

@@ -70,6 +70,28 @@ def test_a_block_with_a_batch_norm_is_split():
     assert {"blocks.0.up.weight", "blocks.0.down.weight"} <= plan.splits.keys(), plan.unsplit
 
 
+class Sized(nn.Module):
+    """A block that gets a shape beside its activation, as those of vision models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleList([Reshaped()])
+
+    def forward(self, x):
+        return self.block[0](x, x.shape[1:])
+
+
+class Reshaped(Normalized):
+    def forward(self, x, shape):
+        return super().forward(x.reshape(-1, 8)).view(-1, *shape)
+
+
+def test_a_block_that_gets_a_shape_is_split():
+    torch.manual_seed(0)
+    module, batch = Sized().train(), torch.randn(2, 3, 8)
+    assert "block.0.up.weight" in plan_tensor(module, 2, calls=record_calls(module, lambda: module(batch))).splits
+
+
 @pytest.fixture
 def proofs(monkeypatch):
     """The plans that were tried."""

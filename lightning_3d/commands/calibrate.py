@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
     path = Path(args.output) if args.output else user_folder() / f"{name}.yaml"
     if path.is_dir():
         raise PlannerError(f"--output {path} is a folder: name a YAML file in it.")
-    from lightning_3d.planner.calibration import calibrate, write_entry
+    from lightning_3d.commands.calibration import calibrate, write_entry
 
     entry, doubt = calibrate(name)
     write_entry(entry, path)

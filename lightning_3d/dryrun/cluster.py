@@ -48,7 +48,7 @@ class World:
         self.cluster, self.pretend = cluster, FakeDevice()
         self.rank = 0
         self.ranks: Sequence[int] | None = None
-        """Ranks to simulate; None for one of each pipeline stage."""
+        """Ranks to simulate; None for `usual_ranks`."""
         self.reports: list[DryRunReport] = []
         """One for each `fit`."""
         self.decisions = ""

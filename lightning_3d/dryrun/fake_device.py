@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_3d.dryrun.fake_cache import QuickFakeMode
+from lightning_3d.dryrun.user_collectives import UserCall, user_call
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.shapes_only import value_of
 
@@ -46,6 +47,8 @@ class FakeDevice(TorchDispatchMode):
         """Real tensor -> its fake copy, for operations that mix real and fake tensors."""
         self.reads: set[str] = set()
         """Lines of user code where a step read the value of a fake tensor."""
+        self.calls: list[UserCall] = []
+        """Collectives of the user's code."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         kwargs = kwargs or {}
@@ -55,6 +58,8 @@ class FakeDevice(TorchDispatchMode):
             return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
         if _asking():
             return func(*args, **kwargs)
+        if func.namespace == "c10d" and self.memory.counting and (call := user_call(func, args)) is not None:
+            self.calls.append(call)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0])
         faked = any(issubclass(kind, FakeTensor) for kind in types)

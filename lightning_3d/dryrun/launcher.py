@@ -61,7 +61,7 @@ class DryLauncher(Launcher):
             if strategy._auto is not None:  # the first rank chooses the layout, and so the stages
                 reports = self._run(asked[:1] or [0], trainer, module, fit)
                 layout, why = chosen_layout(file.name) or (layout, "")
-            rest = [rank for rank in asked or one_of_each_stage(layout) if rank not in {done.rank for done in reports}]
+            rest = [rank for rank in asked or usual_ranks(layout) if rank not in {done.rank for done in reports}]
             if all(done.error is None for done in reports):
                 reports += self._run(rest, trainer, module, fit)
         placed = [replace(rank, where=str(layout.coordinate(rank.rank))) for rank in reports]
@@ -89,9 +89,13 @@ class DryLauncher(Launcher):
         return reports
 
 
-def one_of_each_stage(layout: Layout) -> Sequence[int]:
-    """The first data and tensor rank of each pipeline rank: their shards are the largest."""
-    return [layout.rank(Coordinate(pipeline=at, data=0, tensor=0)) for at in range(layout.pipeline_parallel_size)]
+def usual_ranks(layout: Layout) -> Sequence[int]:
+    """The first data and tensor rank of each pipeline rank, whose shards are the largest; of the others the last, and
+    one in the middle of each axis, since user code may differ by rank."""
+    data, tensor = layout.data_parallel_size, layout.tensor_parallel_size
+    first = [Coordinate(pipeline=at, data=0, tensor=0) for at in range(layout.pipeline_parallel_size)]
+    odd = [Coordinate(pipeline=0, data=data // 2, tensor=0), Coordinate(pipeline=0, data=0, tensor=tensor // 2)]
+    return sorted({*map(layout.rank, [*first, *odd]), layout.world_size - 1})
 
 
 def _warn_of_resume(strategy: Any) -> None:

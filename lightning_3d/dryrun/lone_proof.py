@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.dryrun.fake_device import FakeDevice
@@ -27,6 +28,7 @@ from lightning_3d.sandbox.snapshot import isolated
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 from lightning_3d.tensor import plan_module, proof, scratch
 from lightning_3d.tensor.blocks import structure
+from lightning_3d.tensor.vocabulary import ShardedEmbedding, ShardedHead
 
 
 class LoneRehearsal(Rehearsal):
@@ -98,22 +100,32 @@ def results(wire: Wire, value: Any, site: Any) -> Any:
 
 @contextmanager
 def _present(module: nn.Module, world: World) -> Iterator[None]:
-    """Replace meta parameters and buffers of `module` by fake ones inside."""
-    absent: list[tuple[dict[str, Any], str, Tensor]] = [
+    """Make `module` whole inside: fake parameters and buffers of full size, and forwards that are not split.
+
+    A tied weight is on this rank too: as a shard, in a patched forward, while the bias next to it is on meta.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = [
         (held, name, tensor)
         for owner in module.modules()
         for held in (owner._parameters, owner._buffers)
         for name, tensor in held.items()
-        if tensor is not None and tensor.is_meta
+        if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
     ]
-    for held, name, tensor in absent:
+    own = [vars(owner) for owner in module.modules()]
+    patched = [(held, held.pop("forward")) for held in own if isinstance(held.get("forward"), PATCHES)]
+    for held, name, tensor in replaced:
         new = world.pretend.fake_like(tensor)
         held[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     try:
         yield
     finally:
-        for held, name, tensor in absent:
+        for held, name, tensor in replaced:
             held[name] = tensor
+        for held, forward in patched:
+            held["forward"] = forward
+
+
+PATCHES = (ShardedEmbedding, ShardedHead)
 
 
 PROVEN = 30_000_000

@@ -26,7 +26,7 @@ from lightning_3d import auto_layout
 from lightning_3d.auto_layout import Decided, Situation, decide
 from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
-from lightning_3d.dryrun.fake_device import Memory
+from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
@@ -43,7 +43,7 @@ from lightning_3d.tensor.sample import plain_tensor, working_dtype
 
 def become_lone_rank(world: World, strategy: Any) -> None:
     """Make this process a rank without peers: replace what needs them."""
-    pretend, decision = world.pretend, Decision(world.decisions, world.pretend.memory)
+    pretend, decision = world.pretend, Decision(world.decisions, world.pretend)
     sizes = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -156,8 +156,8 @@ class Decision:
     and takes longer than a training step of one stage.
     """
 
-    def __init__(self, path: str, memory: Memory) -> None:
-        self.path, self.memory = path, memory
+    def __init__(self, path: str, pretend: FakeDevice) -> None:
+        self.path, self.memory, self.calls = path, pretend.memory, pretend.calls
 
     def make_plan(self, *args: Any) -> ParallelPlan:
         return self._once("plan", lambda: make_plan(*args))
@@ -180,9 +180,10 @@ class Decision:
         return found
 
     def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
-        """The result of `find()`, and the memory that it needs."""
-        before, live = self.memory.restart(), self.memory.live
+        """The result of `find()`, and the memory that it needs. Its collectives do not count: the others skip them."""
+        before, live, count = self.memory.restart(), self.memory.live, len(self.calls)
         found = find()
+        del self.calls[count:]
         peak = self.memory.peak
         self.memory.peak = max(before, peak)
         return found, peak - live

@@ -1,9 +1,10 @@
 """The report of a dry run, for people and for programs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lightning_3d.dryrun.user_collectives import UserCall, unmatched
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.show import show_bytes, show_count
 
@@ -39,6 +40,8 @@ class RankReport:
     offloaded: bool = False
     """True where parameters, gradients and optimizer states are in host memory."""
     sent: tuple[Sent, ...] = ()
+    calls: tuple[UserCall, ...] = ()
+    """Collectives of the user's own code, in their order."""
     warnings: tuple[str, ...] = ()
     error: str | None = None
     """The error that ended this rank before its first optimizer step."""
@@ -69,7 +72,9 @@ class DryRunReport:
     @property
     def errors(self) -> tuple[str, ...]:
         """Errors that would end the real job, each once."""
-        return tuple(dict.fromkeys(error for rank in self.ranks for error in self._errors(rank)))
+        calls = {rank.rank: rank.calls for rank in self.ranks if rank.error is None}
+        found = [error for rank in self.ranks for error in self._errors(rank)]
+        return tuple(dict.fromkeys([*found, *unmatched(calls)]))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -77,7 +82,8 @@ class DryRunReport:
 
     def _errors(self, rank: RankReport) -> Iterator[str]:
         if rank.error is not None:
-            yield rank.error
+            alike = all(rank.error == other.error for other in self.ranks)
+            yield rank.error if alike else f"rank {rank.rank} ({rank.where}): {rank.error}"
         step = rank.activations if rank.offloaded else rank.peak
         for what, needed in (("before training", rank.setup_peak), ("in a training step", step)):
             if needed > self.room:
@@ -88,7 +94,7 @@ class DryRunReport:
 
     def data(self) -> dict[str, Any]:
         """For `--json`."""
-        ranks = [{**asdict(rank), "activations": rank.activations} for rank in self.ranks]
+        ranks = [{**asdict(replace(rank, calls=())), "activations": rank.activations} for rank in self.ranks]
         return {
             "cluster": str(self.cluster),
             "world_size": self.cluster.devices,

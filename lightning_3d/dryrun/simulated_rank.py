@@ -117,7 +117,7 @@ def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Call
         with world.pretend:
             fit()
     except _Over:
-        return {**found, "warnings": _about_values(world.pretend.reads)}
+        return {**found, "warnings": _about_values(world.pretend.reads), "calls": tuple(world.pretend.calls)}
     except Lightning3DError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except BaseException as error:

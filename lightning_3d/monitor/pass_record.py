@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Schedule, stage_ranks
+from lightning_3d.pictures.timetable import Pass
 from lightning_3d.pipeline.schedule import stages_per_rank
-from lightning_3d.planner.timetable import Pass
 
 FILE = "lightning_3d_passes.json"
 MOST_BYTES = 64 * 2**20

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_3d.pictures.kinds import SPANS, Span
-from lightning_3d.planner.timetable import Pass
+from lightning_3d.pictures.timetable import Pass
 
 
 def pass_spans(passes: Sequence[Pass], ranks: int, factor: float = 1.0) -> tuple[Span, ...]:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from lightning_3d.layout import Layout
 from lightning_3d.pictures.kinds import Bars, Curves, Lanes, Picture, Point
 from lightning_3d.pictures.passes import most_seconds, pass_spans, scale
+from lightning_3d.pictures.timetable import timetable
 from lightning_3d.planner.formulas import bubble_share
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.memory import PlannedMemory
@@ -14,7 +15,6 @@ from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.search import leaders
 from lightning_3d.planner.show import show_bytes
 from lightning_3d.planner.step_time import pass_times
-from lightning_3d.planner.timetable import timetable
 
 MOST_RANKS, FEWEST, MOST = 64, 16, 64
 """Ranks of a timetable that can still be read, and its microbatches: twice as many as ranks within the last two."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from lightning_3d.layout import PassTimes, Schedule
 from lightning_3d.pictures.kinds import Lanes
 from lightning_3d.pictures.passes import most_seconds, pass_spans, scale
+from lightning_3d.pictures.timetable import Pass, timetable
 from lightning_3d.pipeline.schedule import Action
 from lightning_3d.planner.show import show_seconds
-from lightning_3d.planner.timetable import Pass, timetable
 
 HEADER = ("rank", "busy", "idle", "share", "ideal share")
 

@@ -48,7 +48,9 @@ def powersgd_elements(rows: float, columns: float, rank: int) -> float:
 def bubble_time(
     schedule: Schedule, *, stages: int, chunks: int = 1, times: PassTimes = EQUAL, joined: bool = False
 ) -> float:
-    """Time that a rank idles per step, with at least two microbatches for each stage. More do not change it.
+    """Time that a rank idles per step. The number of microbatches does not change it.
+
+    Schedules that halve the backward need as many microbatches as ranks for it.
 
     For schedules that halve the backward the formulas give the idle time of torch's orders. They are exact if backward
     for the inputs takes at least as long as forward, else approximate. `times` are those of a rank for one microbatch.

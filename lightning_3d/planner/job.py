@@ -21,7 +21,7 @@ class Options:
     compression: GradCompression | None = None
     """Of gradients on the links."""
     offload: Offloaded | None = None
-    """One kind of data in host memory. The package moves all states (`Layout.offload`) or none."""
+    """One kind of data in host memory; `Layout.offload` moves all states or none."""
     fp8: bool = False
     """Products of 8-bit numbers."""
     context: int = 1
@@ -36,7 +36,6 @@ class Options:
             "fp8": self.fp8,
             f"context parallelism over {self.context} ranks": self.context > 1,
             f"expert parallelism over {self.experts} ranks": self.experts > 1,
-            f"offload of {self.offload} alone": self.offload is not None,
         }
         return tuple(name for name, chosen in named.items() if chosen)
 

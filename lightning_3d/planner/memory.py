@@ -56,14 +56,22 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     if stage == last_rank(layout):
         words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
         parameters += words / tensor + profile.last_whole
-    return parameters
+    return parameters + _padding(profile, layout, stage)
+
+
+def _padding(profile: Profile, layout: Layout, stage: int) -> float:
+    """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
+    last = stage == last_rank(layout)
+    present = {"first": stage == 0, "block": layers_on_rank(profile.layers, layout, stage), "last": last}
+    filled = sum(present[place] * size * (-rows % shards(layout)) / rows for place, rows, size in profile.rows)
+    return filled / layout.tensor_parallel_size
 
 
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     tensor = layout.tensor_parallel_size
     split = (profile.block_parameters - profile.whole_parameters) / tensor
-    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * frozen_share(profile)
+    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == last_rank(layout):
@@ -120,11 +128,6 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> fl
         head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
         matrices += (max(0.0, head) + profile.tied_parameters) * flying
     return numbers.cast * matrices / layout.tensor_parallel_size
-
-
-def frozen_share(profile: Profile) -> float:
-    """Share of the blocks' parameters that is not trained."""
-    return profile.block_frozen / profile.block_parameters if profile.block_parameters else 0.0
 
 
 def layers_on_rank(layers: int, layout: Layout, stage: int | None = None) -> int:
@@ -267,12 +270,16 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
     """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
     tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
-    blocks = layers_on_rank(profile.layers, layout, stage) * held_microbatches(layout, stage, microbatches)
+    flying = held_microbatches(layout, stage, microbatches)
+    blocks, first = (
+        layers_on_rank(profile.layers, layout, stage) * flying,
+        0.0 if stage else profile.first_bytes * micro,
+    )
     if layout.recompute != "full":
-        return block * blocks
+        return block * blocks + first * flying
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
     share = job.options.recomputed
-    return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0)
+    return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0) + first * flying
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:

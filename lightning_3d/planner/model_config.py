@@ -51,7 +51,7 @@ def read_config(path: Path) -> Transformer:
 def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str = "config") -> Transformer:
     family = _family(config, where)
     about, derived = _TABLE["families"][family], _TABLE["families"][family].get("derived", ())
-    sizes: dict[str, Any] = {field: _first(config, field, where) for field in _NAMES}
+    sizes: dict[str, Any] = {field: _needed(config, where, *_NAMES[field]) for field in _NAMES}
     positions = sizes.pop("positions")
     traits = {**FAMILIES[family], "tied": _switch(config, "tie_word_embeddings", FAMILIES[family]["tied"], where)}
     for key, switched in about.get("biases", {}).items():
@@ -59,7 +59,7 @@ def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str
             traits |= dict.fromkeys(switched, _switch(config, key, False, where))
 
     def size(key: str, field: str) -> int | None:
-        return _size(config, key, where) if field in derived else _needed(config, key, where)
+        return _size(config, key, where) if field in derived else _needed(config, where, key)
 
     if traits["gated"]:
         sizes |= {
@@ -68,9 +68,9 @@ def transformer_of(config: Mapping[str, Any], *, name: str = "model", where: str
         }
     for field, key in about.get("experts", {}).items():
         given = key if key in config else _RENAMED.get(key, key)
-        sizes[field] = 0 if field in _MAY_LACK and not config.get(key) else _needed(config, given, where)
+        sizes[field] = 0 if field in _MAY_LACK and not config.get(key) else _needed(config, where, given)
     if "shared_width" in sizes:
-        sizes["shared_width"] *= _needed(config, "n_shared_experts", where)
+        sizes["shared_width"] *= _needed(config, where, "n_shared_experts")
     more = about.get("more_positions")
     return Transformer(
         name=name,
@@ -101,7 +101,7 @@ def _family(config: Mapping[str, Any], where: str) -> str:
         if config.get(key) is not None and config[key] not in counted:
             raise PlannerError(f"{where}: {family} with {key}={config[key]} is not counted: {instead}")
     width = _size(config, "word_embed_proj_dim", where) if family == "opt" else None
-    if width is not None and width != _first(config, "hidden", where):
+    if width is not None and width != _needed(config, where, *_NAMES["hidden"]):
         raise PlannerError(
             f"{where}: opt with word_embed_proj_dim={width}, other than its width, is not counted: {instead}"
         )
@@ -125,16 +125,10 @@ def _size(config: Mapping[str, Any], key: str, where: str) -> int | None:
     return value
 
 
-def _needed(config: Mapping[str, Any], key: str, where: str) -> int:
-    value = _size(config, key, where)
-    if value is None:
-        raise PlannerError(f"{where} lacks {key}, which the planner needs.")
-    return value
-
-
-def _first(config: Mapping[str, Any], field: str, where: str) -> int:
-    for key in _NAMES[field]:
+def _needed(config: Mapping[str, Any], where: str, *keys: str) -> int:
+    """The size that has one of the names `keys`."""
+    for key in keys:
         value = _size(config, key, where)
         if value is not None:
             return value
-    raise PlannerError(f"{where} lacks {' or '.join(_NAMES[field])}, which the planner needs.")
+    raise PlannerError(f"{where} lacks {' or '.join(keys)}, which the planner needs.")

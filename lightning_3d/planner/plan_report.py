@@ -96,6 +96,8 @@ def strategy_line(plan: Plan) -> str:
         given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}
     if plan.job.options.compression:
         given["grad_compression"] = plan.job.options.compression
+    if plan.job.options.offload:
+        given["offload"] = {plan.job.options.offload: "cpu"}
     changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS.get(name)]
     trainer = [f'precision="{plan.job.precision}"']
     if plan.layout.pipeline_parallel_size == 1 and plan.microbatches > 1:

@@ -50,8 +50,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        device = self.cluster.accelerator
-        return self.peak.total <= device.memory_gb * 1e9 and self.peak.host <= device.host_memory_gb * 1e9
+        return all_fit(self.memory, self.cluster)
 
     @property
     def seconds(self) -> float:
@@ -121,6 +120,12 @@ def stages_memory(
         rank_memory(job, layout, stage=stage, micro=micro, microbatches=microbatches, reserved=reserved)
         for stage in stages
     )
+
+
+def all_fit(memory: Iterable[PlannedMemory], cluster: Cluster) -> bool:
+    """Return True if the devices of `cluster` and their hosts have room for `memory`."""
+    device = cluster.accelerator
+    return all(one.total <= device.memory_gb * 1e9 and one.host <= device.host_memory_gb * 1e9 for one in memory)
 
 
 def running_share(cluster: Cluster) -> float:

@@ -30,6 +30,8 @@ class Profile:
     last_parameters: float = 0
     """After the blocks: last norm and head."""
     last_whole: float = 0
+    rows: tuple[tuple[str, int, float], ...] = ()
+    """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
     block_frozen: float = 0
@@ -68,8 +70,10 @@ class Profile:
     """Positions of the stream between blocks: tokens of a text, patches of an image."""
     block_regions: int = 2
     """Regions of a block that tensor ranks split, with one sum each in forward and in backward."""
+    first_bytes: float = 0
+    """Saved before the blocks: images."""
     last_bytes: float = 0
-    """Saved outside the blocks: logits."""
+    """Saved after the blocks: logits."""
     loss_bytes: float = 0
     """More bytes of the loss at its peak than it saves: logits and their gradient in the middle of its backward."""
     element_bytes: int = 2
@@ -102,6 +106,11 @@ class Profile:
     @property
     def trained(self) -> float:
         return self.parameters - self.layers * self.block_frozen - self.first_frozen - self.last_frozen
+
+    @property
+    def frozen_share(self) -> float:
+        """Share of the blocks' parameters that is not trained."""
+        return self.block_frozen / self.block_parameters if self.block_parameters else 0.0
 
     @property
     def matrix_parameters(self) -> float:
@@ -148,6 +157,6 @@ class Profile:
 
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
-    "boundary_elements", "key_elements", "routed_elements", "positions", "last_bytes", "loss_bytes",
+    "boundary_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
 )  # fmt: skip
 """Amounts that are those of one sample."""

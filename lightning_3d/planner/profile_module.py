@@ -4,6 +4,7 @@ Kernels are counted too.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,8 @@ class CostTrace:
     outside_kernels: float = 0
     whole_bytes: float = 0
     split_bytes: float = 0
-    outside_bytes: float = 0
+    first_bytes: float = 0
+    last_bytes: float = 0
     largest_bytes: float = 0
     """Of the largest tensor saved outside the blocks: the logits, where there are some."""
     boundary_elements: float = 0
@@ -104,6 +106,10 @@ def count_module(
         chosen = (p for p in here if kind is None or id(p) in kinds[kind])
         return sum(parameter.numel() for parameter in chosen)
 
+    rows: dict[tuple[str, int], float] = defaultdict(float)
+    for parameter, where in placed.items():
+        place = min(where, key=PLACES.index)
+        rows[place, len(parameter) if parameter.ndim else 1] += parameter.numel() / (count if place == "block" else 1)
     first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
@@ -118,6 +124,7 @@ def count_module(
         first_whole=elements("first") - elements("first", "words"),
         last_parameters=elements("last"),
         last_whole=elements("last") - elements("last", "words"),
+        rows=tuple((place, height, size) for (place, height), size in rows.items()),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
         first_frozen=first_frozen,
@@ -143,7 +150,8 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         outside_kernels=trace.outside_kernels,
         whole_bytes=half * trace.whole_bytes / blocks,
         split_bytes=half * trace.split_bytes / blocks,
-        last_bytes=half * trace.outside_bytes / trace.samples,
+        first_bytes=half * trace.first_bytes / trace.samples,
+        last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
         boundary_elements=trace.boundary_elements / trace.samples,
         positions=trace.boundary_elements / trace.width / trace.samples,
@@ -192,7 +200,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         storage = tensor.untyped_storage()._cdata
         if storage not in owned and storage not in count.casts and storage not in trace.seen:
             trace.seen[storage] = tensor
-            _count_saved(tensor, trace, state["inside"])
+            _count_saved(tensor, trace, **state)
         return tensor
 
     hooks = [block.register_forward_pre_hook(enter) for block in blocks]
@@ -214,11 +222,12 @@ def _autocast(precision: Precision) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", half) if precision.endswith("-mixed") else nullcontext()
 
 
-def _count_saved(tensor: Tensor, trace: CostTrace, inside: bool) -> None:
+def _count_saved(tensor: Tensor, trace: CostTrace, *, inside: bool, begun: bool, **_: Any) -> None:
     """Count a saved tensor. One as wide as the stream between blocks is unsplit on each tensor rank."""
     size = tensor.untyped_storage().nbytes()
     if not inside:
-        trace.outside_bytes += size
+        trace.last_bytes += size if begun else 0
+        trace.first_bytes += 0 if begun else size
         if tensor.is_floating_point():
             trace.largest_bytes = max(trace.largest_bytes, size)
     elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:

@@ -9,7 +9,7 @@ from lightning_3d.layout import SCHEDULES, Layout, OffloadMode, RecomputeMode, S
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import layers_on_rank
-from lightning_3d.planner.priced_layout import Plan, ends, price_layout, stages_memory
+from lightning_3d.planner.priced_layout import Plan, all_fit, ends, price_layout, stages_memory
 from lightning_3d.planner.step_time import least_seconds
 
 RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -146,6 +146,7 @@ def schedules(pipeline: int, microbatches: int, layers: int, pins: Pins) -> Iter
         facts = SCHEDULES[schedule]
         for chunks in (facts.stages_per_rank,) if facts.stages_per_rank else sizes:
             fits = pipeline * chunks <= layers and facts.runs(pipeline, chunks, microbatches)
+            fits = fits and (microbatches >= pipeline or not facts.halved_backward)  # fewer leave ranks idle for longer
             if fits and pins.chunks in (None, chunks):
                 yield schedule, chunks
 
@@ -210,10 +211,8 @@ def _least_stage(
 
 
 def _fits(job: Job, cluster: Cluster, layout: Layout, family: Family) -> bool:
-    stages = ends(layout)
-    memory = stages_memory(job, cluster, layout, stages, micro=family.micro, microbatches=family.microbatches)
-    device = cluster.accelerator
-    return all(end.total <= device.memory_gb * 1e9 and end.host <= device.host_memory_gb * 1e9 for end in memory)
+    stages, micro, count = ends(layout), family.micro, family.microbatches
+    return all_fit(stages_memory(job, cluster, layout, stages, micro=micro, microbatches=count), cluster)
 
 
 def zero_stages(layout: Layout, offload: OffloadMode, fixed: ZeroStage | None) -> tuple[ZeroStage, ...]:

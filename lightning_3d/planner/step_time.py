@@ -8,7 +8,6 @@ from lightning_3d.planner.formulas import bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
-    frozen_share,
     layers_on_rank,
     rank_parameters,
     rank_trained,
@@ -16,7 +15,7 @@ from lightning_3d.planner.memory import (
     stage_activations,
 )
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.wire_bytes import block_exchange_bytes, data_calls, data_parts, tensor_bytes
+from lightning_3d.planner.wire_bytes import block_exchange_bytes, data_calls, data_parts, reductions, tensor_bytes
 
 DATA_OVERLAP = 0.8
 """Share of one microbatch's compute behind which gradients and weights travel."""
@@ -173,12 +172,13 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
     kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
-    passes = WEIGHT_PASSES - GRADIENT_PASSES * frozen_share(profile)
+    passes = WEIGHT_PASSES - GRADIENT_PASSES * profile.frozen_share
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
     layers = layers_on_rank(profile.layers, layout)
     crossings = KEPT_PASSES * (1 + recomputed_share(job, layout) / 3)
-    outside = LOSS_PASSES * (profile.last_bytes + profile.loss_bytes) * micro / tensor / layout.pipeline_parallel_size
+    around = profile.first_bytes + profile.last_bytes + profile.loss_bytes
+    outside = LOSS_PASSES * around * micro / tensor / layout.pipeline_parallel_size
     bus = (layers * (crossings * kept * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
@@ -249,8 +249,7 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, busy: float, mic
     waits = data_calls(job, layout, microbatches=microbatches) * latency(cluster, span=inside, stride=stride)
     sent = within / link_rate(cluster, span=inside, stride=stride)
     sent += between / link_rate(cluster, span=ranks // inside, stride=stride * inside)
-    reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
-    return max(sent + waits - DATA_OVERLAP * busy * reduces, CROWDING * sent)
+    return max(sent + waits - DATA_OVERLAP * busy * reductions(layout, microbatches), CROWDING * sent)
 
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:

@@ -28,10 +28,15 @@ def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
     reduced = (rank_trained(job.profile, layout, stage) - apart) * gradient_bytes(job, layout)
     if group == 1:
         return ring_all_reduce(reduced, ranks), 0.0
-    reduces = microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
+    reduces = reductions(layout, microbatches)
     between = ring_all_reduce(reduced / group, ranks // group)
     gathered = sent_weights(job, layout, stage=stage, microbatches=microbatches)
     return ring_reduce_scatter(gathered + reduces * reduced, group), reduces * between
+
+
+def reductions(layout: Layout, microbatches: int) -> int:
+    """Times that gradients are reduced in a step."""
+    return microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
 
 
 def gradient_bytes(job: Job, layout: Layout) -> float:

@@ -18,6 +18,10 @@ class ShapesOnly(FakeTensorMode):
             return value_of(args[0])
         return super().dispatch(func, types, args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShapesOnly":
+        """This mode: a copied fake parameter of another mode is taken for a real one, and its views for new memory."""
+        return self
+
 
 def value_of(tensor: Tensor) -> Any:
     """The value of a fake tensor: False for a condition, else 1."""

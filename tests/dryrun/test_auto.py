@@ -29,11 +29,12 @@ def test_every_stage_of_the_chosen_layout_is_simulated():
         Trainer(**FLAGS, strategy=strategy).fit(Wide())
         (report,) = world.reports
     assert [rank.error for rank in report.ranks] == [None] * len(report.ranks)
-    stages = len(report.ranks)
+    firsts = [rank for rank in report.ranks if "data 0" in rank.where]
+    stages = len(firsts)
     assert stages > 1, "four devices of 10.5 GB do not hold it whole"
     assert f"pipeline {stages}" in report.layout
-    assert [rank.rank for rank in report.ranks] == [stage * 4 // stages for stage in range(stages)]
-    assert [rank.where for rank in report.ranks] == [f"pipeline {at}, data 0, tensor 0" for at in range(stages)]
+    assert [rank.rank for rank in firsts] == [stage * 4 // stages for stage in range(stages)]
+    assert [rank.where for rank in firsts] == [f"pipeline {at}, data 0, tensor 0" for at in range(stages)]
     assert report.chosen.startswith(f"layout: {report.layout}")
     assert "1x4xk80" in report.chosen, "not the machine that simulates"
     assert report.chosen in str(report)

@@ -40,6 +40,7 @@ class Lit(LightningModule):
 def test_seventy_billion_parameters_take_little_memory_and_time():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with in_world(parse_cluster("128x8xh100")) as world:
+        world.ranks = [128 * stage for stage in range(8)]
         module = Lit()
         strategy = Strategy3D(tensor_parallel_size=8, pipeline_parallel_size=8)
         batches = DataLoader(torch.zeros(2048, 4096, dtype=torch.int64), batch_size=8)

@@ -1,6 +1,7 @@
 """`Strategy3D(dry_run=...)` and what the report says of a job that would fail."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import distributed as dist
 from lightning_3d import Strategy3D
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
+from lightning_3d.dryrun.launcher import usual_ranks
 from lightning_3d.errors import RunError
+from lightning_3d.layout import Layout
 from lightning_3d.ranks.inherited_groups_private import existing_groups
 from tests.dryrun.compare import FLAGS, dry
 from tests.zoo.vectors import MLP
@@ -83,13 +86,62 @@ def test_groups_of_an_earlier_run_do_not_end_in_a_simulated_rank():
     assert dry("MLP", "1x4xcpu", {"zero_stage": 1, "pipeline_parallel_size": 2}).errors == ()
 
 
-def test_one_rank_of_each_stage_is_simulated():
+def test_one_rank_of_each_stage_the_middle_of_each_axis_and_the_last_are_simulated():
     report = dry("GPT", "1x8xh100", {"pipeline_parallel_size": 2, "num_microbatches": 2})
-    assert [rank.rank for rank in report.ranks] == [0, 4]
+    assert [rank.rank for rank in report.ranks] == [0, 2, 4, 7]
+    wide = Layout(data_parallel_size=16, tensor_parallel_size=8, pipeline_parallel_size=2)
+    assert [str(wide.coordinate(rank)) for rank in usual_ranks(wide)] == [
+        "pipeline 0, data 0, tensor 0",
+        "pipeline 0, data 0, tensor 4",
+        "pipeline 0, data 8, tensor 0",
+        "pipeline 1, data 0, tensor 0",
+        "pipeline 1, data 15, tensor 7",
+    ]
     assert report.errors == ()
     sent = {(row.axis, row.collective): row for row in report.ranks[0].sent}
     assert sent["pipeline_parallel", "send"].bytes > 0
-    assert json.loads(json.dumps(report.data()))["ranks"][1]["where"] == "pipeline 1, data 0, tensor 0"
+    assert json.loads(json.dumps(report.data()))["ranks"][2]["where"] == "pipeline 1, data 0, tensor 0"
+
+
+class Uneven(MLP):
+    def training_step(self, batch, batch_idx):
+        dist.all_reduce(torch.ones(1))  # every rank
+        self.all_gather(torch.ones(1))
+        if self.global_rank == self.trainer.world_size - 1:
+            dist.all_reduce(torch.ones(1))  # the last only
+        return super().training_step(batch, batch_idx)
+
+
+class Even(MLP):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank:
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.zeros(1))
+        self.all_gather(torch.ones(1))
+        dist.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+class LastFails(MLP):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == self.trainer.world_size - 1:
+            raise OSError("the disk is full")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_collective_that_only_some_ranks_reach_is_an_error_with_its_line():
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "# the last only" in text)
+    report = dry("tests.dryrun.test_launcher:Uneven", "1x4xcpu", {"zero_stage": 1})
+    (error,) = report.errors
+    assert error.startswith(f"{__file__}:{line}: allreduce of 4 ranks is reached by rank 3 and not by ranks 0, 2.")
+    assert dry("tests.dryrun.test_launcher:Even", "1x4xcpu", {"zero_stage": 1}).errors == ()
+
+
+def test_an_error_of_one_rank_names_it():
+    report = dry("tests.dryrun.test_launcher:LastFails", "1x4xcpu", {"zero_stage": 1})
+    assert report.errors == ("rank 3 (pipeline 0, data 3, tensor 0): OSError: the disk is full",)
 
 
 def test_what_does_not_fit_is_an_error():

@@ -10,6 +10,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
 from lightning_3d.pictures.layout_pictures import contents, layout_pictures, layout_rows
 from lightning_3d.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
+from lightning_3d.pictures.timetable import timetable
 from lightning_3d.pipeline.schedule import actions
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.formulas import bubble_share
@@ -18,7 +19,6 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import layers_on_rank
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.timetable import timetable
 from tests.planner.closed_forms import idle
 
 

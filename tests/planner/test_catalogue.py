@@ -1,4 +1,7 @@
+import re
+
 import pytest
+import yaml
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.planner.catalogue import Catalogue, apply_overrides
@@ -10,6 +13,30 @@ from lightning_3d.planner.show import parse_count, parse_duration, show_bytes, s
 @pytest.fixture(autouse=True)
 def no_user_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def test_every_entry_says_where_and_when_its_own_numbers_were_published():
+    entries = {}
+    for path in (conf_folder() / "hardware").glob("*.yaml"):
+        entries |= yaml.safe_load(path.read_text())
+    dated = {name for name, entry in entries.items() if re.search(r", (read )?20\d\d", entry.get("source", ""))}
+    assert dated == entries.keys()
+
+
+NAMED = (
+    "gb200 gb300 b300 h20 h800 h100-pcie mi325x mi355x tpu-v7 trainium2 trainium3 a100-40g a100-40g-p4d a100-80g"
+    " a100-80g-p4de a10 a10g l40 l40s"
+)
+"""Accelerators of late 2026, and those that are easily taken for each other."""
+
+
+def test_accelerators_that_are_easily_confused_differ():
+    catalogue = Catalogue.load()
+    assert set(NAMED.split()) <= set(catalogue.names)
+    for one, other in (("a10", "a10g"), ("l40", "l40s"), ("h100", "h100-pcie"), ("h100", "h20")):
+        assert catalogue.find(one).peak("bf16-mixed") != catalogue.find(other).peak("bf16-mixed")
+    assert catalogue.find("a100-40g").cluster_link_gb_per_s == 4 * catalogue.find("a100-40g-p4d").cluster_link_gb_per_s
+    assert {catalogue.find(name).link_domain for name in ("tpu-v4", "tpu-v5p", "tpu-v7")} == {4096, 8960, 9216}
 
 
 def test_every_entry_is_complete_and_prices_say_when_and_where():

@@ -16,7 +16,16 @@ def counted(name):
     """What is known of a model before any batch has been seen."""
     profile = named_model(name).profile(precision="bf16-mixed")
     zero = dict.fromkeys(
-        ("block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes", "last_bytes"),
+        (
+            "block_flops",
+            "attention_flops",
+            "last_flops",
+            "whole_bytes",
+            "split_bytes",
+            "attention_bytes",
+            "first_bytes",
+            "last_bytes",
+        ),
         0,
     )
     return replace(profile, **zero)

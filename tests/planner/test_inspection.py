@@ -44,7 +44,9 @@ def test_measured_activations_are_those_of_a_real_run():
         module.training_step(torch.zeros(2, 17, dtype=torch.int64), 0)
     real = sum(size for key, (size, _) in seen.items() if key not in owned)
     predicted = 2 * (
-        measured.layers * (measured.whole_bytes + measured.split_bytes + measured.attention_bytes) + measured.last_bytes
+        measured.layers * (measured.whole_bytes + measured.split_bytes + measured.attention_bytes)
+        + measured.first_bytes
+        + measured.last_bytes
     )
     assert predicted == pytest.approx(real, rel=0.1)
 

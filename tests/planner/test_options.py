@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_3d import Strategy3D
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
@@ -109,6 +110,15 @@ def test_one_kind_of_data_leaves_the_device():
     assert optimizer.time.offload > whole.time.offload == 0
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "activations"])
+def test_the_strategy_of_a_plan_takes_its_offload(capsys, kind):
+    found = planned(capsys, f"gpt2 --cluster 2xcpu --batch 16 --precision 32 --offload {kind}")["plans"][0]
+    assert found["not_run_by_this_package"] == []
+    assert f"offload={{'{kind}': 'cpu'}}" in found["strategy"]
+    made = re.search(r"strategy=(Strategy3D\(.*\))\)", found["strategy"])[1]
+    assert getattr(eval(made, {"Strategy3D": Strategy3D})._offload, kind) is not None
+
+
 def test_context_ranks_have_a_slice_of_each_sample():
     shape = named_model("llama3-8b").profile(precision="bf16-mixed")
     slices = shape.sliced(4)
@@ -135,7 +145,6 @@ def test_fp8_doubles_the_rate_of_products_other_than_attention():
         ("--fp8", "fp8"),
         ("--context-parallel 2", "context parallelism over 2 ranks"),
         ("--expert-parallel 4", "expert parallelism over 4 ranks"),
-        ("--offload optimizer", "offload of optimizer alone"),
     ],
 )
 def test_what_is_not_run_is_priced_when_asked_for_and_marked(capsys, flags, name):

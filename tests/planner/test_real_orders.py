@@ -6,8 +6,9 @@ import pytest
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import PassTimes
+from lightning_3d.pictures.timetable import timetable
 from lightning_3d.planner.formulas import bubble_time, microbatches_held
-from lightning_3d.planner.timetable import timetable
+from lightning_3d.planner.search import ANYTHING, schedules
 from tests.planner.closed_forms import idle
 
 SCHEDULES = [
@@ -36,6 +37,15 @@ def test_bubbles(schedule, chunks, joined):
         played = timetable(schedule, stages=stages, microbatches=microbatches, chunks=chunks, times=times)
         said = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=joined)
         assert said == pytest.approx(idle(played, joined=joined)), (stages, microbatches, times)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 9, 16])
+def test_bubbles_of_every_schedule_that_the_search_prices(stages, microbatches):
+    for schedule, chunks in schedules(stages, microbatches, 32, ANYTHING):
+        played = timetable(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+        said = bubble_time(schedule, stages=stages, chunks=chunks, joined=True)
+        assert said == pytest.approx(idle(played, joined=True)), (schedule, chunks)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -157,3 +157,51 @@ class BERT(Sized):
         loss = self.model(input_ids=batch, labels=batch).loss
         self.log("loss", loss)
         return loss
+
+
+@member("planned", because="torch's own encoder, whose attention is one module and whose layers save their sums.")
+class Encoder(Sized):
+    def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
+        super().__init__()
+        self.vocabulary, self.context = vocabulary, context
+        self.tokens = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+
+    def batch(self) -> Tensor:
+        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(self.encoder(self.tokens(batch)))
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+@member("planned", because="Hugging Face's own for images: parameters of one row, positions that no embedding has.")
+class ViT(Sized):
+    rows = 16
+    """Two in each microbatch: of one, torch keeps the gradient of `cls_token` as a view of that of the positions."""
+
+    def __init__(self, width: int = 256, layers: int = 4, size: int = 32, patch: int = 4):
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        self.size = size
+        self.model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=width, num_hidden_layers=layers, num_attention_heads=8, intermediate_size=4 * width,
+                image_size=size, patch_size=patch, num_labels=10, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )  # fmt: skip
+
+    def batch(self) -> tuple[Tensor, ...]:
+        pixels = torch.linspace(-1, 1, self.rows * 3 * self.size**2)
+        return pixels.view(self.rows, 3, self.size, self.size), torch.arange(self.rows) % 10
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        loss = self.model(pixel_values=batch[0], labels=batch[1]).loss
+        self.log("loss", loss)
+        return loss

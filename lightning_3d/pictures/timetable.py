@@ -1,6 +1,6 @@
 """A pipeline's timetable: start and end of each pass on each rank, in the order in which the pipeline runs them.
 
-This file imports torch. Prices come from the closed forms; a timetable is for drawings.
+A plan's prices come from closed forms; a timetable is for drawings.
 """
 
 from collections.abc import Sequence

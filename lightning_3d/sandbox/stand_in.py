@@ -11,7 +11,7 @@ PERIOD = 65521
 
 
 def stand_in(matrix: Tensor, recorded: Recorded) -> Step:
-    """Random numbers for the memory of `matrix`: the same wherever the recorded value is the same, also on other ranks."""
+    """Random numbers for the memory of `matrix`: the same where the recorded value is the same, also on other ranks."""
     count = recorded.nbytes // matrix.element_size()
     like = {"dtype": matrix.dtype, "device": matrix.device}
     made = Step.of(Operation(torch.ops.aten.empty_strided.default, ((count,), (1,)), like, None, None), None)

@@ -130,7 +130,7 @@ def save(folder, kind, smaller, most):
     made.save_pretrained(folder, max_shard_size=most)
 
 
-PROOF = 6
+PROOF = 4
 """Blocks that the proof of a tensor plan takes on rank 0, before any rank has its shards."""
 
 

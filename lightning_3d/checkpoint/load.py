@@ -16,7 +16,7 @@ from lightning_3d.module.state_dict import as_shards
 from lightning_3d.ranks.shards import like
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.deferred import Deferred, alone_in_memory, read_later
-from lightning_3d.sandbox.recorded_value import RowReader
+from lightning_3d.sandbox.recorded_value import Box, Reader
 
 BATCH_BYTES = 2**27
 """Largest number of bytes of weights in memory at a time, in addition to the module."""
@@ -77,11 +77,11 @@ def _read_later(module: nn.Module, state: StoredDict, device: torch.device) -> s
     return found
 
 
-def _read_rows(out: Tensor, stored: StoredTensor, first: int, last: int) -> None:
-    stored.read_into(out, first, last)
+def _read_part(out: Tensor, stored: StoredTensor, part: Box) -> None:
+    stored.read_into(out, [first for first, _ in part])
 
 
-_READ = RowReader(_read_rows)
+_READ = Reader(_read_part)
 
 
 def list_of_batches(state: StoredDict, keys: Iterable[str]) -> list[list[str]]:

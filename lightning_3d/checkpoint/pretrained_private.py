@@ -22,7 +22,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox import deferred
 from lightning_3d.sandbox.build_recorder import Recorder
-from lightning_3d.sandbox.recorded_value import RowReader
+from lightning_3d.sandbox.recorded_value import Box, Reader
 
 _OPENING = ("safetensors", "safetensors.torch", "transformers.modeling_utils", "transformers.modeling_layers")
 """Modules with a name `safe_open`."""
@@ -128,12 +128,8 @@ class _Slice:
         return part
 
 
-def _read_rows(out: Tensor, slot: Slot, first: int, last: int) -> None:
-    if not slot.shape:
-        read_box(slot, (), (), out)
-        return
-    rest = slot.shape[1:]
-    read_box(slot, (first, *(0 for _ in rest)), (last - first, *rest), out[first:last])
+def _read(out: Tensor, slot: Slot, box: Box) -> None:
+    read_box(slot, [first for first, _ in box], out.shape, out)
 
 
-_READ = RowReader(_read_rows)
+_READ = Reader(_read)

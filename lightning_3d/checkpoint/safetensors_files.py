@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +24,8 @@ from lightning_3d.checkpoint.plain_json import parse
 from lightning_3d.errors import CheckpointError
 
 CHUNK_BYTES = 16 * 2**20
+PAGE_BYTES = 4096
+"""Bytes of a row that are read apart from the rest of the row. The system reads pages of this size."""
 MAX_HEADER_BYTES = 100 * 2**20
 """Also what the safetensors library accepts."""
 DTYPES = {
@@ -169,7 +171,8 @@ def _slot(path: Path, name: str, entry: Any, base: int, size: int) -> Slot:
 
 
 def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor) -> None:
-    """Copy a box of a stored tensor into `out`, which has its size. Reads only the rows that contain it, in chunks."""
+    """Copy a box of a stored tensor into `out`, which has its size. Reads the rows that contain it, in chunks, and of
+    long rows only their parts."""
     if math.prod(size) == 0:
         return
     if not slot.shape:
@@ -186,6 +189,11 @@ def read_box(slot: Slot, offset: Sequence[int], size: Sequence[int], out: Tensor
         and out.device.type == "cpu"
     ):
         _read(slot, slot.start + first * row, out.view(-1).view(torch.uint8))
+        return
+    if slot.dtype.itemsize * math.prod(size[1:]) >= PAGE_BYTES and tuple(size[1:]) != slot.shape[1:]:
+        for number, part in enumerate(out, first):
+            inner = replace(slot, start=slot.start + number * row, shape=slot.shape[1:])
+            read_box(inner, offset[1:], size[1:], part)
         return
     for start in range(first, last, step):
         stop = min(last, start + step)

@@ -1,7 +1,7 @@
 """An opened sharded checkpoint: plain values, and tensors that are read on demand, in full or in part."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,13 @@ class StoredTensor:
     def read_full(self) -> Tensor:
         return self.read_shard(Placement.full(self.shape))
 
-    def read_into(self, out: Tensor, first: int = 0, last: int | None = None) -> None:
-        """Read the rows from `first` to before `last` into those of `out`, which has the size of the full tensor."""
-        last = len(out) if last is None and self.shape else last or 0
-        rows = Piece(offset=(first, *self._corner), size=(last - first, *self.shape[1:]), local=(first, *self._corner))
-        wanted = rows if self.shape else Piece(offset=(), size=(), local=())
+    def read_into(self, out: Tensor, corner: Sequence[int] | None = None) -> None:
+        """Read the box of the size of `out` that begins at `corner`, or with 0, into `out`."""
+        start = (0,) * out.dim()
+        wanted = Piece(offset=start if corner is None else tuple(corner), size=tuple(out.shape), local=start)
         for piece, slot in self.slots:
             for there, here in overlaps([_in_file(piece)], [wanted]):
                 read_box(slot, there.local, there.size, out[box(here.local, here.size)])
-
-    @property
-    def _corner(self) -> tuple[int, ...]:
-        return (0,) * (len(self.shape) - 1)
 
 
 def _in_file(piece: Piece) -> Piece:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
-from lightning_3d.sandbox.recorded_value import Geometry, Operation, Step, Use, computed
+from lightning_3d.sandbox.recorded_value import MERGES, Geometry, Operation, Step, Use, computed, read_from
 
 ROOM = 32 * 2**20
 """Bytes of parameters that stay in memory while others are used. A larger one is there alone."""
@@ -119,6 +119,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
+            if self.records and (merged := self._merged(func, args, kwargs)) is not None:
+                return merged
             used = self.use(_tensors((args, kwargs)))
             changing = map(memory_of, _written(func, args, kwargs))
             written = [memory for memory in changing if memory is not None and memory in self.known]
@@ -169,6 +171,21 @@ class Recorder(TorchDispatchMode):
             step = Step.of(operation, None, number)
             if step.depth <= DEEP:
                 self.known[memory] = Recorded(step, memory.nbytes())
+        return result
+
+    def _merged(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The result, without memory, where `func` puts tensors together that are read later. None otherwise."""
+        frozen = self._frozen(args, kwargs, {}) if func in MERGES else None
+        if frozen is None:
+            return None
+        step = Step.of(Operation(func, *frozen, None, None), None)
+        geometry = read_from(step)
+        if geometry is None:
+            return None
+        result = torch.empty(geometry.size, dtype=geometry.dtype)
+        memory = result.untyped_storage()
+        self.known[memory] = Recorded(step, memory.nbytes())
+        memory.resize_(0)
         return result
 
     def _keep(self, memory: torch.UntypedStorage, why: str) -> None:

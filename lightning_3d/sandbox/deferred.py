@@ -7,7 +7,7 @@ module.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +23,27 @@ from torch.utils._pytree import tree_leaves
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
-from lightning_3d.sandbox.recorded_value import Geometry, Operation, Rows, Step, Use, computed, read_rows
+from lightning_3d.sandbox.recorded_value import (
+    Box,
+    Geometry,
+    Operation,
+    Step,
+    Use,
+    all_of,
+    computed,
+    moved,
+    read_part,
+    reads,
+)
+from lightning_3d.sandbox.stand_in import stand_in
 from lightning_3d.sandbox.without_values import WithoutValues
 
 SMALL = 2**16
 """Bytes of a parameter that is not worth a record."""
 RECORDED = "lightning_3d_recorded"
 """Attribute of a deferred parameter: what its value is computed from."""
+Interval = tuple[int, int]
+"""First index, and the one after the last."""
 
 
 _NEW_TENSORS = {
@@ -189,37 +203,53 @@ def move_later(parameter: Deferred, device: torch.device) -> None:
     recorded, geometry = _plain(parameter), Geometry.of(parameter.data)
     parameter.data = torch.empty_like(parameter.data, device=device)
     made, use = _made(parameter.data)
-    operation = Operation(_cut, (use, recorded.step, geometry, _unchanged), {}, None, None)
+    operation = Operation(moved, (use, recorded.step, geometry), {}, None, None)
     step = Step(operation, made, 0, recorded.step.digest, 0)
     defer(parameter, Recorded(step, parameter.data.untyped_storage().nbytes()))
 
 
-def _unchanged(value: Tensor) -> Tensor:
-    return value
+@dataclass(frozen=True)
+class Cut:
+    """The value of a shard: intervals of a recorded value along one dimension."""
+
+    step: Step
+    geometry: Geometry
+    dim: int
+    intervals: Sequence[tuple[Interval, Interval]]
+    """Each in the full value and in the shard."""
+    nbytes: int
+
+    def fill(self, shard: Tensor, rows: Interval | None) -> None:
+        """Give `shard` its memory and its value, or of a value that is read the `rows` that are needed."""
+        shard.untyped_storage().resize_(self.nbytes)
+        full: Tensor | None = None
+        for there, here in self.intervals:
+            mine = [*all_of(shard.shape)]
+            mine[self.dim] = here
+            mine[0] = _overlap(mine[0], rows or mine[0])
+            box = list(mine)
+            shift = there[0] - here[0]
+            box[self.dim] = mine[self.dim][0] + shift, mine[self.dim][1] + shift
+            out = shard[tuple(slice(*each) for each in mine)]
+            if out.numel() and not read_part(self.step, self.geometry, tuple(box), out):
+                full = self.geometry.on(computed(self.step)) if full is None else full
+                out.copy_(full[tuple(slice(*each) for each in box)])
 
 
-def cut_later(full: Deferred, part: Callable[[Tensor], Tensor], shard: nn.Parameter, rows: Rows | None = None) -> None:
-    """Free the memory of `shard`. Once it is realized, it gets the value `part(full)`.
+def _overlap(one: Interval, other: Interval) -> Interval:
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
 
-    `full` itself has no value any more. `rows` are those that `part` needs, if it does not need all.
+
+def cut_later(full: Deferred, dim: int, intervals: Sequence[tuple[Interval, Interval]], shard: nn.Parameter) -> None:
+    """Free the memory of `shard`. Once it is realized, it gets `intervals` of the value of `full` along `dim`.
+
+    `full` itself has no value any more.
     """
-    recorded, memory = _plain(full), local(shard)
-    made, use = _made(memory)
-    operation = Operation(_cut, (use, recorded.step, Geometry.of(full.data), part, rows), {}, None, None)
-    shard.__dict__[RECORDED] = Recorded(Step(operation, made, 0, b"", 0), memory.untyped_storage().nbytes())
-    memory.untyped_storage().resize_(0)
+    recorded, memory = _plain(full), local(shard).untyped_storage()
+    shard.__dict__[RECORDED] = Cut(recorded.step, Geometry.of(full.data), dim, intervals, memory.nbytes())
+    memory.resize_(0)
     empty(full)
-
-
-def _cut(
-    out: Tensor, step: Step, geometry: Geometry, part: Callable[[Tensor], Tensor], rows: Rows | None = None
-) -> None:
-    if rows is not None:
-        some = torch.empty_strided(geometry.size, geometry.stride, dtype=geometry.dtype, device=out.device)
-        if read_rows(step, geometry, rows, some.untyped_storage()):
-            out.copy_(part(some))
-            return
-    out.copy_(part(geometry.on(computed(step))))
 
 
 def alone_in_memory(parameter: nn.Parameter) -> bool:
@@ -234,12 +264,13 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Rows | None] = lambda parameter: None) -> None:
+def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Interval | None] = lambda parameter: None) -> None:
     """Give the deferred ones among `parameters`, and shards of such, their memory and their values.
 
     Args:
         parameters: some may have values.
-        rows: those of a parameter that are needed. Where they are read from a file, others get no values.
+        rows: those of a parameter that are needed. Where they are read from a file, others get no values. Their memory
+            is not touched, so the system gives none for it.
     """
     for parameter in parameters:
         if isinstance(parameter, Deferred):
@@ -249,14 +280,15 @@ def realize(parameters: Iterable[Tensor], rows: Callable[[Tensor], Rows | None] 
                 continue
             recorded.fill(parameter.untyped_storage())
         elif (cut := parameter.__dict__.pop(RECORDED, None)) is not None:
-            cut.fill(local(parameter).untyped_storage())
+            cut.fill(local(parameter), rows(parameter))
             return_freed_memory()  # at once: full weights of all would be the peak of set-up
 
 
-def _fill_rows(parameter: Tensor, recorded: Recorded, rows: Rows) -> bool:
+def _fill_rows(parameter: Tensor, recorded: Recorded, rows: Interval) -> bool:
     geometry, storage = Geometry.of(parameter.data), parameter.untyped_storage()
     storage.resize_(recorded.nbytes)
-    if geometry.is_all_of(storage) and read_rows(recorded.step, geometry, rows, storage):
+    box: Box = (rows, *all_of(geometry.size[1:]))
+    if geometry.is_all_of(storage) and read_part(recorded.step, geometry, box, parameter.data[slice(*rows)]):
         return True
     storage.resize_(0)
     return False
@@ -279,7 +311,8 @@ def _plain(parameter: Deferred) -> Recorded:
 def computed_on_use(module: nn.Module) -> Iterator[None]:
     """Let the code inside use `module` as if its deferred parameters were there. A few are, at any time.
 
-    What the code writes to them is undone.
+    What the code writes to them is undone. A matrix of a file has random numbers instead, on every rank the same: such
+    runs learn what the module does and compare one way of computing with another. Each of them would read all files.
     """
     deferred = [parameter for parameter in module.parameters() if isinstance(parameter, Deferred)]
     if not deferred:
@@ -288,7 +321,9 @@ def computed_on_use(module: nn.Module) -> Iterator[None]:
     recorder = Recorder(records=False)
     values = [_plain(parameter) for parameter in deferred]
     for parameter, recorded in zip(deferred, values, strict=True):
-        recorder.known[parameter.untyped_storage()] = Recorded(recorded.step, recorded.nbytes)
+        drawn = parameter.dim() > 1 and parameter.is_floating_point() and reads(recorded.step)
+        step = stand_in(parameter.data, recorded) if drawn else recorded.step
+        recorder.known[parameter.untyped_storage()] = Recorded(step, recorded.nbytes)
     try:
         with recorder:
             yield

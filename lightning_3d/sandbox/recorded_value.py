@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Rows = Sequence[tuple[int, int]]
-"""First rows, and the rows after the last."""
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: along each dimension, the first index and the one after the last."""
 _ATEN = torch.ops.aten
 _ALLOCATIONS = frozenset(
     [_ATEN.empty.memory_format, _ATEN.empty_strided.default, _ATEN.empty_like.default, _ATEN.new_empty.default]
 )
 _STACK = _ATEN.stack.default
-_MERGES = frozenset([_STACK, _ATEN.cat.default])
+MERGES = frozenset([_STACK, _ATEN.cat.default])
+"""Operations that put tensors together."""
 
 
 @dataclass(frozen=True)
@@ -129,42 +130,64 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RowReader:
-    """An operation that fills a tensor with a source outside of torch, such as a file, all rows or some."""
+class Reader:
+    """An operation that fills a tensor with a source outside of torch, such as a file, or with a box of it."""
 
-    read: Callable[[Tensor, Any, int, int], None]
-    """Of a tensor, its source, the first row and the row after the last."""
+    read: Callable[[Tensor, Any, Box], None]
+    """Of a tensor with the size of the box, the source, and the box."""
 
     def __call__(self, out: Tensor, source: Any) -> None:
-        self.read(out, source, 0, len(out) if out.dim() else 1)
+        self.read(out, source, all_of(out.shape))
+
+
+def all_of(size: Sequence[int]) -> Box:
+    """The box that is the whole tensor."""
+    return tuple((0, length) for length in size)
 
 
 @torch.no_grad()
-def read_rows(step: Step, geometry: Geometry, rows: Rows, storage: torch.UntypedStorage) -> bool:
-    """Fill only `rows` of the tensor with `geometry` in `storage`. Returns False, and does nothing, if it is not read.
-
-    Memory of other rows is not touched: the system gives none for it.
-    """
-    if not geometry.size or _read_from(step) != geometry:
+def read_part(step: Step, geometry: Geometry, box: Box, out: Tensor) -> bool:
+    """Fill `out` with `box` of the tensor with `geometry`. Returns False, and does nothing, if that is not read."""
+    if not geometry.size or read_from(step) != geometry:
         return False
-    for first, last in rows:
-        _fill(step, geometry.on(storage), first, last)
+    _fill(step, out, box)
     return True
 
 
-def _read_from(step: Step) -> Geometry | None:
+def moved(out: Tensor, step: Step, geometry: Geometry) -> None:
+    """An operation that copies a recorded value to another device."""
+    out.copy_(geometry.on(computed(step)))
+
+
+def reads(step: Step | None) -> bool:
+    """Return True where the value after `step` needs a source outside of torch."""
+    while step is not None:
+        if isinstance(step.operation.function, Reader):
+            return True
+        found = tree_leaves((step.operation.args, step.operation.kwargs))
+        used = [leaf.step if isinstance(leaf, Use) else leaf for leaf in found if isinstance(leaf, Use | Step)]
+        if any(reads(other) for other in used if other is not step.before):
+            return True
+        step = step.before
+    return False
+
+
+def read_from(step: Step) -> Geometry | None:
     """The tensor after `step` if it is read from outside, or stacked or joined of such tensors. None otherwise.
 
     Experts are so: each is a tensor of a file, and all of them one parameter.
     """
     operation = step.operation
-    if isinstance(operation.function, RowReader):
+    if operation.function is moved:
+        _, inner, geometry = operation.args
+        return geometry if read_from(inner) == geometry else None
+    if isinstance(operation.function, Reader):
         allocated = step.before is not None and step.before.operation.function in _ALLOCATIONS
         return operation.args[0].geometry if allocated else None
-    if operation.function not in _MERGES or step.before is not None:
+    if operation.function not in MERGES or step.before is not None:
         return None
     uses, dim = _parts(operation)
-    parts = [_read_from(use.step) for use in uses if isinstance(use, Use)]
+    parts = [read_from(use.step) for use in uses if isinstance(use, Use)]
     if len(parts) < len(uses) or not all(part == use.geometry for part, use in zip(parts, uses, strict=True)):
         return None
     first = uses[0].geometry
@@ -186,19 +209,29 @@ def _packed(dtype: torch.dtype, size: tuple[int, ...]) -> Geometry:
     return Geometry(dtype, size, torch.empty(size, device="meta").stride(), 0)
 
 
-def _fill(step: Step, out: Tensor, first: int, last: int) -> None:
-    """Fill some rows of `out`, the tensor after a step of `_read_from`, without copies of its parts."""
+def _fill(step: Step, out: Tensor, box: Box) -> None:
+    """Fill `out` with `box` of the tensor after a step of `read_from`, without copies of its parts."""
     operation = step.operation
-    if isinstance(operation.function, RowReader):
-        operation.function.read(out, operation.args[1], first, last)
+    if operation.function is moved:
+        _fill(operation.args[1], out, box)
+        return
+    if isinstance(operation.function, Reader):
+        operation.function.read(out, operation.args[1], box)
         return
     uses, dim = _parts(operation)
     if operation.function is _STACK:
-        for use, part in zip(uses[first:last], out[first:last], strict=True):
-            _fill(use.step, part, 0, len(part))
+        for use, part in zip(uses[slice(*box[0])], out, strict=True):
+            _fill(use.step, part, box[1:])
         return
-    for use, part in zip(uses, out.split([use.geometry.size[dim] for use in uses], dim), strict=True):
-        _fill(use.step, part, first, last)
+    dim, begin = dim % len(box), 0
+    first, last = box[dim]
+    for use in uses:
+        end = begin + use.geometry.size[dim]
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            part = out.narrow(dim, low - first, high - low)
+            _fill(use.step, part, (*box[:dim], (low - begin, high - begin), *box[dim + 1 :]))
+        begin = end
 
 
 @torch.no_grad()
@@ -223,9 +256,9 @@ def computed(
         if now.before is None and into is not None and now.operation.function in _ALLOCATIONS:
             storage = into
             continue
-        if now.before is None and (merged := _read_from(now)) is not None:
+        if now.before is None and (merged := read_from(now)) is not None:
             storage = torch.empty(merged.size, dtype=merged.dtype).untyped_storage() if into is None else into
-            _fill(now, merged.on(storage), 0, merged.size[0])
+            _fill(now, merged.on(storage), all_of(merged.size))
             continue
         own, changed = storage, now.before
 

@@ -183,8 +183,7 @@ def _shard(full: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Param
         shape[split.dim] = split.local_size(rank)
         memory = torch.empty(shape, dtype=full.dtype, device=full.device)
         shard = nn.Parameter(_on_mesh(memory, full, split, mesh), requires_grad=trained)
-        rows = None if split.dim else split.pieces[rank]
-        cut_later(full, lambda value: local_part(value, split, rank), shard, rows)
+        cut_later(full, split.dim, split.boxes(rank), shard)
     else:
         shard = nn.Parameter(shard_of(full.detach(), split, mesh), requires_grad=trained)
         empty(full)  # at once: full weights and shards together would be the peak of set-up

@@ -22,7 +22,7 @@ from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.host_attention import attention_on_host
 from lightning_3d.tensor.patch import get_attribute
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
-from lightning_3d.tensor.proof import Refused
+from lightning_3d.tensor.proof import Refused, is_large
 from lightning_3d.tensor.sample import Sample, shortened, working_dtype
 from lightning_3d.tensor.scratch import opened_copy, scratch_copy
 from lightning_3d.tensor.tensor_plan import Attribute, TensorPlan, UnitPlan
@@ -154,7 +154,8 @@ def _plan_unit(
                 samples += _samples(unit, call, most=1)
         return_freed_memory()
         original = scratch_copy(unit, SEED, opened=False)
-        make = lambda seed: scratch_copy(unit, SEED + seed) if seed else opened_copy(original)  # noqa: E731
+        large = is_large(original)  # then runs differ in their inputs alone
+        make = lambda seed: opened_copy(original) if large or not seed else scratch_copy(unit, SEED + seed)  # noqa: E731
         known = Study(make, original, samples, size)
     except Exception as error:
         return None, {"": f"a copy of it cannot be run alone ({type(error).__name__}: {error})"}

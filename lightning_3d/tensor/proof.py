@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
-from lightning_3d.tensor.geometry import TensorSplit, assemble
+from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation, tensors_in
@@ -33,6 +34,10 @@ bias is rounding alone."""
 LARGE = 2_000_000
 """Parameters from which a block's unsplit gradients are computed again for each candidate. Those of four calls would
 be as large as four blocks."""
+PIECE = 4_000_000
+"""Elements that are compared at a time."""
+Keep = Callable[[str, Tensor], bool]
+"""Of the name of a parameter and its gradient: True where that stays in memory."""
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Outcome:
     outputs: list[Tensor]
     input_grads: dict[int, Tensor]
     parameter_grads: dict[str, Tensor]
+    largest: float
+    """The largest magnitude of a gradient of a parameter."""
     dropped: list[tuple[int, ...]]
     """Shapes of the random calls."""
     dropped_by: list[str | None]
@@ -54,8 +61,11 @@ class Refused(Exception):
     """A candidate does not compute the same. The message says where and by how much."""
 
 
-def outcome(module: nn.Module, sample: Sample) -> Outcome:
-    """Forward and backward of `module` on new leaves of `sample`, with nothing random."""
+def outcome(module: nn.Module, sample: Sample, keep: Keep = lambda *_: True) -> Outcome:
+    """Forward and backward of `module` on new leaves of `sample`, with nothing random.
+
+    Each gradient that is not to `keep` is freed as soon as it is complete.
+    """
     call = sample.fresh()
     inputs = call.tensors()
     silence = SilenceRandom()
@@ -68,6 +78,17 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
             for result in results
             if result.is_floating_point() and result.requires_grad
         ]
+    sizes = [0.0]
+
+    def note(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        sizes.append(_size(parameter.grad))
+        if not keep(name, parameter.grad):
+            parameter.grad = None
+
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(note, name))
     if losses:
         torch.stack([loss.double() for loss in losses]).sum().backward()
     names: dict[Any, str] = {inner: name for name, inner in module.named_modules()}
@@ -75,6 +96,7 @@ def outcome(module: nn.Module, sample: Sample) -> Outcome:
         outputs=[result.detach() for result in results],
         input_grads={index: tensor.grad for index, tensor in enumerate(inputs) if tensor.grad is not None},
         parameter_grads={name: p.grad for name, p in module.named_parameters() if p.grad is not None},
+        largest=max(sizes),
         dropped=silence.dropped,
         dropped_by=[names.get(each) for each in silence.modules],
     )
@@ -91,7 +113,7 @@ class Prover:
 
     def __init__(self, scratch: nn.Module, original: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
         self.scratch, self.original, self.ranks = scratch, original, ranks
-        self.large = sum(parameter.numel() for parameter in scratch.parameters()) > LARGE
+        self.large = is_large(scratch)
         first = samples[0].form
         self.cases = [self._case(training, s) for training in (True, False) for s in samples if s.form == first]
         self.others: list[list[Case]] = []
@@ -141,14 +163,14 @@ class Prover:
         return plan
 
     def _case(self, training: bool, sample: Sample) -> "Case":
-        unsplit = self._unsplit(training, sample)
-        return training, sample, replace(unsplit, parameter_grads={}) if self.large else unsplit
+        return training, sample, self._unsplit(training, sample, keep=not self.large)
 
-    def _unsplit(self, training: bool, sample: Sample) -> Outcome:
+    def _unsplit(self, training: bool, sample: Sample, keep: bool = True) -> Outcome:
+        """The results of the unsplit block, with gradients of parameters if they are to `keep`."""
         self.original.train(training)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return outcome(shard_copy(self.original, _same), sample)
+            return outcome(shard_copy(self.original, _same), sample, lambda *_: keep)
 
     def _covers(self, cases: Sequence["Case"], plan: UnitPlan) -> bool:
         try:
@@ -166,14 +188,20 @@ def _same(_: str, value: Tensor) -> Tensor:
     return value
 
 
+def is_large(block: nn.Module) -> bool:
+    """Return True for a block whose proof frees what it can on the way."""
+    return sum(parameter.numel() for parameter in block.parameters()) > LARGE
+
+
 def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: UnitPlan, ranks: int) -> UnitPlan:
-    shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis))
-    if sum(parameter.numel() for parameter in scratch.parameters()) > LARGE:
+    wanted = _Gradients(unsplit, plan, ranks)
+    shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis, wanted))
+    if is_large(scratch):
         return_freed_memory()
     for rank, shard in enumerate(shards):
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
         _compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
-    _compare_parameters(unsplit, shards, plan)
+    wanted.compare(shards)
     if scratch.training:
         positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
         plan = replace(plan, summed_per_position=shards[0].summed // positions)
@@ -183,11 +211,12 @@ def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: Unit
     return plan
 
 
-def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis) -> Outcome:
+def _shard(scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis, wanted: "_Gradients") -> Outcome:
     shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
     with UndoStack() as undo:
         patch_unit(shard, plan, axis, undo)
-        return replace(outcome(shard, sample), summed=axis.summed)
+        results = outcome(shard, sample, lambda name, grad: wanted.keep(name, grad, axis.rank))
+        return replace(results, summed=axis.summed)
 
 
 def _split_outputs(
@@ -236,42 +265,66 @@ def _masked(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:
     return masked
 
 
-def _compare_parameters(unsplit: Outcome, shards: Sequence[Outcome], plan: UnitPlan) -> None:
-    largest = _largest(unsplit.parameter_grads)
-    for rank, shard in enumerate(shards):
-        kept = {name: grad for name, grad in unsplit.parameter_grads.items() if name not in plan.splits}
-        found = {name: grad for name, grad in shard.parameter_grads.items() if name not in plan.splits}
-        _compare(f"gradient of {{}} on tensor rank {rank}", kept, found, largest)
-    for name in [name for name in unsplit.parameter_grads if name in plan.splits]:
-        grads = [shard.parameter_grads.get(name) for shard in shards]
-        if any(grad is None for grad in grads):
-            raise Refused(f"gradient of {name} is missing on a tensor rank")
-        gathered = assemble([grad for grad in grads if grad is not None], plan.splits[name])
-        _compare("gradient of {}", {name: unsplit.parameter_grads[name]}, {name: gathered}, largest)
+class _Gradients:
+    """Comparison of the gradients of parameters on the ranks. One that agrees is freed at once."""
+
+    def __init__(self, unsplit: Outcome, plan: UnitPlan, ranks: int) -> None:
+        self.expected, self.largest = unsplit.parameter_grads, unsplit.largest
+        self.plan = plan
+        self.sizes = {name: _size(grad) for name, grad in self.expected.items()}
+        self.agreed: list[set[str]] = [set() for _ in range(ranks)]
+
+    def keep(self, name: str, grad: Tensor, rank: int) -> bool:
+        """Return True for a gradient that does not agree. It may be complete later: some checkpoints add to it."""
+        if name not in self.expected:
+            return True
+        try:
+            self._compare(name, grad, rank)
+        except Refused:
+            self.agreed[rank].discard(name)
+            return True
+        self.agreed[rank].add(name)
+        return False
+
+    def compare(self, shards: Sequence[Outcome]) -> None:
+        """Compare the gradients that were kept, and raise `Refused` where one differs."""
+        for rank, shard in enumerate(shards):
+            odd = sorted(self.expected.keys() ^ (shard.parameter_grads.keys() | self.agreed[rank]))
+            if odd:
+                name = ", ".join(odd)
+                raise Refused(f"gradient of {name} on tensor rank {rank} exists only in the unsplit block or in shards")
+            for name, grad in shard.parameter_grads.items():
+                self._compare(name, grad, rank)
+
+    def _compare(self, name: str, grad: Tensor, rank: int) -> None:
+        expected = local_value(self.plan, name, self.expected[name], rank)
+        _compare_one(
+            f"gradient of {name} on tensor rank {rank}", expected, grad, max(self.sizes[name], FLOOR * self.largest)
+        )
 
 
-def _compare(
-    what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor], largest: float | None = None
-) -> None:
+def _compare(what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor]) -> None:
     if expected.keys() != found.keys():
         odd = sorted(map(str, expected.keys() ^ found.keys()))
         raise Refused(f"{what.format(', '.join(odd))} exists only in the unsplit block or only in shards")
-    largest = _largest(expected) if largest is None else largest
+    largest = max(map(_size, expected.values()), default=0.0)
     for key, tensor in expected.items():
-        other = found[key]
-        if tensor.shape != other.shape:
-            raise Refused(f"{what.format(key)} has shape {tuple(other.shape)}, not {tuple(tensor.shape)}")
-        if not tensor.is_floating_point():
-            if not torch.equal(tensor, other):
-                raise Refused(f"{what.format(key)} differs")
-            continue
-        difference = _size(tensor - other) / max(_size(tensor), FLOOR * largest, 1e-30)
-        if not difference <= TOLERANCE:
-            raise Refused(f"{what.format(key)} is off by {difference:.2g} of its largest value")
+        _compare_one(what.format(key), tensor, found[key], max(_size(tensor), FLOOR * largest))
 
 
-def _largest(tensors: Mapping[Any, Tensor]) -> float:
-    return max(map(_size, tensors.values()), default=0.0)
+def _compare_one(what: str, expected: Tensor, found: Tensor, size: float) -> None:
+    if expected.shape != found.shape:
+        raise Refused(f"{what} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if not expected.is_floating_point():
+        if not torch.equal(expected, found):
+            raise Refused(f"{what} differs")
+        return
+    rows = max(1, PIECE * len(expected) // max(1, expected.numel())) if expected.dim() else 1
+    pieces = zip(expected.split(rows), found.split(rows), strict=True) if expected.dim() else [(expected, found)]
+    differences = [_size(one - other) for one, other in pieces]
+    difference = float(torch.tensor(differences or [0.0]).max()) / max(size, 1e-30)  # NaN where one is
+    if not difference <= TOLERANCE:
+        raise Refused(f"{what} is off by {difference:.2g} of its largest value")
 
 
 def _size(tensor: Tensor) -> float:

@@ -71,11 +71,11 @@ class ShardedData(DataParallel):
         host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
         self.disk = disk
 
-        def my_part(parameter: Tensor) -> list[tuple[int, int]] | None:
-            """The rows that FSDP2 keeps of it."""
+        def my_part(parameter: Tensor) -> tuple[int, int] | None:
+            """The rows of it, or of this tensor rank's shard, that FSDP2 keeps."""
             if parameter in self.refused:
                 return None
-            return [my_interval(len(parameter), mesh.get_local_rank(), mesh.size())]
+            return my_interval(len(local(parameter)), mesh.get_local_rank(), mesh.size())
 
         with fsdp_private.same_classes([*units, module]):
             for unit in [*units, module]:

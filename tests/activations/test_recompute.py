@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import Strategy3D
 from lightning_3d.errors import ConfigurationError, UnsupportedError
 from tests.activations.models import Odd, OddOnes, Tokens
-from tests.activations.watching import counts, peaks
+from tests.activations.watching import counts, fastest_step, peaks
 from tests.parity import QUIET, assert_parity, train
 from tests.workers import run
 
@@ -149,6 +149,43 @@ def test_ranks_decide_alike():
         assert max(*first[1:], *second[1:]) <= 1.05 * 6e6
         assert on == same
         assert not all(on)
+
+
+@pytest.mark.long
+def test_a_budget_is_kept_on_every_stage():
+    """Of a pipeline, whose first stage keeps more microbatches than the second."""
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    strategy = {**layout, "recompute": "auto", "recompute_budget": 3e6}
+    plain = run(peaks, WIDE, 2, layout, world=2)
+    found = run(peaks, WIDE, 2, strategy, world=2)
+    assert max(plain[0][0]) > 1.5 * 3e6
+    for peak, on in found:
+        assert max(peak[1:]) <= 1.05 * 3e6
+        assert not all(on)
+
+
+def test_a_budget_computes_less_again_than_full():
+    """As many products as the blocks that are kept need; so a step is not slower."""
+    full, auto = (
+        run(counts, WIDE, 1, {"recompute": "full"}, world=1)[0],
+        run(counts, WIDE, 1, {"recompute": "auto", "recompute_budget": 6e6}, world=1)[0],
+    )
+    plain = run(counts, WIDE, 1, {}, world=1)[0]
+    assert plain["products"] < auto["products"] < full["products"]
+
+
+@pytest.mark.long
+def test_a_budget_is_no_slower_than_full():
+    """The fastest of ten steps of each. The first two of each measure."""
+    for world, layout in ((1, {}), (2, {"zero_stage": 3})):
+        ratios = []
+        for _ in range(3):  # another job on the machine slows one of the two
+            full, auto = (
+                max(run(fastest_step, WIDE, world, {**layout, "recompute": mode, **budget}, world=world))
+                for mode, budget in (("full", {}), ("auto", {"recompute_budget": 6e6}))
+            )
+            ratios.append(auto / full)
+        assert min(ratios) < 1.0, ratios
 
 
 def test_a_budget_changes_no_number():

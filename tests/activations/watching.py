@@ -1,5 +1,6 @@
 """Peaks of memory in a training step, by torch's profiler: its own record of what the allocator gives and takes."""
 
+import time
 import warnings
 
 import torch
@@ -48,6 +49,58 @@ def peaks(name, world, strategy, batches=3):
 
     Trainer(**{**QUIET, **flags, "limit_val_batches": 0, "callbacks": [watched, Note()]}).fit(build(name))
     return watched.peaks, found[0]
+
+
+class Kept(Callback):
+    """Bytes that the first forward leaves for its backward."""
+
+    found = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 0:
+            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profiler.__enter__()
+
+    def on_before_backward(self, trainer, module, loss):
+        if trainer.fit_loop.batch_idx == 0:
+            self.profiler.__exit__(None, None, None)
+            events = self.profiler.profiler.kineto_results.events()
+            self.found = sum(event.nbytes() for event in events if event.name() == "[memory]")
+
+
+def kept(name, world, strategy):
+    """Bytes that the first forward leaves for its backward, on this rank."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    torch.set_num_threads(1)
+    watched = Kept()
+    flags = {**QUIET, "limit_train_batches": 1, "max_epochs": 1, "limit_val_batches": 0, "callbacks": [watched]}
+    Trainer(**flags, devices=world, strategy=Strategy3D(quiet=True, **strategy)).fit(build(name))
+    return watched.found
+
+
+class Seconds(Callback):
+    """Seconds of each batch, from its start to its optimizer's step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.begin = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.found.append(time.perf_counter() - self.begin)
+
+
+def fastest_step(name, world, strategy):
+    """Seconds of the fastest step on this rank, after those that measure."""
+    warnings.simplefilter("ignore")
+    seed_everything(7, verbose=False)
+    torch.set_num_threads(1)
+    clock = Seconds()
+    flags = {**QUIET, "max_epochs": 3, "limit_val_batches": 0, "callbacks": [clock]}
+    Trainer(**flags, devices=world, strategy=Strategy3D(quiet=True, **strategy)).fit(build(name))
+    return min(clock.found[2:])
 
 
 class _Counting(TorchDispatchMode):

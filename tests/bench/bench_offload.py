@@ -77,9 +77,13 @@ class GPT(LightningModule):
 
 
 class Clock(Callback):
-    """Seconds of each optimizer step and of each whole step, and the bytes of the disk in them."""
+    """Seconds of each whole step and of each optimizer step, and the bytes of the disk in them.
 
-    def __init__(self):
+    After each step it measures the disk by itself: other work on the machine slows both.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.disk = folder, [bandwidth(folder)]
         self.steps, self.losses = [], []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -94,6 +98,12 @@ class Clock(Callback):
         self.steps.append(
             [b - a for one, two in ((self.begin, end), (self.middle, end)) for a, b in zip(one, two, strict=True)]
         )
+        self.disk.append(bandwidth(self.folder))
+
+    def shares(self):
+        """Of each optimizer step, the share of the disk's bandwidth before and after it that it has used."""
+        own = zip(self.steps, self.disk, self.disk[1:], strict=False)
+        return [step[3] / step[2] / ((before + after) / 2) for step, before, after in own]
 
     def _moved(self, trainer):
         disk = trainer.strategy._parallel.disk
@@ -125,16 +135,21 @@ def measure(world, size, strategy, offload, folder, budget, steps):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    disk = bandwidth(folder)
     chosen = dict.fromkeys(offload, f"nvme:{folder}")
     chosen = {"offload": chosen, "offload_budget": budget} if chosen else {}
-    clock = Clock()
+    clock = Clock(folder)
     placed = Strategy3D(quiet=True, teardown="sharded" if strategy else "whole", **strategy, **chosen)
     trainer = Trainer(**{**QUIET, "callbacks": [clock]}, devices=world, strategy=placed, max_epochs=1)
     base = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
     trainer.fit(GPT(size, steps))
-    return {"peak": resident("VmHWM") - base, "disk": disk, "steps": clock.steps, "losses": clock.losses}
+    return {
+        "peak": resident("VmHWM") - base,
+        "disk": clock.disk,
+        "steps": clock.steps,
+        "losses": clock.losses,
+        "shares": clock.shares(),
+    }
 
 
 def main():
@@ -150,12 +165,13 @@ def main():
     )
     for rank, got in enumerate(results):
         print(f"rank {rank}: peak {got['peak'] / 1e9:.2f} GB, losses {got['losses']}")
-        for seconds, moved, step, stepped in got["steps"]:
+        for (seconds, moved, step, stepped), disk in zip(got["steps"], got["disk"], strict=False):
             print(
                 f"  step {seconds:.1f} s, {moved / 1e9:.2f} GB; optimizer {step:.1f} s, {stepped / 1e9:.2f} GB:",
                 end=" ",
             )
-            print(f"{stepped / step / 1e9:.2f} GB/s of the disk's {got['disk'] / 1e9:.2f}")
+            print(f"{stepped / step / 1e9:.2f} GB/s of the disk's {disk / 1e9:.2f}")
+        print(f"  shares of the disk's bandwidth: {got['shares']}")
 
 
 if __name__ == "__main__":

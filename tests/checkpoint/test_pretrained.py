@@ -7,17 +7,17 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d import Strategy3D
-from lightning_3d.checkpoint import pretrained_private
+from lightning_3d.checkpoint import safetensors_files
 from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import CheckpointError
 from lightning_3d.sandbox import build_recorder, deferred
-from lightning_3d.sandbox.deferred import Deferred, deferring, realize
+from lightning_3d.sandbox.deferred import Deferred, deferring, move_later, realize
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from tests.parity import QUIET
@@ -63,11 +63,11 @@ def _deferred(build):
 def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypatch):
     model, folder = saved(kind)
     opened, read = sys.modules["transformers.modeling_utils"].safe_open, []
-    monkeypatch.setattr(pretrained_private, "read_box", _counted(read))
+    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
     module = _deferred(lambda: type(model).from_pretrained(folder, dtype=dtype))
     assert all(isinstance(parameter, Deferred) for parameter in module.parameters())
-    if kind == "llama" and dtype is None:
-        assert read == []  # experts are merged, and other dtypes converted, once before they are freed
+    if dtype is None:
+        assert read == []  # other dtypes are converted once before they are freed
     realize(module.parameters())
     wanted = type(model).from_pretrained(folder, dtype=dtype)
     for name, value in wanted.state_dict().items():
@@ -79,13 +79,13 @@ def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypa
 
 
 def _counted(read):
-    original = pretrained_private.read_box
+    original = safetensors_files._read
 
-    def read_box(slot, offset, size, out):
-        read.append(out.nbytes)
-        original(slot, offset, size, out)
+    def counting(slot, at, raw):
+        read.append(raw.nbytes)
+        original(slot, at, raw)
 
-    return read_box
+    return counting
 
 
 class NoCopies(TorchDispatchMode):
@@ -99,10 +99,10 @@ def test_experts_are_read_into_their_place(saved, small, monkeypatch):
     model, folder = saved("mixtral")
     module = _deferred(lambda: type(model).from_pretrained(folder))
     read, wanted = [], model.state_dict()
-    monkeypatch.setattr(pretrained_private, "read_box", _counted(read))
+    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
     for name, experts in module.named_parameters():
         if "experts" in name and "layers.0" in name:
-            realize([experts], lambda _: [(1, 3)])
+            realize([experts], lambda _: (1, 3))
             assert sum(read) == experts.nbytes // 2
             assert torch.equal(experts[1:3], wanted[name][1:3])
             read.clear()
@@ -112,6 +112,17 @@ def test_experts_are_read_into_their_place(saved, small, monkeypatch):
             assert sum(read) == experts.nbytes
             assert torch.equal(experts, wanted[name])
             read.clear()
+
+
+def test_a_parameter_that_moves_to_a_device_is_read_in_rows_too(saved, small, monkeypatch):
+    model, folder = saved("mixtral")
+    module, read = _deferred(lambda: type(model).from_pretrained(folder)), []
+    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
+    experts = module.model.layers[0].mlp.experts.down_proj
+    move_later(experts, torch.device("cpu"))
+    realize([experts], lambda _: (1, 3))
+    assert sum(read) == experts.nbytes // 2
+    assert torch.equal(experts[1:3], model.model.layers[0].mlp.experts.down_proj[1:3])
 
 
 def test_load_file_and_load_state_dict(saved, small):
@@ -191,18 +202,31 @@ class Pretrained(Base):
         return self.model(input_ids=batch[0], labels=batch[0]).loss
 
 
+class Own(Callback):
+    """Bytes of the matrices of this rank."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def on_train_start(self, trainer, module):
+        own = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
+        self.found += [each.nbytes for each in own if each.dim() > 1 and not each.is_meta]
+
+
 def _fit(folder, world, strategy):
     warnings.simplefilter("ignore")
-    before = deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box
-    read = []
-    deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box = 0, 4096, _counted(read)
+    before = deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES
+    read, own = [], []
+    deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, _counted(read)
+    safetensors_files.PAGE_BYTES = 8
     try:
         module = Pretrained(folder)
         chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"
-        Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
-        return {"losses": module.seen, "read": sum(read)}
+        flags = {**QUIET, "callbacks": [Own(own)]}
+        Trainer(**flags, devices=world, strategy=chosen, max_epochs=1, limit_val_batches=0).fit(module)
+        return {"losses": module.seen, "read": sum(read), "own": sum(own)}
     finally:
-        deferred.SMALL, build_recorder.ROOM, pretrained_private.read_box = before
+        deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES = before
 
 
 @pytest.mark.parametrize(
@@ -210,6 +234,8 @@ def _fit(folder, world, strategy):
     [
         ("llama", 2, {"zero_stage": 3}),
         ("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("llama", 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param("llama", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {"zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
     ],
@@ -221,20 +247,21 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
     everywhere = run(_fit, str(folder), world, strategy, world=world)
     for got in everywhere:
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
-    if kind == "llama" and "zero_stage" in strategy:
-        reads = [got["read"] for got in everywhere]
-        assert sum(reads) == size  # each row once, on the rank that owns it
-        assert max(reads) < 0.52 * size
+    vectors = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 1)
+    for got in everywhere:  # plans and proofs run on other numbers, but read vectors: at most nine times
+        assert got["own"] < got["read"] <= got["own"] + 9 * vectors
+    if strategy == {"zero_stage": 3}:
+        assert sum(got["read"] for got in everywhere) == size  # each row once, on the rank that owns it
 
 
-def _shards(folder, dim, sections):
+def _shards(folder, dim, sections, page):
     """Bytes that a tensor rank reads for its shards of some matrices, and whether they are right."""
-    before, read = (deferred.SMALL, pretrained_private.read_box), []
-    deferred.SMALL, pretrained_private.read_box = 0, _counted(read)
+    before, read = (deferred.SMALL, safetensors_files._read, safetensors_files.PAGE_BYTES), []
+    deferred.SMALL, safetensors_files._read, safetensors_files.PAGE_BYTES = 0, _counted(read), page
     try:
         module = _deferred(lambda: transformers.LlamaForCausalLM.from_pretrained(folder))
     finally:
-        deferred.SMALL, pretrained_private.read_box = before
+        deferred.SMALL = before[0]
     wanted = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
     mesh = init_device_mesh("cpu", (2,))
     shards = {}
@@ -242,20 +269,24 @@ def _shards(folder, dim, sections):
         if "up_proj" in name:
             split = TensorSplit.even(dim, each.shape[dim], 2, sections)
             shards[name] = apply._shard(each, split, mesh), local_part(wanted[name], split, mesh.get_local_rank())
-    pretrained_private.read_box = _counted(read)
+    read.clear()
     try:
         realize(shard for shard, _ in shards.values())
     finally:
-        pretrained_private.read_box = before[1]
+        _, safetensors_files._read, safetensors_files.PAGE_BYTES = before
     assert all(torch.equal(shard.to_local(), part) for shard, part in shards.values())
     return sum(read)
 
 
-@pytest.mark.parametrize(("dim", "sections", "share"), [(0, None, 0.5), (0, (20, 12), 0.5), (1, None, 1)])
-def test_a_tensor_rank_reads_its_rows(dim, sections, share, saved):
+@pytest.mark.parametrize(
+    ("dim", "sections", "page", "share"),
+    [(0, None, 4096, 0.5), (0, (20, 12), 4096, 0.5), (1, None, 32, 0.5), (1, (10, 6), 8, 0.5), (1, None, 4096, 1)],
+)
+def test_a_tensor_rank_reads_its_rows_and_columns(dim, sections, page, share, saved):
+    """Where half a row is less than a page, it reads all of it."""
     model, folder = saved()
     whole = sum(each.nbytes for name, each in model.named_parameters() if "up_proj" in name)
-    assert run(_shards, str(folder), dim, sections, world=2, group=True) == [share * whole] * 2
+    assert run(_shards, str(folder), dim, sections, page, world=2, group=True) == [share * whole] * 2
 
 
 def _broken(folder, world):

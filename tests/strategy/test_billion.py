@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from lightning_3d.checkpoint import pretrained_private
+from lightning_3d.checkpoint import safetensors_files
 from lightning_3d.module.host_memory import return_freed_memory
 from tests.bench.bench_offload import GPT
 from tests.parity import QUIET
@@ -90,11 +90,11 @@ def set_up(strategy, kind, *args):
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     found, read = {}, []
-    original = pretrained_private.read_box
+    original = safetensors_files._read
 
-    def read_box(slot, offset, size, out):
-        read.append(out.nbytes)
-        original(slot, offset, size, out)
+    def counting(slot, at, raw):
+        read.append(raw.nbytes)
+        original(slot, at, raw)
 
     class Look(Callback):
         def on_fit_start(self, trainer, module):
@@ -103,11 +103,11 @@ def set_up(strategy, kind, *args):
 
     module = kind(*args)
     chosen = Strategy3D(quiet=True, teardown="sharded", **strategy)
-    pretrained_private.read_box = read_box
+    safetensors_files._read = counting
     try:
         Trainer(**{**QUIET, "callbacks": [Look()]}, devices=4, strategy=chosen, max_steps=0).fit(module)
     finally:
-        pretrained_private.read_box = original
+        safetensors_files._read = original
     sizes = [sum(each.numel() for each in block.parameters()) for block in _blocks(module)]
     whole = sum(each.numel() for each in module.parameters())
     return {**found, "read": sum(read), "block": 4 * max(sizes), "whole": 4 * whole}
@@ -130,7 +130,7 @@ def save(folder, kind, smaller, most):
     made.save_pretrained(folder, max_shard_size=most)
 
 
-PROOF = 6
+PROOF = 4
 """Blocks that the proof of a tensor plan takes on rank 0, before any rank has its shards."""
 
 
@@ -158,5 +158,4 @@ def test_files_are_loaded_in_shards(kind, layout, tmp_path):
     run(set_up, LAYOUTS[layout], Loaded, str(tmp_path / "small"), world=4, timeout=300, fresh=True)
     found = run(set_up, LAYOUTS[layout], Loaded, str(tmp_path / "large"), world=4, timeout=1800)
     _check(found, layout)
-    if layout == "zero3" and kind == "llama":
-        assert all(got["read"] < 1.01 * got["own"] for got in found)  # a rank reads its rows, and small tensors
+    assert all(got["read"] < 1.03 * got["own"] for got in found)  # and small tensors, and rows of half a page in full

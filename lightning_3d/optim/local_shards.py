@@ -77,7 +77,7 @@ class _LocalShard:
         """The state after the last step, as others see it and as the optimizer does."""
 
     def take_values(self, values: Tensor) -> None:
-        if values is not self.values:
+        if values is not self.values or values.data_ptr() != self.stand_in.data_ptr():  # offload moves a shard's memory
             self.values = self.stand_in.data = values
 
     def give_values(self) -> None:

@@ -26,10 +26,11 @@ class LocalShards:
 
     Args:
         optimizer: its parameters are DTensors, or plain and left as they are.
+        keep: use the same plain states in the next step. States that go to a disk would stay in memory by that.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:
+        self.optimizer, self.keep = optimizer, keep
         self._known: dict[int, _LocalShard] = {}
         """By the id of the parameter: hashes of tensors are slow."""
         self._entered: list[_LocalShard] = []
@@ -65,6 +66,8 @@ class LocalShards:
             known.stand_in.grad = None
             if (state := states.pop(known.stand_in, None)) is not None:
                 states[known.parameter] = known.as_sharded(state)
+            if not self.keep:
+                known.forget()
 
 
 class _LocalShard:
@@ -75,6 +78,10 @@ class _LocalShard:
         self.stand_in = nn.Parameter(values, requires_grad=parameter.requires_grad)
         self.sharded, self.local = _Entries({}), _Entries({})
         """The state after the last step, as others see it and as the optimizer does."""
+
+    def forget(self) -> None:
+        """Leave the state to the optimizer alone."""
+        self.sharded, self.local = _Entries({}), _Entries({})
 
     def take_values(self, values: Tensor) -> None:
         if values is not self.values or values.data_ptr() != self.stand_in.data_ptr():  # offload moves a shard's memory

@@ -28,12 +28,12 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
     return undo
 
 
-def step_on_shards(optimizer: Optimizer, host: bool = False) -> Callable[[], None]:
+def step_on_shards(optimizer: Optimizer, host: bool = False, keep: bool = True) -> Callable[[], None]:
     """Have `optimizer.step` work on this rank's shards as plain tensors; returns what undoes it.
 
-    With `host`, on copies in host memory.
+    With `host`, on copies in host memory. With `keep`, the next step uses the same plain states.
     """
-    original, shards = optimizer.step, HostCopies(optimizer) if host else LocalShards(optimizer)
+    original, shards = optimizer.step, HostCopies(optimizer) if host else LocalShards(optimizer, keep)
 
     def step(self: Optimizer, closure: Closure = None, **kwargs: Any) -> Any:
         with ExitStack() as entered:

@@ -36,7 +36,7 @@ def step_like_one_device(
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    host = host and any(moves_to_host(parameter) for parameter in parameters)
+    offloaded, host = host, host and any(moves_to_host(parameter) for parameter in parameters)
     own = type(optimizer) not in KNOWN
     if own and not sharded and not pipelined and not host:
         return lambda: None
@@ -49,7 +49,7 @@ def step_like_one_device(
     if own and not sharded and not host:
         return lambda: None
     if reach is Reach.ELEMENT:
-        return step_on_shards(optimizer, host)
+        return step_on_shards(optimizer, host, keep=not offloaded)
 
     def take(parameter: nn.Parameter, full: Tensor) -> Tensor:
         return take_shard(parameter, full).clone()  # a view, kept as a state, would keep the full tensor

@@ -1,5 +1,6 @@
 """Training with offload is training without it, bit for bit."""
 
+import gc
 import os
 
 import pytest
@@ -75,6 +76,26 @@ def _refused(optimizer, folder, match):
 )
 def test_other_optimizers_are_refused_by_name(optimizer, match, tmp_path):
     run(_refused, optimizer, str(tmp_path), match, world=1)
+
+
+class Live(Callback):
+    """Looks for states in memory, after the first step: it has made them there."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        disk = trainer.strategy._parallel.disk
+        if disk is None:
+            return
+        gc.collect()
+        shapes = {tuple(p.shape) for p in module.parameters() if p.numel() * 4 > 2**16}
+        grads = {p.grad.to_local().data_ptr() for p in module.parameters() if p.grad is not None}
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and tuple(each.shape) in shapes]
+        assert shapes
+        here = [each for each in found if each.untyped_storage().nbytes() and not disk.has(each)]
+        assert {each.data_ptr() for each in here} <= grads
+
+
+def test_no_states_stay_in_memory(tmp_path):
+    run(train, 1, {"zero_stage": 3}, ALL, str(tmp_path), "adamw", [Live], world=1)
 
 
 class Around(Callback):

@@ -90,7 +90,7 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
         ways: splits of some of its parameters, written by the user or the module.
         must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """
-    plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...], str]()
+    plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...] | None, str]()
     parameters = dict(known.scratch.named_parameters())
     for region in _regions(known, ways, parameters):
         sites = {*region.sources, *region.sinks}
@@ -99,12 +99,12 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
             continue
         if any(ways[name].kind == "whole" for site in sites for name in site if name in ways):
             found, reason = None, "the tensor plan says so"
-        elif not asked and (kind := _kind(known, region)) in failed:
+        elif (kind := None if asked else _kind(known, region)) in failed:
             found, reason = None, failed[kind]
         else:
             found, reason = _split_region(known, region, plan, ways if asked else {}, must)
-            if found is None and not asked:
-                failed[_kind(known, region)] = reason
+            if found is None and kind is not None:
+                failed[kind] = reason
         if found is None:
             unsplit.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
         else:

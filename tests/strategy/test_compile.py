@@ -25,11 +25,15 @@ class InPlace(GPT):
             block.compile(backend=BACKEND)
 
 
+def wrap(blocks, **options):
+    for at, block in enumerate(blocks):
+        blocks[at] = torch.compile(block, **options)
+
+
 class Wrapped(GPT):
     def __init__(self):
         super().__init__()
-        for at, block in enumerate(self.blocks):
-            self.blocks[at] = torch.compile(block, backend=BACKEND)
+        wrap(self.blocks, backend=BACKEND)
 
 
 class AsAWhole(GPT):
@@ -41,8 +45,7 @@ class AsAWhole(GPT):
 class Inductor(GPT):
     def __init__(self):
         super().__init__()
-        for at, block in enumerate(self.blocks):
-            self.blocks[at] = torch.compile(block)
+        wrap(self.blocks)
 
 
 class CompiledLlama(Llama):
@@ -64,8 +67,7 @@ class Dropout(GPT):
 class WrappedDropout(Dropout):
     def __init__(self):
         super().__init__()
-        for at, block in enumerate(self.blocks):
-            self.blocks[at] = torch.compile(block, backend=BACKEND)
+        wrap(self.blocks, backend=BACKEND)
 
 
 class WithoutRate(Dropout):

@@ -109,10 +109,26 @@ class ResidualMLP(Sized):
         return loss
 
 
+class Labelled(Sized):
+    """A model of Hugging Face that computes its own loss from tokens."""
+
+    model: nn.Module
+    vocabulary: int
+    context: int
+
+    def batch(self) -> Tensor:
+        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss
+
+
 @member(
     "tensor", "pipeline", "zero", because="Hugging Face's own, with fewer key-value heads, large enough to be measured."
 )
-class Llama(Sized):
+class Llama(Labelled):
     def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -126,17 +142,9 @@ class Llama(Sized):
             )
         )  # fmt: skip
 
-    def batch(self) -> Tensor:
-        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("loss", loss)
-        return loss
-
 
 @member("planned", because="Hugging Face's own encoder, whose head has layers of its own and a tied decoder.")
-class BERT(Sized):
+class BERT(Labelled):
     def __init__(self, width: int = 256, layers: int = 4, vocabulary: int = 512, context: int = 64):
         super().__init__()
         from transformers import BertConfig, BertForMaskedLM
@@ -149,14 +157,6 @@ class BERT(Sized):
                 attention_probs_dropout_prob=0.0,
             )
         )  # fmt: skip
-
-    def batch(self) -> Tensor:
-        return torch.randint(0, self.vocabulary, (self.rows, self.context), generator=torch.Generator())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("loss", loss)
-        return loss
 
 
 @member("planned", because="torch's own encoder, whose attention is one module and whose layers save their sums.")

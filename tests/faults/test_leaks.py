@@ -45,7 +45,7 @@ def fits(failing, settings, folder):
         try:
             trainer.fit(MODULES["MLP"]())
         except PeerError:
-            assert failing  # where all fail, a slow rank may hear of the other first
+            assert failing == ONE
         except ValueError:
             assert failing
         else:

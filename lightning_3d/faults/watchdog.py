@@ -9,11 +9,13 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from lightning_3d.errors import PeerError
@@ -28,6 +30,8 @@ STILL = 0.8
 LINGER = 10.0
 """Seconds that rank 0 stays for the others once the job has failed."""
 EXIT_CODE = 1
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Store, Store]] = weakref.WeakKeyDictionary()
+"""The job's process group -> this process's connections to its store."""
 
 
 class Watchdog:
@@ -41,10 +45,8 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, places: dict[int, str], *, timeout: float, folder: Path) -> None:
-        job = _get_default_store()
-        # one for each thread, so that one may ask while another blocks; made now, while the server surely runs
-        self._main, self._beside = _connection(job), _connection(job)
-        run = job.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
+        self._main, self._beside = _open_connections()
+        run = self._main.add(f"lightning_3d/watch/runs/{rank}", 1)  # in the order of runs, so equal on all ranks
         self.key = f"lightning_3d/watch/{run}"
         self.rank, self.places, self.folder = rank, places, folder
         self.timeout = timeout
@@ -291,6 +293,19 @@ def _parsed(beat: bytes) -> tuple[str, float | None]:
 def _read(store: Store, key: str) -> bytes:
     """The value of `key`, empty where no rank has set it."""
     return store.get(key) if store.check([key]) else b""
+
+
+def _open_connections() -> tuple[Store, Store]:
+    """Connections to the job's store for the main thread and for another one, so that one may ask while one blocks.
+
+    All runs of a job share them: the server closes those of an ended run late.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _connections:
+        store = _get_default_store()  # its server surely runs now
+        _connections[world] = (_connection(store), _connection(store))
+    return _connections[world]
 
 
 def _connection(store: Store) -> Store:

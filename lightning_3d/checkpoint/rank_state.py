@@ -22,8 +22,8 @@ RankState = Mapping[str, Any]
 
 
 def sending(axis: DataAxis, scale: float) -> dict[str, Any]:
-    """Return the codec of compressed gradients and the loss scale, which multiplies error feedback too."""
-    return {"codec": axis.config.grad_compression, "scale": scale}
+    """Return the codec of compressed gradients, the ranks that encode, and the loss scale, which multiplies too."""
+    return {"codec": axis.config.grad_compression, "sync": axis.config.grad_sync, "scale": scale}
 
 
 def rank_state(
@@ -135,8 +135,9 @@ def restore_state(found: FoundState, step_random: StepRandom, axis: DataAxis, sc
             axis.load_state_dict(found.same["communication"])
         elif found.compressed:
             rank_zero_warn(
-                "The checkpoint has error feedback of grad_compression from another layout, codec or loss scale. It"
-                " starts at zero, and the rounding of one step is lost. Resume with the same settings to keep it."
+                "The checkpoint has error feedback of grad_compression from another layout, codec, grad_sync or loss"
+                " scale. It starts at zero, and the rounding of one step is lost. Resume with the same settings to"
+                " keep it."
             )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(

@@ -50,7 +50,7 @@ class Int8(Codec):
         padded = [pad(part, (0, -part.shape[1] % self.chunk)) for part in rows.split(list(widths), dim=1)]
         chunks = torch.cat(padded, dim=1).view(len(rows), -1, self.chunk)
         scales = chunks.abs().amax(dim=2, keepdim=True) / 127
-        steps = (chunks / scales.where(scales > 0, torch.ones_like(scales))).round().nan_to_num(0).to(torch.int8)
+        steps = (chunks / scales.where(scales > 0, torch.ones_like(scales))).round_().nan_to_num_(0).to(torch.int8)
         filled = steps.flatten(1).split([part.shape[1] for part in padded], dim=1)
         sent = [part[:, :width] for part, width in zip(filled, widths, strict=True)]
         return torch.cat([*sent, scales.flatten(1).view(torch.int8)], dim=1)

@@ -73,7 +73,7 @@ class Elementwise(Compression):
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
         size, rank = self.collectives.size, self.collectives.rank
-        flats = [_rows(gradient, size) for gradient in gradients]
+        flats = [fp32_rows(gradient, size) for gradient in gradients]
         mean = self._average(flats, keys)
         widths = [flat.shape[1] for flat in flats]
         for key, part in zip(keys, mean.split(widths, dim=1), strict=True):
@@ -93,7 +93,7 @@ class Elementwise(Compression):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
     ) -> None:
-        flats = [_rows(piece, self.collectives.size) for piece in inputs]
+        flats = [fp32_rows(piece, self.collectives.size) for piece in inputs]
         mean = self._average(flats, keys, "reduce_scatter")
         for output, part in zip(outputs, mean[0].split([flat.shape[1] for flat in flats]), strict=True):
             output.copy_(part)
@@ -123,7 +123,7 @@ class Elementwise(Compression):
         self.collectives.count(collective, sum(sends[peer].nbytes for peer in peers))
 
 
-def _rows(tensor: Tensor, size: int) -> Tensor:
+def fp32_rows(tensor: Tensor, size: int) -> Tensor:
     """An fp32 copy of `tensor` as `size` rows, padded with zeros."""
     flat = tensor.detach().reshape(-1).float()
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1).clone()

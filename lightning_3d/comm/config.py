@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from lightning_3d.comm.between_nodes import BetweenNodes
 from lightning_3d.comm.codecs import CODECS
 from lightning_3d.comm.collectives import Collectives, Native, Ring
 from lightning_3d.comm.compression import Compression, Elementwise
@@ -72,4 +73,6 @@ def build_compression(config: CommConfig, collectives: Collectives) -> Compressi
         return None
     if name == "powersgd":
         return PowerSGD(collectives, config.powersgd_rank, error_feedback=feedback)
+    if isinstance(collectives, Hierarchical) and 1 < collectives.nodes < collectives.size:
+        return BetweenNodes(collectives, CODECS[name], error_feedback=feedback)
     return Elementwise(collectives, CODECS[name], error_feedback=feedback)

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_3d.checkpoint.rank_state import FoundState, restore_state, sending
+from lightning_3d.comm.config import CommConfig
 from lightning_3d.errors import CheckpointError
 from lightning_3d.ranks.random_streams import main_streams
 from tests.checkpoint.trainings import train
@@ -60,8 +61,8 @@ def _three(layout, steps, stop, path, flags):
 class Axis:
     """A data axis that remembers what it was given."""
 
-    def __init__(self, codec):
-        self.config, self.loaded = SimpleNamespace(grad_compression=codec), None
+    def __init__(self, codec, sync="ring"):
+        self.config, self.loaded = CommConfig(grad_compression=codec, grad_sync=sync), None
 
     def load_state_dict(self, state):
         self.loaded = state
@@ -79,9 +80,18 @@ def test_error_feedback_is_restored_in_the_same_layout():
     assert axis.loaded is state["communication"]
 
 
-@pytest.mark.parametrize(("codec", "scale", "same"), [("int8", 1.0, False), ("bf16", 1.0, True), ("int8", 8.0, True)])
-def test_error_feedback_of_another_layout_codec_or_scale_starts_at_zero(codec, scale, same):
-    axis, state = Axis(codec), _saved()
+@pytest.mark.parametrize(
+    ("axis", "scale", "same"),
+    [
+        (Axis("int8"), 1.0, False),
+        (Axis("bf16"), 1.0, True),
+        (Axis("int8"), 8.0, True),
+        (Axis("int8", "hierarchical"), 1.0, True),
+    ],
+    ids=["layout", "codec", "scale", "sync"],
+)
+def test_error_feedback_of_other_settings_starts_at_zero(axis, scale, same):
+    state = _saved()
     own = FoundState(same=state if same else None, data=state, compressed=True)
     with pytest.warns(UserWarning, match=r"error feedback .* starts at zero"):
         restore_state(own, SimpleNamespace(states={}), axis, scale)

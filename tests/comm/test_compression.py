@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_3d.comm.codecs import CODECS, Half, Int8
 from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.config import CommConfig, build_compression
+from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
 from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
@@ -157,6 +157,53 @@ def _resume(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_memory_is_training_state(kind):
     run(_resume, kind, world=2, group=True)
+
+
+def _on_two_nodes(kind):
+    """Two nodes of two ranks: gradients of odd sizes, as an average and as shards of one."""
+    config = CommConfig(grad_sync="hierarchical", ranks_per_node=2, grad_compression=kind)
+    ledger = Ledger()
+    collectives = build_collectives(config, dist.new_group(), ledger, "data")
+    compression = build_compression(config, collectives)
+    weight, bias = _mine(31, 33), _mine(7)
+    means = _mean(weight), _mean(bias)
+    compression.all_reduce([weight, bias], ["w", "b"])
+    assert _same_on_all(weight) and _same_on_all(bias)
+    sent = {axis: ledger.bytes(f"data.{axis}") for axis in ("inside", "between")}
+    shards, wholes = [torch.empty(8 * 32), torch.empty(2)], [_mine(32, 32).view(-1), _mine(8)]
+    shares = [_mean(whole).view(4, -1)[dist.get_rank()] for whole in wholes]
+    compression.reduce_scatter(shards, wholes, ["v", "c"], [32, 1])
+    errors = [
+        ((got.view(-1) - mean.view(-1)).norm() / mean.norm()).item()
+        for got, mean in zip([weight, bias, *shards], [*means, *shares], strict=True)
+    ]
+    return max(errors), sent
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 0.01), ("int8", 0.03)])
+def test_only_what_leaves_a_node_is_encoded(kind, tolerance):
+    for error, sent in run(_on_two_nodes, kind, world=4, group=True):
+        assert error < tolerance
+        rows = 512 + 4  # a rank's half of both gradients, padded
+        encoded = {"bf16": 2 * rows, "int8": rows + 2 * 4 * 2}[kind]  # int8: a scale for each half of each gradient
+        assert sent["inside"] == 2 * 4 * rows  # one of two parts, there and back, in fp32
+        assert sent["between"] == encoded
+
+
+def _step_by_step(kind):
+    """What one step loses comes back in the next: the mean over many steps is exact."""
+    config = CommConfig(grad_sync="hierarchical", ranks_per_node=2, grad_compression=kind)
+    compression = build_compression(config, build_collectives(config, dist.new_group(), Ledger(), "data"))
+    gradient, applied = _mine(24, 16), torch.zeros(24, 16)
+    for _ in range(50):
+        sent = gradient.clone()
+        compression.all_reduce([sent], ["w"])
+        applied += sent
+    return ((applied / 50 - _mean(gradient)).norm() / _mean(gradient).norm()).item()
+
+
+def test_nothing_is_lost_between_nodes():
+    assert max(run(_step_by_step, "int8", world=4, group=True)) < 1e-3
 
 
 def _overflow(kind):

@@ -238,9 +238,26 @@ class Monitor3D(Callback):
 
 
 class QuietMonitor(Monitor3D):
-    """The monitor that the strategy adds: it logs nothing."""
+    """The monitor of a run that has none. It logs nothing, and the strategy calls it.
+
+    A strategy has no hook at the end of a batch, so that the monitor listens to the profiler.
+    """
 
     logs = False
+    _output: Any = None
+
+    def step_ended(self, output: Any) -> None:
+        """The output of `training_step`, the last one of a batch."""
+        self._output = output
+
+    def _attach_clock(self, trainer: Trainer) -> None:
+        def ended(part: str) -> None:
+            if part == "step":
+                output, self._output = self._output, None
+                self.on_train_batch_end(trainer, trainer.lightning_module, output, None, 0)
+
+        self._closing.callback(_watch_action(trainer.profiler, "stop", ended))  # type: ignore[attr-defined]
+        super()._attach_clock(trainer)  # its clock hears of the end first
 
 
 def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Callable[[], None]:
@@ -268,4 +285,4 @@ def _trains(trainer: Trainer) -> bool:
 
 def _loss_of(outputs: Any) -> Tensor | None:
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    return loss if isinstance(loss, Tensor) and not loss.is_meta and loss.numel() == 1 else None
+    return loss.detach() if isinstance(loss, Tensor) and not loss.is_meta and loss.numel() == 1 else None

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.optim.state_bytes import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import with_states
 from lightning_3d.pipeline.microbatch import auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -35,9 +34,14 @@ def opening(
     return "\n".join(lines)
 
 
-def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer]) -> str:
-    """The memory of the fullest rank once `optimizers` have stepped; `expected` comes from `expected_states`."""
-    kept = states_per_parameter_byte(optimizers)
+def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer], kept: float | None) -> str:
+    """The memory of the fullest rank once `optimizers` have stepped.
+
+    Args:
+        expected: from `expected_states`.
+        optimizers: all of them.
+        kept: from `states_per_parameter_byte`.
+    """
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     states = with_states(expected, kept or 0.0)
     stage, most = max(enumerate(states), key=lambda item: item[1].total)

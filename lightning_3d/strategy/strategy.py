@@ -276,6 +276,7 @@ class Strategy3D(Placing):
             self.setup_optimizers(trainer)
             self._undo.callback(clip_like_one_device(module, self._norm_of))
             move_states(self.optimizers, self.root_device, self._offload.optimizer is not None)
+            self._count_states()
         self.setup_precision_plugin()
         self._prepare_steps(trainer, first)
         return_freed_memory()

@@ -1,10 +1,9 @@
 """Lightning's step hooks on a placed module."""
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
@@ -49,6 +48,10 @@ class Training(Resuming):
     """Of this `fit`."""
     _gradients = 0
     """The most bytes of gradients after an optimizer step."""
+    _kept: float | None = None
+    """Bytes of optimizer states for each byte of a trained parameter, None where they could not be counted."""
+    _monitor: QuietMonitor | None = None
+    """Of a run without a monitor of the user's."""
     _in_step = False
     _quiet = False
 
@@ -86,6 +89,8 @@ class Training(Resuming):
         with explain_shard_errors(self.layout):
             output = self._steps.train(super().training_step, args)
         self._in_step = False
+        if self._monitor is not None:
+            self._monitor.step_ended(output)
         if not self._module.automatic_optimization:  # its backwards and optimizer steps have ended
             self._data.finish_forward()
             self._data.reshard()
@@ -118,13 +123,23 @@ class Training(Resuming):
         flight.at("optimizer_step", self._module.trainer.global_step)
         if self._in_step:  # manual optimization: the optimizer needs the shards, which have the gradients
             self._data.reshard()
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, self._timed(closure, optimizer), model, **kwargs)
         self._data.reshard()
         if self._module.trainer.global_step < self._first_step + _FIRST_STEPS:
             self._gradients = max(self._gradients, gradient_bytes(self._module))
         if self._in_step:  # the rest of the user's step uses the new parameters
             self._data.gather()
         return output
+
+    def _timed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """Let the monitor know that the gradients are there, where Lightning lets callbacks know."""
+
+        def computed() -> Any:
+            output = closure()
+            self._ask_monitor("on_before_optimizer_step", optimizer)
+            return output
+
+        return closure if self._monitor is None else computed
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients, equal to that of one device. Call it on every rank, while `.grad` is complete.
@@ -159,14 +174,20 @@ class Training(Resuming):
         return recomputed is not None and recomputed.choice.mode is not None
 
     def _add_monitor(self, trainer: Any) -> None:
-        """Watch the training, unless the user's own monitor does or the run is to be quiet."""
-        callbacks: list[Any] = trainer.callbacks
-        if self._quiet or not has_peers() or any(isinstance(callback, Monitor3D) for callback in callbacks):
-            return
-        monitor = QuietMonitor()
-        checkpoints = [at for at, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
-        callbacks.insert(min(checkpoints, default=len(callbacks)), monitor)  # the user's places stay
-        self._undo.callback(callbacks.remove, monitor)
+        """Watch the training, unless the user's own monitor does or the run is to be quiet.
+
+        The strategy calls the monitor: the Trainer's list of callbacks is the user's, who may read, copy and index it.
+        """
+        if not self._quiet and has_peers() and not any(isinstance(each, Monitor3D) for each in trainer.callbacks):
+            self._undo.set(self, "_monitor", QuietMonitor())
+
+    def _ask_monitor(self, hook: str, *args: Any) -> None:
+        if self._monitor is not None:
+            getattr(self._monitor, hook)(self._module.trainer, self._module, *args)
+
+    def _count_states(self) -> None:
+        """Count the optimizers' states, before hooks of the user may count steps: a copy of each optimizer steps."""
+        self._kept = states_per_parameter_byte(self.optimizers)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -177,8 +198,9 @@ class Training(Resuming):
         if not self._quiet:
             trainer = self._module.trainer
             if self.global_rank == 0:
-                rank_zero_info(memory_line(self._expected, self.optimizers))
+                rank_zero_info(memory_line(self._expected, self.optimizers, self._kept))
             rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
+        self._ask_monitor("on_train_start")
 
     def memory_report(self) -> MemoryReport:
         """The memory of every rank during `fit`. Call it on every rank, between steps."""
@@ -188,8 +210,7 @@ class Training(Resuming):
                 " hook or a callback, for example in on_train_epoch_end."
             )
         self._data.reshard()
-        kept = states_per_parameter_byte(self.optimizers) or 0.0
-        planned = with_states(self._expected, kept)[self.coordinate.pipeline]
+        planned = with_states(self._expected, self._kept or 0.0)[self.coordinate.pipeline]
         disk = self._applied.disk
         on_disk = disk.has if disk is not None else lambda tensor: False
         mine = rank_memory(self._module, self.optimizers, self._gradients, planned, self.root_device, on_disk)
@@ -205,8 +226,10 @@ class Training(Resuming):
         self._meter.batch()
         if self._module.trainer.current_epoch > self._first_epoch:
             self._after_first_epoch()
+        self._ask_monitor("on_train_batch_start", batch, batch_idx)
 
     def on_train_end(self) -> None:
+        self._ask_monitor("on_train_end")
         self._after_first_epoch()
         trainer = self._module.trainer
         self.measured = self._meter.end(trainer.accumulate_grad_batches)
@@ -215,6 +238,7 @@ class Training(Resuming):
             write(folder, self.measured, self.layout, trainer.callback_metrics, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
+        self._ask_monitor("on_exception", exception)
         folder = job_folder()
         if folder is not None:
             write_failure(folder, self.global_rank, exception)
@@ -222,6 +246,7 @@ class Training(Resuming):
 
     def on_validation_end(self) -> None:
         self._data.reshard()
+        self._ask_monitor("on_validation_end")
         if self._preemption is not None:
             self._preemption.after_validation()
 
@@ -231,6 +256,7 @@ class Training(Resuming):
     on_predict_end = on_test_end
 
     def on_validation_start(self) -> None:
+        self._ask_monitor("on_validation_start")
         self._placed_steps.evaluations += 1
         self._share_buffers()
 

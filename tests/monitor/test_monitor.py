@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import time
 import warnings
 
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.monitor.callback import QuietMonitor
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo import MODULES
@@ -163,6 +163,15 @@ def test_shares_are_those_of_the_sleeps():
     assert found["samples_per_second"] == pytest.approx(ROWS / seconds)
 
 
+def test_the_monitor_of_the_strategy_sees_the_same():
+    (result,) = run(watched, {"step": 0.1, "data": 0.06, "optimizer": 0.04}, {}, 1, 12, 5, False, world=1)
+    (line,) = summaries(result)
+    percent = {name: int(share) for name, share in re.findall(r"(compute|data waiting|optimizer) (\d+)%", line)}
+    took = {part: sum(seconds[-10:]) for part, seconds in result["took"].items()}
+    for name, part in (("compute", "step"), ("data waiting", "data"), ("optimizer", "optimizer")):
+        assert percent[name] == pytest.approx(100 * took[part] / sum(took.values()), abs=8), line
+
+
 def test_a_straggler_is_named_once_and_its_peers_wait():
     results = run(watched, {"rank": 1, "step": 0.05}, {"zero_stage": 0}, 2, 60, 5, world=2)
     shares = {name: share for name, share in last(results[0]).items() if name.startswith("share/")}
@@ -230,8 +239,9 @@ def test_a_nan_of_the_last_batches_is_found_at_the_end():
     assert "block blocks.1." in result["warned"][0]
 
 
-def test_a_jump_of_the_loss_and_a_stall_are_named():
-    (result,) = run(watched, {"jump": 30, "data": 0.06}, {}, 1, 40, 1, world=1, timeout=60)
+@pytest.mark.parametrize("monitor", [True, False])
+def test_a_jump_of_the_loss_and_a_stall_are_named(monitor):
+    (result,) = run(watched, {"jump": 30, "data": 0.06}, {}, 1, 40, 1, monitor, world=1, timeout=60)
     jump, stall = sorted(result["warned"], key=lambda text: "data" in text.split("waits")[-1] and "waits" in text)
     assert "in batch 30 on rank 0" in jump
     assert "of the time for its data" in stall
@@ -244,24 +254,29 @@ def test_another_strategy_is_refused():
         Monitor3D(peak_tflops=0)
 
 
-def test_the_quiet_one_is_a_monitor():
-    assert issubclass(QuietMonitor, Monitor3D)
-    assert not QuietMonitor.logs
-
-
 class Copies(Callback):
     """Copies the callbacks of a run, as tools that repeat a run do."""
 
+    def __init__(self):
+        self.kinds = []
+
     def on_train_batch_end(self, trainer, *_):
-        assert trainer.callbacks[0] is self
-        assert any(isinstance(each, QuietMonitor) for each in trainer.callbacks)
+        self.kinds.append([type(each).__name__ for each in trainer.callbacks])
         copy.deepcopy([each for each in trainer.callbacks if isinstance(each, Monitor3D)])
 
 
-def copied():
+def callbacks_of_a_run(*monitors):
     flags = {**QUIET, "max_steps": 2, "limit_val_batches": 0, "devices": 2}
-    Trainer(**flags, strategy=Strategy3D(), callbacks=[Copies()]).fit(MODULES["MLP"]())
+    copies = Copies()
+    Trainer(**flags, strategy=Strategy3D(), callbacks=[copies, *monitors]).fit(MODULES["MLP"]())
+    return copies.kinds
 
 
-def test_it_can_be_copied_at_work():
-    run(copied, world=2)
+def test_the_callbacks_of_a_run_are_the_user_s():
+    for kinds in run(callbacks_of_a_run, world=2):
+        assert kinds == [["Copies"]] * 2
+
+
+def test_a_monitor_can_be_copied_at_work():
+    for kinds in run(callbacks_of_a_run, Monitor3D(), world=2):
+        assert kinds == [["Copies", "Monitor3D"]] * 2

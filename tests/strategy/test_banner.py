@@ -46,7 +46,7 @@ def test_the_layout_and_the_memory_of_the_fullest_rank_are_told():
     text = opening(module, layout, split, tensor)
     assert text.startswith("Strategy3D on 8 ranks: data 2 x tensor 2 x pipeline 2, ZeRO 1\n")
     assert "parameters split" in text
-    said = memory_line(expected_states(module, layout, split, tensor), [torch.optim.Adam(module.parameters())])
+    said = memory_line(expected_states(module, layout, split, tensor), [torch.optim.Adam(module.parameters())], 2.0)
     assert re.search(r"memory of a rank: \S+ [KM]B on stage \d \(.* weights \+ .* gradients \+ .* Adam\)", said)
 
 
@@ -73,7 +73,7 @@ def test_stages_hold_what_they_share_twice_and_the_rest_once():
 def test_offloaded_states_are_not_on_the_device():
     layout = Layout(data_parallel_size=2, zero_stage=3, offload="all")
     module = MLP()
-    said = memory_line(expected_states(module, layout, None, None), [torch.optim.Adam(module.parameters())])
+    said = memory_line(expected_states(module, layout, None, None), [torch.optim.Adam(module.parameters())], 2.0)
     assert "0 B (all of it is in host memory)" in said
 
 

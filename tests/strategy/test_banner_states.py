@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import distributed as dist
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,6 +16,7 @@ from lightning_3d.optim.state_bytes import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.strategy.banner import memory_line
 from tests.parity import QUIET
+from tests.workers import run
 
 OPTIMIZERS = {
     "SGD": lambda given: optim.SGD(given, lr=0.1),
@@ -72,7 +73,9 @@ def test_groups_and_optimizers_count_by_their_parameters():
 
 def test_an_optimizer_that_cannot_be_tried_is_not_counted():
     module = nn.Linear(40, 16, bias=False)
-    said = memory_line(expected_states(module, Layout(), None, None), [OfItsOwn(module.parameters())])
+    optimizers = [OfItsOwn(module.parameters())]
+    kept = states_per_parameter_byte(optimizers)
+    said = memory_line(expected_states(module, Layout(), None, None), optimizers, kept)
     assert said.endswith("(2.56 KB weights + 2.56 KB gradients), and what OfItsOwn keeps, and activations")
 
 
@@ -100,3 +103,33 @@ def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
     lines = [line for line in printed if "memory of a rank" in line]
     assert len(lines) == 1
     assert re.search(r"\(4 KB weights \+ 4 KB gradients(.*)\), and activations", lines[0])[1] == said
+
+
+class Counted(optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        type(self).steps += 1
+        return super().step(closure)
+
+
+class FromTheStart(Callback):
+    def on_train_start(self, *_):
+        Counted.steps = 0
+
+
+class Counts(Net):
+    def configure_optimizers(self):
+        return Counted(self.parameters(), lr=0.1)
+
+
+def steps_of_two_epochs():
+    data = DataLoader(TensorDataset(torch.zeros(8, 100)), batch_size=2)
+    flags = {**QUIET, "devices": 2, "max_epochs": 2, "max_steps": -1, "callbacks": [FromTheStart()]}
+    Trainer(**flags, strategy=Strategy3D(timeout=60)).fit(Counts("SGD"), data)
+    return Counted.steps
+
+
+def test_no_copy_of_an_optimizer_steps_once_training_has_started():
+    """A user who counts steps from `on_train_start` on counts the real ones."""
+    assert run(steps_of_two_epochs, world=2) == [4, 4]

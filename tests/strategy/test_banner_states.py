@@ -126,10 +126,11 @@ class Counts(Net):
 def steps_of_two_epochs():
     data = DataLoader(TensorDataset(torch.zeros(8, 100)), batch_size=2)
     flags = {**QUIET, "devices": 2, "max_epochs": 2, "max_steps": -1, "callbacks": [FromTheStart()]}
-    Trainer(**flags, strategy=Strategy3D(timeout=60)).fit(Counts("SGD"), data)
-    return Counted.steps
+    trainer = Trainer(**flags, strategy=Strategy3D(timeout=60))
+    trainer.fit(Counts("SGD"), data)
+    return Counted.steps, trainer.global_step
 
 
 def test_no_copy_of_an_optimizer_steps_once_training_has_started():
     """A user who counts steps from `on_train_start` on counts the real ones."""
-    assert run(steps_of_two_epochs, world=2) == [4, 4]
+    assert run(steps_of_two_epochs, world=2) == [(8, 8), (8, 8)]

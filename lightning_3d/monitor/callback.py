@@ -1,5 +1,6 @@
 """`Monitor3D`: Lightning's hooks, the logger and the progress bar. `StepClock` and `Watch` do the work."""
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -244,17 +245,19 @@ class QuietMonitor(Monitor3D):
     """
 
     logs = False
-    _output: Any = None
+    _loss: Tensor | None = None
 
     def step_ended(self, output: Any) -> None:
-        """The output of `training_step`, the last one of a batch."""
-        self._output = output
+        """Keep the loss of `output`. The last one of a batch counts."""
+        self._loss = _loss_of(output)
 
     def _attach_clock(self, trainer: Trainer) -> None:
+        handled = sys.exc_info()[1]  # where fit runs in an `except`
+
         def ended(part: str) -> None:
-            if part == "step":
-                output, self._output = self._output, None
-                self.on_train_batch_end(trainer, trainer.lightning_module, output, None, 0)
+            if part == "step" and sys.exc_info()[1] is handled:  # else the batch fails: the profiler stops then too
+                loss, self._loss = self._loss, None
+                self.on_train_batch_end(trainer, trainer.lightning_module, loss, None, 0)
 
         self._closing.callback(_watch_action(trainer.profiler, "stop", ended))  # type: ignore[attr-defined]
         super()._attach_clock(trainer)  # its clock hears of the end first

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import Monitor3D, Strategy3D
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.monitor.callback import QuietMonitor
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo import MODULES
@@ -275,6 +277,29 @@ def callbacks_of_a_run(*monitors):
 def test_the_callbacks_of_a_run_are_the_user_s():
     for kinds in run(callbacks_of_a_run, world=2):
         assert kinds == [["Copies"]] * 2
+
+
+class Fails(Net):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ValueError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+def batches_before_a_failure():
+    flags = {**QUIET, "max_steps": 9, "limit_val_batches": 0, "devices": 1, "log_every_n_steps": 1}
+    with patch.object(QuietMonitor, "on_train_batch_end", autospec=True) as ended:
+        try:
+            raise KeyError
+        except KeyError:
+            with pytest.raises(ValueError, match="the user's own"):
+                Trainer(**flags, strategy=Strategy3D()).fit(Fails())
+    return ended.call_count
+
+
+def test_a_batch_that_fails_has_no_end():
+    """Its numbers are not complete, and other ranks may not answer any more."""
+    assert run(batches_before_a_failure, world=1) == [3]
 
 
 def test_a_monitor_can_be_copied_at_work():

@@ -8,7 +8,7 @@ Names were read in transformers 5.23.
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.checkpoint.plain_json import parse
 from lightning_3d.checkpoint.safetensors_files import OpenFile, Slot, read_box, read_header
 from lightning_3d.errors import CheckpointError
 from lightning_3d.module.undo import UndoStack
@@ -75,7 +76,24 @@ class _Opening:
             slots = {name: replace(slot, opened=opened) for name, slot in read_header(path, skip_unknown=True).items()}
         except CheckpointError as error:
             raise CheckpointError(f"{path} is damaged or was cut short. {error} Save or download it again.") from error
-        return _File(self.original(filename, framework=framework, device=device, **options), slots, self.recorder)
+        found = self.original(filename, framework=framework, device=device, **options)
+        _check_index(path, found.keys())
+        return _File(found, slots, self.recorder)
+
+
+def _check_index(path: Path, names: Collection[str]) -> None:
+    """Raise for a tensor that an index next to the file places in it: transformers would draw random numbers."""
+    for index in path.parent.glob("*.safetensors.index.json"):
+        try:
+            places = parse(index.read_bytes(), "index")["weight_map"]
+            missing = [name for name, file in places.items() if file == path.name and name not in names]
+        except Exception:  # no index of this kind: the user's code has its own reader
+            continue
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {missing[0]} ({len(missing)} in all), which {index.name} places in it. They would train"
+                " from random numbers. Save or download both again."
+            )
 
 
 class _File:

@@ -5,6 +5,7 @@ memory of parameters is bounded. A value that was not used for a while is freed.
 computes it again.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -121,6 +122,8 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             if self.records and (merged := self._merged(func, args, kwargs)) is not None:
                 return merged
+            if self.records and self._copies_later(func, args):
+                return args[0]
             used = self.use(_tensors((args, kwargs)))
             changing = map(memory_of, _written(func, args, kwargs))
             written = [memory for memory in changing if memory is not None and memory in self.known]
@@ -187,6 +190,26 @@ class Recorder(TorchDispatchMode):
         self.known[memory] = Recorded(step, memory.nbytes())
         memory.resize_(0)
         return result
+
+    def _copies_later(self, func: Any, args: Any) -> bool:
+        """Record that `func` copies a tensor that is read later, and return True; False where it does anything else.
+
+        `load_state_dict` copies so. Run now, it would read each file in full, and again for each shard.
+        """
+        if func is not _ATEN.copy_.default:
+            return False
+        to, source = map(memory_of, args[:2])
+        there, here = (None if memory is None else self.known.get(memory) for memory in (to, source))
+        if to is None or there is None or here is None or there.in_full or here.in_full or to.device != source.device:
+            return False
+        geometry = Geometry.of(args[0])
+        alike = Geometry.of(args[1]) == geometry == read_from(here.step)
+        if not alike or geometry.offset or math.prod(geometry.size) * geometry.dtype.itemsize != there.nbytes:
+            return False
+        there.step = here.step
+        to.resize_(0)
+        self.here.pop(to, None)
+        return True
 
     def _keep(self, memory: torch.UntypedStorage, why: str) -> None:
         """Never free `memory` any more."""

@@ -63,7 +63,7 @@ def _deferred(build):
 def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypatch):
     model, folder = saved(kind)
     opened, read = sys.modules["transformers.modeling_utils"].safe_open, []
-    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
+    monkeypatch.setattr(safetensors_files, "_read", counted(read))
     module = _deferred(lambda: type(model).from_pretrained(folder, dtype=dtype))
     assert all(isinstance(parameter, Deferred) for parameter in module.parameters())
     if dtype is None:
@@ -78,7 +78,7 @@ def test_values_are_those_of_from_pretrained(kind, dtype, saved, small, monkeypa
     assert sys.modules["transformers.modeling_utils"].safe_open is opened
 
 
-def _counted(read):
+def counted(read):
     original = safetensors_files._read
 
     def counting(slot, at, raw):
@@ -99,7 +99,7 @@ def test_experts_are_read_into_their_place(saved, small, monkeypatch):
     model, folder = saved("mixtral")
     module = _deferred(lambda: type(model).from_pretrained(folder))
     read, wanted = [], model.state_dict()
-    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
+    monkeypatch.setattr(safetensors_files, "_read", counted(read))
     for name, experts in module.named_parameters():
         if "experts" in name and "layers.0" in name:
             realize([experts], lambda _: (1, 3))
@@ -117,7 +117,7 @@ def test_experts_are_read_into_their_place(saved, small, monkeypatch):
 def test_a_parameter_that_moves_to_a_device_is_read_in_rows_too(saved, small, monkeypatch):
     model, folder = saved("mixtral")
     module, read = _deferred(lambda: type(model).from_pretrained(folder)), []
-    monkeypatch.setattr(safetensors_files, "_read", _counted(read))
+    monkeypatch.setattr(safetensors_files, "_read", counted(read))
     experts = module.model.layers[0].mlp.experts.down_proj
     move_later(experts, torch.device("cpu"))
     realize([experts], lambda _: (1, 3))
@@ -217,7 +217,7 @@ def _fit(folder, world, strategy):
     warnings.simplefilter("ignore")
     before = deferred.SMALL, build_recorder.ROOM, safetensors_files._read, safetensors_files.PAGE_BYTES
     read, own = [], []
-    deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, _counted(read)
+    deferred.SMALL, build_recorder.ROOM, safetensors_files._read = 0, 4096, counted(read)
     safetensors_files.PAGE_BYTES = 8
     try:
         module = Pretrained(folder)
@@ -257,7 +257,7 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
 def _shards(folder, dim, sections, page):
     """Bytes that a tensor rank reads for its shards of some matrices, and whether they are right."""
     before, read = (deferred.SMALL, safetensors_files._read, safetensors_files.PAGE_BYTES), []
-    deferred.SMALL, safetensors_files._read, safetensors_files.PAGE_BYTES = 0, _counted(read), page
+    deferred.SMALL, safetensors_files._read, safetensors_files.PAGE_BYTES = 0, counted(read), page
     try:
         module = _deferred(lambda: transformers.LlamaForCausalLM.from_pretrained(folder))
     finally:

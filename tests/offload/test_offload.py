@@ -40,9 +40,12 @@ STATES, ALL = {"optimizer": "disk"}, {"optimizer": "disk", "parameters": "disk"}
     ids=str,
 )
 def test_layouts(world, strategy, offload, tmp_path):
-    for offloaded, plain in run(both, world, strategy, offload, str(tmp_path), world=world, timeout=300):
+    everywhere = run(both, world, strategy, offload, str(tmp_path), world=world, timeout=300)
+    for offloaded, plain in everywhere:
         assert_equal(offloaded, plain)
         assert offloaded["moved"] > 0
+    if world > 1 and "zero_stage" in strategy and len(strategy) == 1:
+        assert everywhere[0][1]["losses"] != everywhere[1][1]["losses"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -139,6 +139,7 @@ def train(world, strategy, offload, folder, optimizer="adamw", callbacks=(), ckp
         chosen["offload"] = placed(offload, folder)
         chosen["offload_budget"] = "2MB" if "disk" in offload.values() else None
     flags = {**QUIET, "limit_val_batches": 1, "max_epochs": 2, "gradient_clip_val": 0.5, **trainer}
+    flags["use_distributed_sampler"] = True  # each data rank has other batches
     flags["callbacks"] = [after, *(make() for make in callbacks)]
     fit = Trainer(devices=world, strategy=Strategy3D(quiet=True, **chosen), **flags)
     with Small():

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor import proof
+from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Prover, Refused
 from lightning_3d.tensor.sample import Sample, shortened
 from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.tensor_plan import UnitPlan
 from tests.zoo import blocks, odd_attention
 
 
@@ -32,7 +35,52 @@ def without(names, *left_out):
 def test_gradients_of_a_whole_run_are_not_zero(block):
     _, _, whole = block.prover.cases[0]
     assert min(grad.abs().max() for grad in whole.input_grads.values()) > 0.1
-    assert len(whole.parameter_grads) == len(dict(block.scratch.named_parameters()))
+    assert {name for name, _ in whole.parameter_grads} == set(dict(block.scratch.named_parameters()))
+    assert min(grad.abs().max() for grad in whole.parameter_grads.values()) > 1e-9
+
+
+def test_a_large_block_is_proven_by_sums(monkeypatch):
+    monkeypatch.setattr(proof, "LARGE", 0)
+    monkeypatch.setattr(proof.gc, "collect", lambda: None)  # seconds each in a process of many tests
+    large = known(blocks.Block(blocks.FusedAttention()))
+    _, _, whole = large.prover.cases[0]
+    summed = {name for name, dim in whole.parameter_grads if dim is not None}
+    assert summed == {name for name, parameter in large.scratch.named_parameters() if parameter.dim() > 1}
+    plan, _ = find_plan(large, {}, must=False)
+    assert summed == plan.splits.keys() - {"attn.c_attn.bias", "mlp.0.bias"}
+    shard_copy = proof.shard_copy
+
+    def scaled(scratch, local):
+        shard = shard_copy(scratch, local)
+        shard.attn.c_attn.weight.register_hook(lambda grad: 1.01 * grad)
+        return shard
+
+    monkeypatch.setattr(proof, "shard_copy", scaled)
+    with pytest.raises(Refused, match=r"gradient of attn.c_attn.weight on tensor rank 0 is off by 0\.0"):
+        large.prover.prove(plan)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("shape", [(4, 24, 32), (24, 4, 32), (32, 24, 3)])
+def test_one_wrong_element_is_seen_in_sums(dim, shape):
+    """In the shard of its rank, along whichever dimension the parameter is split."""
+    parameter, right = nn.Parameter(torch.zeros(shape)), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    wrong, dims = right.clone(), proof.dims_to_sum(nn.ParameterDict({"weight": parameter}), large=True)
+    wrong[0, 1, 1] += 0.01 * right.abs().max()
+    split = None if dim is None else TensorSplit.even(dim, shape[dim], 2)
+    plan = UnitPlan(splits={} if split is None else {"weight": split})
+
+    def sums(grad):
+        found, half = {}, nn.Parameter(torch.zeros_like(grad))
+        half.grad = grad.clone()
+        proof.add_sums(found, "weight", dims["weight"], half)
+        assert half.grad is None
+        return found
+
+    part = (lambda grad: grad) if split is None else (lambda grad: local_part(grad, split, 0))
+    proof.compare_gradients(plan, 0, sums(right), sums(part(right)), 1.0)
+    with pytest.raises(Refused, match="gradient of weight on tensor rank 0 is off by"):
+        proof.compare_gradients(plan, 0, sums(right), sums(part(wrong)), 1.0)
 
 
 def test_simulated_ranks_leave_the_filters_of_warnings_alone(block):

@@ -267,7 +267,7 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
 
 
 def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
+    """Bytes saved for backward at the peak. Recompute has those of one block while it computes them again."""
     tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     flying = held_microbatches(layout, stage, microbatches)
@@ -275,9 +275,12 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
         layers_on_rank(profile.layers, layout, stage) * flying,
         0.0 if stage else profile.first_bytes * micro,
     )
-    if layout.recompute != "full":
+    if layout.recompute == "none":
         return block * blocks + first * flying
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    if layout.recompute == "selective":
+        again = max(0.0, unsaved - block + profile.region_bytes * micro)
+        return block * blocks + again + first * flying
     share = job.options.recomputed
     return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0) + first * flying
 

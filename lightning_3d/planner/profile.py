@@ -80,6 +80,8 @@ class Profile:
     """Saved before the blocks: images."""
     last_bytes: float = 0
     """Saved after the blocks: logits."""
+    logits: float = 0
+    """Elements that the last linear layer gives."""
     loss_bytes: float = 0
     """More bytes of the loss at its peak than it saves: logits and their gradient in the middle of its backward."""
     element_bytes: int = 2
@@ -169,6 +171,6 @@ class Profile:
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
     "boundary_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
-    "kept_bytes", "region_bytes", "attention_again",
+    "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

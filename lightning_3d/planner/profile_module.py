@@ -56,6 +56,8 @@ class CostTrace:
     boundary_bytes: float = 0
     width: int = 1
     """Elements of one position of what passes between blocks."""
+    logits: float = 0
+    """Elements that the last linear layer around the blocks gives."""
     head_bytes: float = 0
     """Of an element that enters the last linear layer around the blocks; 0 where there is none."""
     called: dict[str, bool] = field(default_factory=dict)
@@ -165,6 +167,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         positions=trace.boundary_elements / trace.width / trace.samples,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
         head_bytes=int(half * trace.head_bytes),
+        logits=trace.logits / trace.samples,
         tokens=trace.tokens,
         example_samples=trace.samples,
     )
@@ -191,6 +194,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         trace.called.setdefault(outside[part], state["begun"])
         if isinstance(part, nn.Linear) and inputs:
             trace.head_bytes = inputs[0].element_size()
+            trace.logits = inputs[0].numel() / part.in_features * part.out_features
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
         state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)

@@ -8,6 +8,7 @@ from lightning_3d.planner.formulas import bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
+    in_parts,
     last_rank,
     layers_on_rank,
     rank_parameters,
@@ -160,6 +161,8 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     core = profile.attention_flops / rate
     block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
     layers, head = layers_on_rank(profile.layers, layout), profile.last_flops / rate
+    if in_parts(job, layout, micro):  # backward multiplies once more
+        head *= 1 + 1 / profile.passes
     ends = layers_on_rank(profile.layers, layout, last_rank(layout)) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))

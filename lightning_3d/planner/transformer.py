@@ -196,6 +196,7 @@ class Transformer:
             boundary_elements=self.sequence * self.hidden,
             key_elements=2 * self.sequence * self.key_width,
             last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),
+            logits=self.sequence * self.vocabulary,
             loss_bytes=8 * self.sequence * self.vocabulary,
             element_bytes=numbers.stream,
             positions=self.sequence,

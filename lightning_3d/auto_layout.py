@@ -23,6 +23,7 @@ from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
 from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
+from lightning_3d.planner.job import Options
 from lightning_3d.planner.local_cluster import cluster_here
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.profile_module import CostTrace, count_module, measured_profile, traced
@@ -72,10 +73,11 @@ class AutoLayout:
     Args:
         base: the given part of the layout, without the degrees.
         fixed: the degrees that were given.
+        options: what was given besides, and is priced.
     """
 
-    def __init__(self, base: Layout, fixed: Fixed) -> None:
-        self.base, self.given = base, fixed
+    def __init__(self, base: Layout, fixed: Fixed, options: Options) -> None:
+        self.base, self.given, self.options = base, fixed, options
         self.chosen: Layout | None = None
         self.data: int | None = None
         """Data ranks with which a run that is resumed keeps its global batch."""
@@ -102,7 +104,7 @@ class AutoLayout:
         if self.chosen is not None and self.chosen.world_size == processes.world_size and not fitting:
             return
         self.chosen = None  # data is loaded as for the first guess
-        situation = Situation(self.base, self.fixed, trainer, module, processes, to_device)
+        situation = Situation(self.base, self.fixed, self.options, trainer, module, processes, to_device)
         self.chosen, why = decide(situation)
         rank_zero_info(why)
 
@@ -113,11 +115,11 @@ class AutoLayout:
         return sizes[::-1] if self.given.data is None else [self.given.data]
 
 
-def auto_layout(layout: LayoutChoice, base: Layout, fixed: Fixed) -> AutoLayout | None:
+def auto_layout(layout: LayoutChoice, base: Layout, fixed: Fixed, options: Options) -> AutoLayout | None:
     """The choice that the argument `layout` asks for; None where the layout is given."""
     if layout not in get_args(LayoutChoice):
         raise ConfigurationError(f"layout={layout!r} is none of {', '.join(map(repr, get_args(LayoutChoice)))}.")
-    return AutoLayout(base, fixed) if layout == "auto" else None
+    return AutoLayout(base, fixed, options) if layout == "auto" else None
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Situation:
 
     base: Layout
     fixed: Fixed
+    options: Options
     trainer: Trainer
     module: LightningModule
     processes: Processes
@@ -191,6 +194,7 @@ def _choose(situation: Situation, seen: "Seen", ability: Ability) -> Decided:
             fixed=situation.fixed,
             ability=ability,
             precision=situation.precision,
+            options=situation.options,
         )
     )
 

@@ -21,6 +21,9 @@ INT8_CHUNK = 1024
 COMPRESSED_BYTES = MappingProxyType({"bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / INT8_CHUNK})
 """Bytes of one number of a gradient. PowerSGD sends two thin matrices in place of each matrix."""
 POWERSGD_RANK = 4
+LARGE_LOGITS, LOGITS_PART = 2**29, 2**27
+"""Bytes of a rank's logits from which their loss is computed in parts, and of one part. Backward multiplies again,
+which smaller logits do not repay. Some five times a part is in use at a time."""
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"

@@ -88,7 +88,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in KEPT or _draws(func, args, kwargs):
+        if not is_kept(func, args, kwargs):
             return func(*args, **kwargs)
         return self.result(func, lambda: func(*args, **kwargs))
 
@@ -143,8 +143,12 @@ def _any_changed(result: Any) -> bool:
     return any(found)
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True for attention with dropout: without its draw, later masks of the recomputation would differ."""
+def is_kept(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for an operation whose results are kept.
+
+    Those of attention with dropout are not: without its draw, later masks of the recomputation would differ.
+    """
+    if func not in KEPT:
+        return False
     place = KEPT[func]
-    rate = kwargs.get("dropout_p", args[place] if place is not None and place < len(args) else 0.0)
-    return bool(rate)
+    return not kwargs.get("dropout_p", args[place] if place is not None and place < len(args) else 0.0)

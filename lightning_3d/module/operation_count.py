@@ -1,6 +1,6 @@
 """Counts of the operations that run: floating-point operations, kernels, and copies of weights in other types."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ class OperationCount(TorchDispatchMode):
 
     Args:
         weights: storages whose copies in other types are noted. Autocast makes such copies.
+        keeps: True for an operation, with its arguments, whose results are counted in `kept`, in bytes.
     """
 
-    def __init__(self, weights: Container[int] = ()) -> None:
+    def __init__(self, weights: Container[int] = (), keeps: Callable[[Any, Any, Any], bool] | None = None) -> None:
         super().__init__()
-        self.flops = self.attention_flops = self.kernels = 0
-        self.weights = weights
+        self.flops = self.attention_flops = self.kernels = self.kept = 0
+        self.weights, self.keeps = weights, keeps
         self.casts: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,6 +33,9 @@ class OperationCount(TorchDispatchMode):
             self.casts[result.untyped_storage()._cdata] = result
         elif _computes(func):
             self.kernels += 1
+        if self.keeps is not None and self.keeps(func, args, kwargs):
+            results = result if isinstance(result, tuple) else (result,)
+            self.kept += sum(one.nbytes for one in results if isinstance(one, Tensor))
         rule = _RULES.get(func._overloadpacket)
         if rule is not None:
             flops = int(rule(*args, **kwargs, out_val=result))

@@ -61,6 +61,13 @@ class Offload:
         return cls(**chosen, budget=size, lenient=wanted == "all")
 
     @property
+    def alone(self) -> Literal["optimizer", "activations"] | None:
+        """The one kind that is elsewhere while parameters are on the device."""
+        if self.parameters is not None:
+            return None
+        return "optimizer" if self.optimizer is not None else None if self.activations is None else "activations"
+
+    @property
     def on_disk(self) -> bool:
         """True where something is on a disk."""
         return any(place is not None and place.folder is not None for place in (self.optimizer, self.parameters))

@@ -13,7 +13,7 @@ from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.formulas import A100_PEAK, RULE_HOURS, RULE_SHARE, training_seconds
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import TOKENS_PER_PARAMETER, Job
-from lightning_3d.planner.priced_layout import LOST_SECONDS, Plan, running_share
+from lightning_3d.planner.priced_layout import LOST_SECONDS, SLOWNESS, Plan, running_share, slowest
 from lightning_3d.planner.search import ANYTHING, Pins, can_fit, families, leanest
 from lightning_3d.planner.show import show_bytes, show_count, show_hours, show_seconds
 
@@ -134,11 +134,6 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
     notes += [*restarts(best), *old_price(best)]
     notes += [f"priced only, not run by this package: {name}" for name in job.options.not_run]
     notes += by_hand(best) if job.profile.tokens > 1 else []
-    if best.layout.recompute == "selective":
-        notes.append(
-            "recompute selective: checkpoint the attention of each block in your module (torch.utils.checkpoint with"
-            " use_reentrant=False). The strategy's own recompute='selective' is another: it keeps attention"
-        )
     if job.profile.trained != job.profile.parameters:
         notes.append(
             f"{show_count(job.profile.trained)} of {show_count(job.profile.parameters)} parameters are trained"
@@ -165,14 +160,28 @@ def old_price(plan: Plan) -> list[str]:
 
 
 def restarts(plan: Plan) -> list[str]:
-    """The time between failures of the cluster, where they take more than a thousandth of the time."""
+    """Failures and slow machines of the cluster, where they take more than a thousandth of the time."""
     lost, hours = 1 - running_share(plan.cluster), plan.cluster.accelerator.failure_hours
-    if plan.job.sustained is not None or lost < 0.001:
+    slower, share = slowest(plan.cluster) - 1, plan.cluster.accelerator.slow_share
+    if plan.job.sustained is not None:
         return []
-    return [
-        f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
-        f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)"
-    ]
+    waits = (
+        []
+        if slower < 0.001
+        else [
+            f"slow machines add {slower:.1%} to the time: one in {1 / share:,.0f} is {SLOWNESS:.0%} slower (MegaScale),"
+            " and all wait for it (--set slow_share=)"
+        ]
+    )
+    return (
+        waits
+        if lost < 0.001
+        else [
+            *waits,
+            f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
+            f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)",
+        ]
+    )
 
 
 def other_rates(plans: Sequence[Plan]) -> list[str]:

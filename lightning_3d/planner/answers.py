@@ -162,7 +162,8 @@ def serving_of(args: Namespace, catalogue: Catalogue) -> Serving:
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
     """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
-    batch = usual_batch(profile, devices, args.micro or 1) if args.batch is None else args.batch
+    data = devices // (args.tensor * args.pipeline) if args.tensor and args.pipeline else 1
+    batch = usual_batch(profile, devices, args.micro or 1, data) if args.batch is None else args.batch
     options = options_of(args)
     if options.experts > 1 and not profile.expert_parameters:
         raise PlannerError(f"--expert-parallel {options.experts}: {profile.name} has no experts. Leave it out.")

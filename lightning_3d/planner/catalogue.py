@@ -152,9 +152,17 @@ LEAST, MOST = 1e-6, 1e9
 FIELDS = {field.name: field for field in fields(Accelerator) if field.name != "name"}
 NUMBERS = FIELDS.keys() - {"title", "source", "runs_here"}
 _REQUIRED = sorted(name for name, f in FIELDS.items() if f.default is MISSING and f.default_factory is MISSING)
-_SHARES = {"matrix_share", "link_share"}
+_SHARES = {"matrix_share", "link_share", "slow_share"}
 _WHOLE = {"devices_per_node", "link_domain"}
-_FREE = {"reserved_gb", "watts", "link_domain", "failure_hours", "price", *(n for n in FIELDS if n.endswith("_us"))}
+_FREE = {
+    "reserved_gb",
+    "watts",
+    "link_domain",
+    "failure_hours",
+    "slow_share",
+    "price",
+    *(n for n in FIELDS if n.endswith("_us")),
+}
 """May be 0: nothing reserved, power not known, devices of their own, no time lost, no cost."""
 LARGEST = {
     "memory_gb": (4096, "MB"),
@@ -183,7 +191,7 @@ def number(field: str, value: Any, what: str) -> float:
     least = 1 if whole else LEAST
     text = f"a finite number above 0, from {LEAST:g} to {MOST:g}"
     if field in _SHARES:
-        text = "a share above 0 and at most 1"
+        text = f"a share {'of' if zero else 'above'} 0 {'to 1' if zero else 'and at most 1'}"
     elif whole:
         text = f"a whole number from {0 if zero else 1} to {MOST:g}"
     elif zero:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import Layout, ZeroStage
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job
+from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.priced_layout import Plan, price_layout
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import divisors, zero_stages
@@ -29,10 +29,13 @@ class Fixed:
     tensor: int | None = None
     pipeline: int | None = None
     zero: ZeroStage | None = None
+    shard: int | None = None
+    """Data ranks that share one sharded copy."""
 
     def __str__(self) -> str:
-        names = {"data": "data_parallel_size", "tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size"}
-        given = {**{name: getattr(self, short) for short, name in names.items()}, "zero_stage": self.zero}
+        names = {short: f"{short}_parallel_size" for short in ("data", "tensor", "pipeline")}
+        names |= {"zero": "zero_stage", "shard": "zero_shard_size"}
+        given = {name: getattr(self, short) for short, name in names.items()}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
 
@@ -71,6 +74,7 @@ def choose_layout(
     ability: Ability | None = None,
     precision: Precision = "32",
     optimizer: Optimizer = "adam",
+    options: Options = Options(),  # noqa: B008
 ) -> tuple[Layout, str]:
     """A layout of `profile` for every device of `cluster`, and three lines that say what was chosen and why.
 
@@ -78,7 +82,7 @@ def choose_layout(
     fastest. The simplest of them is chosen; plain data parallelism with ZeRO 1 is the simplest of all. A profile that
     was only counted gets the simplest layout whose states leave room for activations.
 
-    `base` has everything that is not chosen here: schedule, offload ...
+    `base` and `options` have everything that is not chosen here: schedule, recompute, offload ...
     """
     fixed, ability = fixed or Fixed(), ability or Ability()
     measured = loading is not None and profile.block_flops > 0
@@ -96,7 +100,9 @@ def choose_layout(
         if layout.pipeline_parallel_size > 1:
             count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
         batch = loading.samples * loading.accumulate * layout.data_parallel_size
-        job = Job(profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer)
+        job = Job(
+            profile=profile, samples=batch, batch=batch, precision=precision, optimizer=optimizer, options=options
+        )
         plan = price_layout(job, cluster, layout, micro=max(1, loading.samples // count))
         return replace(plan, layout=layout)  # a number of microbatches was only assumed
 
@@ -114,9 +120,15 @@ def candidates(profile: Profile, cluster: Cluster, base: Layout, fixed: Fixed, a
     ]
     for tensor, pipeline in sorted(sizes, key=lambda size: (sum(part > 1 for part in size), size[0] * size[1], size)):
         data = cluster.devices // (tensor * pipeline)
-        if fixed.data not in (None, data):
+        if fixed.data not in (None, data) or data % (fixed.shard or 1):
             continue
-        layout = replace(base, data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+        layout = replace(
+            base,
+            data_parallel_size=data,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            zero_shard_size=fixed.shard,
+        )
         yield from (replace(layout, zero_stage=stage) for stage in zero_stages(layout, base.offload, fixed.zero))
 
 

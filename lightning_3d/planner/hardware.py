@@ -70,6 +70,8 @@ class Accelerator:
     """Microseconds of a hop in a node, in a tree."""
     failure_hours: float = 50_676
     """Hours between failures of one device: 419 in 54 days of 16,384 H100 (Llama 3, section 3.3.4); 0 for never."""
+    slow_share: float = 0.005
+    """Share of machines that are slow, of which one holds up all: MegaScale (arXiv 2402.15627); 0 for none."""
     step_us: float = 2000
     """Microseconds of a step that the training loop itself takes."""
     watts: float = 0

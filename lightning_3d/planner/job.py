@@ -83,8 +83,10 @@ class Job:
         return self.per_parameter.times(parameters, trained, trained)
 
 
-def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:
+def usual_batch(profile: Profile, devices: int, micro: int = 1, data: int = 1) -> int:
     """Samples per step of models of this size (0.5M to 4M tokens), more for many devices.
+
+    Each of `data` data ranks has a microbatch at least.
 
     Where samples are no tokens, each device has those of the example. The number is a power of two times the odd part
     of the devices and of `micro`, so that it divides in many ways.
@@ -96,7 +98,8 @@ def usual_batch(profile: Profile, devices: int, micro: int = 1) -> int:
     samples = min(most, max(usual / profile.tokens, devices / DEVICES_PER_SAMPLE))
     shared = max(size for size in range(1, min(devices, most) + 1) if devices % size == 0 and size % 2)
     step = lcm(shared, micro)
-    return step * 2 ** max(0, round(log2(samples / step)))
+    usual_samples = step * 2 ** max(0, round(log2(samples / step)))
+    return usual_samples if usual_samples >= data * micro else lcm(data * micro, step)
 
 
 DEVICES_PER_SAMPLE = 2

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, fields, replace
 
-from lightning_3d.layout import SCHEDULES, Layout
+from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout
 from lightning_3d.planner.formulas import microbatches_held
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 
+LOGITS_IN_USE = 5
+"""Parts of large logits, their results and gradients that exist at a time."""
 FRESH_GRADIENTS = 0.5
 """Share of one block's gradients that a backward has computed and not yet added to those of earlier microbatches."""
 
@@ -166,8 +168,7 @@ def _after_forward(
     if job.options.offload == "activations":
         activations, host = 2 * activations / layers_on_rank(profile.layers, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
-    head = profile.last_bytes * micro / layout.tensor_parallel_size if last else 0
-    loss = profile.loss_bytes * micro / layout.tensor_parallel_size if last else 0
+    head, loss = head_bytes(job, layout, micro) if last else (0.0, 0.0)
     if streams_weights(layout):
         # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
         first_backward = 2 * _block_gradients(job, layout)
@@ -186,6 +187,22 @@ def _after_forward(
     return replace(
         states, gradients=gradients, activations=activations, head=head, casts=casts, buffers=buffers, host=host
     )
+
+
+def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float]:
+    """Bytes that are saved after the blocks, and more at the peak of the loss. Large logits exist in parts alone."""
+    profile, tensor = job.profile, layout.tensor_parallel_size
+    saved, loss = profile.last_bytes * micro / tensor, profile.loss_bytes * micro / tensor
+    if not in_parts(job, layout, micro):
+        return saved, loss
+    sums = 4 * (profile.tied_parameters or profile.last_parameters - profile.last_whole) / tensor
+    return max(0.0, saved - 4 * profile.logits * micro / tensor), LOGITS_IN_USE * LOGITS_PART + sums
+
+
+def in_parts(job: Job, layout: Layout, micro: int) -> bool:
+    """Return True if the loss is computed from parts of the logits."""
+    logits = job.profile.logits * micro / layout.tensor_parallel_size
+    return logits * job.numbers(layout).product >= LARGE_LOGITS
 
 
 def _block_gradients(job: Job, layout: Layout) -> float:
@@ -267,7 +284,7 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
 
 
 def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes saved for backward at the peak. Full recompute has those of one block while it computes them again."""
+    """Bytes saved for backward at the peak. Recompute has those of one block while it computes them again."""
     tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     flying = held_microbatches(layout, stage, microbatches)
@@ -275,9 +292,12 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
         layers_on_rank(profile.layers, layout, stage) * flying,
         0.0 if stage else profile.first_bytes * micro,
     )
-    if layout.recompute != "full":
+    if layout.recompute == "none":
         return block * blocks + first * flying
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    if layout.recompute == "selective":
+        again = max(0.0, unsaved - block + profile.region_bytes * micro)
+        return block * blocks + again + first * flying
     share = job.options.recomputed
     return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0) + first * flying
 

@@ -89,8 +89,6 @@ COMPARED: Columns = {
 def strategy_line(plan: Plan) -> str:
     """The call that trains as priced. The data axis takes the rest of the devices."""
     given = {name: value for name, value in vars(plan.layout).items() if name != "data_parallel_size"}
-    if plan.layout.recompute == "selective":  # of attention, which the module must do
-        del given["recompute"]
     if plan.layout.recompute == "full" and plan.job.options.recomputed < 1:
         kept = max(memory.activations + memory.head for memory in plan.memory)
         given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}

@@ -43,7 +43,9 @@ class Profile:
     block_flops: float = 0
     """Forward FLOPs of one block."""
     attention_flops: float = 0
-    """Of those, the ones that selective recompute does again."""
+    """Of those, the ones of attention."""
+    attention_again: float = 0
+    """FLOPs of attention that the module itself computes again in backward."""
     last_flops: float = 0
     """Forward FLOPs after the blocks."""
     block_kernels: float = 0
@@ -55,7 +57,11 @@ class Profile:
     split_bytes: float = 0
     """Saved by one block, split over tensor ranks."""
     attention_bytes: float = 0
-    """Saved by one block, split over tensor ranks, and not under selective recompute."""
+    """Saved by one block, split over tensor ranks: the scores of attention."""
+    kept_bytes: float = 0
+    """Results of products and attention in one block: what selective recompute keeps."""
+    region_bytes: float = 0
+    """Of those, the ones of the stream's width, which tensor ranks sum and keep once more as a sum."""
     boundary_elements: float = 0
     """Elements that pass from one block to the next."""
     key_elements: float = 0
@@ -74,6 +80,8 @@ class Profile:
     """Saved before the blocks: images."""
     last_bytes: float = 0
     """Saved after the blocks: logits."""
+    logits: float = 0
+    """Elements that the last linear layer gives."""
     loss_bytes: float = 0
     """More bytes of the loss at its peak than it saves: logits and their gradient in the middle of its backward."""
     element_bytes: int = 2
@@ -136,19 +144,24 @@ class Profile:
         return self.passes * self.forward_flops * samples
 
     def hardware_flops(self, samples: float, recompute: RecomputeMode, share: float = 1.0) -> float:
-        """FLOPs of the devices. Selective recompute counts as in Korthikanti et al. (2022), equation 9.
+        """FLOPs of the devices. Full recompute is that of a `share` of the blocks.
 
-        Full recompute is that of a `share` of the blocks.
+        Attention that the module computes again counts as in Korthikanti et al. (2022), equation 9.
         """
-        again = {"none": 0.0, "selective": 3 * self.attention_flops, "full": share * self.block_flops}[recompute]
+        again = 3 * self.attention_again + (share * self.block_flops if recompute == "full" else 0.0)
         return (self.passes * self.forward_flops + self.layers * again) * samples
 
     def block_activations(self, *, tensor: int, sequence_parallel: bool, recompute: RecomputeMode) -> float:
         """Bytes that one block saves for backward, per sample, on one tensor rank."""
+        parts = tensor if sequence_parallel else 1
+        if recompute == "none":
+            return self.whole_bytes / parts + (self.split_bytes + self.attention_bytes) / tensor
+        enters = self.boundary_elements * self.element_bytes / parts
         if recompute == "full":
-            return self.boundary_elements * self.element_bytes
-        split = self.split_bytes + (0 if recompute == "selective" else self.attention_bytes)
-        return (self.whole_bytes / tensor if sequence_parallel else self.whole_bytes) + split / tensor
+            return enters
+        sums = self.region_bytes / parts if tensor > 1 else 0.0
+        gathered = self.region_bytes if sequence_parallel else 0.0
+        return enters + (self.kept_bytes - self.region_bytes) / tensor + self.region_bytes + sums + gathered
 
     def can_split(self, tensor: int) -> bool:
         """Return True if a tensor axis of this size divides the model."""
@@ -158,5 +171,6 @@ class Profile:
 _OF_SAMPLE = (
     "block_flops", "attention_flops", "last_flops", "whole_bytes", "split_bytes", "attention_bytes",
     "boundary_elements", "key_elements", "routed_elements", "positions", "first_bytes", "last_bytes", "loss_bytes",
+    "logits", "kept_bytes", "region_bytes", "attention_again",
 )  # fmt: skip
 """Amounts that are those of one sample."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
 from lightning_3d.module.operation_count import OperationCount
@@ -49,10 +50,14 @@ class CostTrace:
     last_bytes: float = 0
     largest_bytes: float = 0
     """Of the largest tensor saved outside the blocks: the logits, where there are some."""
+    kept_bytes: float = 0
+    """Results of products and attention in the blocks."""
     boundary_elements: float = 0
     boundary_bytes: float = 0
     width: int = 1
     """Elements of one position of what passes between blocks."""
+    logits: float = 0
+    """Elements that the last linear layer around the blocks gives."""
     head_bytes: float = 0
     """Of an element that enters the last linear layer around the blocks; 0 where there is none."""
     called: dict[str, bool] = field(default_factory=dict)
@@ -150,6 +155,11 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         outside_kernels=trace.outside_kernels,
         whole_bytes=half * trace.whole_bytes / blocks,
         split_bytes=half * trace.split_bytes / blocks,
+        kept_bytes=half * trace.kept_bytes / blocks,
+        region_bytes=counted.block_regions
+        * trace.boundary_elements
+        / trace.samples
+        * number_bytes(trace.precision).product,
         first_bytes=half * trace.first_bytes / trace.samples,
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
@@ -157,6 +167,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         positions=trace.boundary_elements / trace.width / trace.samples,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
         head_bytes=int(half * trace.head_bytes),
+        logits=trace.logits / trace.samples,
         tokens=trace.tokens,
         example_samples=trace.samples,
     )
@@ -174,8 +185,8 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0}
-    count = OperationCount(owned)
+    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0}
+    count = OperationCount(owned, is_kept)
 
     outside = parameter_places.around(module, chain) if chain else {}
 
@@ -183,9 +194,10 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         trace.called.setdefault(outside[part], state["begun"])
         if isinstance(part, nn.Linear) and inputs:
             trace.head_bytes = inputs[0].element_size()
+            trace.logits = inputs[0].numel() / part.in_features * part.out_features
 
     def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        state.update(inside=True, begun=True, before=count.flops, started=count.kernels)
+        state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)
         hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
         if hidden is not None:
             trace.boundary_elements, trace.boundary_bytes = hidden.numel(), hidden.nbytes
@@ -195,6 +207,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         state["inside"] = False
         trace.block_flops += count.flops - state["before"]
         trace.block_kernels += count.kernels - state["started"]
+        trace.kept_bytes += count.kept - state["kept"]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata

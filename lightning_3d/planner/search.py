@@ -161,8 +161,7 @@ def even_chunks(pipeline: int, layers: int) -> list[int]:
 
 def fitting(job: Job, cluster: Cluster, family: Family, pins: Pins, offload: OffloadMode) -> Iterator[Plan]:
     """The members of `family` that fit. A member is skipped where one that costs less time fits as well."""
-    useful = RECOMPUTE if job.profile.attention_bytes else ("none", "full")  # selective saves scores, if there are any
-    for recompute in useful if pins.recompute is None else (pins.recompute,):
+    for recompute in RECOMPUTE if pins.recompute is None else (pins.recompute,):
         stage = _least_stage(job, cluster, family, pins, recompute, offload)
         if stage is None:
             continue

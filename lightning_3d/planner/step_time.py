@@ -8,6 +8,8 @@ from lightning_3d.planner.formulas import bubble_time
 from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
+    in_parts,
+    last_rank,
     layers_on_rank,
     rank_parameters,
     rank_trained,
@@ -158,10 +160,14 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     rate = device.peak(job.precision) * share
     core = profile.attention_flops / rate
     block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
-    layers = layers_on_rank(profile.layers, layout)
-    forward = max(layers * block, (profile.layers * block + profile.last_flops / rate) / pipeline)
-    again = core if layout.recompute == "selective" else recomputed_share(job, layout) * block
-    return profile.passes * forward, layers * again
+    layers, head = layers_on_rank(profile.layers, layout), profile.last_flops / rate
+    if in_parts(job, layout, micro):  # backward multiplies once more
+        head *= 1 + 1 / profile.passes
+    ends = layers_on_rank(profile.layers, layout, last_rank(layout)) * block + head
+    moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
+    forward = max(layers * block, min(ends, moved))
+    share, core_again = recomputed_share(job, layout), profile.attention_again / rate
+    return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
 
 
 def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> tuple[float, float]:
@@ -176,7 +182,10 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
     layers = layers_on_rank(profile.layers, layout)
-    crossings = KEPT_PASSES * (1 + recomputed_share(job, layout) / 3)
+    again = recomputed_share(job, layout)
+    if layout.recompute == "selective":  # all but products and attention
+        again = 1 - min(1.0, profile.kept_bytes / (profile.whole_bytes + profile.split_bytes + profile.attention_bytes))
+    crossings = KEPT_PASSES * (1 + again / 3)
     around = profile.first_bytes + profile.last_bytes + profile.loss_bytes
     outside = LOSS_PASSES * around * micro / tensor / layout.pipeline_parallel_size
     bus = (layers * (crossings * kept * micro + weights) + outside) / (device.memory_gb_per_s * 1e9)
@@ -186,7 +195,7 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
 
 
 def recomputed_share(job: Job, layout: Layout) -> float:
-    """Share of the blocks' forward that backward computes again, other than attention alone."""
+    """Share of the blocks that backward computes again, with their products."""
     return job.options.recomputed if layout.recompute == "full" else 0.0
 
 
@@ -222,8 +231,9 @@ def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
-    again = 1.5 if layout.recompute == "full" else 1
-    return again * layers_on_rank(job.profile.layers, layout) * 2 * job.profile.block_regions
+    regions = job.profile.block_regions
+    sums = 2 * regions + recomputed_share(job, layout) * (regions - 1)
+    return layers_on_rank(job.profile.layers, layout) * sums
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:

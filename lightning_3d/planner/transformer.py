@@ -7,7 +7,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import NumberBytes, Precision, number_bytes
 
-Attention = Literal["flash", "eager"]
+Attention = Literal["flash", "eager", "checkpointed"]
 MOST_SIZE = 10**9
 """Of any one size of a model; of the product of all no sum overflows."""
 MOST_LAYERS = 10**5
@@ -186,6 +186,9 @@ class Transformer:
             active_share=self.active_experts / self.experts if self.experts else 1.0,
             routed_elements=self.sequence * self.hidden * self.active_experts * self.sparse_layers / self.layers,
             attention_flops=core,
+            attention_again=core if attention == "checkpointed" else 0,
+            kept_bytes=self._kept_bytes(numbers.product) + statistics,
+            region_bytes=2 * self.sequence * self.hidden * numbers.product,
             last_flops=2 * self.sequence * words,
             whole_bytes=self.sequence * self.hidden * (self._norm_bytes(numbers) + (2 if self.dropout else 0)),
             split_bytes=self._split_bytes(numbers.product) + statistics,
@@ -193,6 +196,7 @@ class Transformer:
             boundary_elements=self.sequence * self.hidden,
             key_elements=2 * self.sequence * self.key_width,
             last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),
+            logits=self.sequence * self.vocabulary,
             loss_bytes=8 * self.sequence * self.vocabulary,
             element_bytes=numbers.stream,
             positions=self.sequence,
@@ -210,6 +214,13 @@ class Transformer:
         if self.norm_bias:
             return 2 * numbers.stream + products * numbers.product
         return 2 * (4 + numbers.stream) + products * numbers.product
+
+    def _kept_bytes(self, size: int) -> float:
+        """Bytes of the results of products and attention in a block. Attention with dropout is computed again."""
+        keys = self.query_width + self.value_width if self.key_rank else 2 * self.key_width
+        heads = self.query_width + keys + (0 if self.dropout else self.value_width)
+        inside = (2 if self.gated else 1) * self.mlp_widths(self.active_experts) / self.layers
+        return size * self.sequence * (heads + inside + 2 * self.hidden)
 
     def with_sequence(self, sequence: int) -> "Transformer":
         positions = max(sequence, self.positions) if self.positions else 0

@@ -87,9 +87,15 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     profile, tensor, numbers = job.profile, layout.tensor_parallel_size, job.numbers(layout)
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
-    forward = 1 + job.options.recomputed if layout.recompute == "full" else 1
-    block = profile.block_regions * (forward * product + profile.element_bytes) * elements
-    sent = layers_on_rank(profile.layers, layout, stage) * block
+    regions, layers = profile.block_regions, layers_on_rank(profile.layers, layout, stage)
+    # a block that is computed again ends before its last sum, or the scatter of it, which backward does not need
+    last = 0.5 if layout.sequence_parallel else 1
+    again = job.options.recomputed * (regions - last) if layout.recompute == "full" else 0
+    sent = layers * ((regions + again) * product + regions * profile.element_bytes) * elements
+    if layout.sequence_parallel:
+        # after the blocks of a stage the stream is gathered, before them its gradient; each rank's norms see a part
+        sent += len(layout.stages[stage]) * elements * profile.element_bytes
+        sent += layers * (profile.block_parameters - profile.half_parameters) * numbers.gradient
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes
     splits_head = profile.last_parameters > profile.last_whole or profile.tied_parameters > 0

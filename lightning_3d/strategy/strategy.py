@@ -37,6 +37,7 @@ from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.pipeline.unsupported import check_automatic, check_supported
 from lightning_3d.planner.choose import Fixed
+from lightning_3d.planner.job import Options
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
@@ -171,6 +172,7 @@ class Strategy3D(Placing):
             precision_plugin=precision_plugin,
         )  # fmt: skip
         self._offload = Offload.of(offload, offload_budget)
+        again = Recompute.of(recompute, recompute_budget)
         self._wanted = Layout(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
@@ -180,21 +182,29 @@ class Strategy3D(Placing):
             stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
             sequence_parallel=sequence_parallel,
+            recompute="full" if again.mode == "auto" else again.mode or "none",
             offload="none" if self._offload.parameters is None else "all",
         )
         self._choices = UserChoices(
             pipeline_split=pipeline_split,
             loss_scope=loss_scope,
             tensor_plan=tensor_plan,
-            recompute=Recompute.of(recompute, recompute_budget),
+            recompute=again,
             offload=self._offload,
         )
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
         data = None if data_parallel_size == "auto" else data_parallel_size
-        given = Fixed(data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage)
-        self._auto = auto_layout(layout, self._wanted, given)
+        given = Fixed(
+            data=data,
+            tensor=tensor_parallel_size,
+            pipeline=pipeline_parallel_size,
+            zero=zero_stage,
+            shard=zero_shard_size,
+        )
+        options = Options(compression=grad_compression, offload=self._offload.alone)
+        self._auto = auto_layout(layout, self._wanted, given, options)
         self._chooses = self._auto is not None
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size

@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.layout import LARGE_LOGITS as LARGE
 from lightning_3d.tensor.overlap import as_autocast_would
-
-LARGE = 2**29
-"""Bytes of logits from which a head computes late. Backward computes the product again, which smaller ones do not
-repay."""
 
 
 def is_large(input: Tensor, classes: int, ranks: int = 1) -> bool:

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.layout import LOGITS_PART as PART
 from lightning_3d.tensor.late_product import Product
 
-PART = 2**27
-"""Bytes of the logits of one part. Some four times as many are in use at a time."""
 Losses = Callable[[Tensor, Tensor], Tensor]
 """The loss of each row of logits."""
 

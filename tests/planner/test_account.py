@@ -13,7 +13,9 @@ from lightning_3d.planner.job import Job
 from lightning_3d.planner.priced_layout import price_layout
 from lightning_3d.planner.profile_module import CostTrace, measured_profile
 from tests.dryrun.compare import dry, real
+from tests.parity import build
 from tests.zoo.registry import members
+from tests.zoo.sized import GPT
 
 LAYOUTS = {
     "1": {},
@@ -26,7 +28,16 @@ LAYOUTS = {
     "4 both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "2 zbv": {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"},
     "2 dualpipev": {"pipeline_parallel_size": 2, "schedule": "dualpipev"},
+    "1 selective": {"recompute": "selective"},
+    "2 zero3 full": {"zero_stage": 3, "recompute": "full"},
+    "2 tensor full": {"tensor_parallel_size": 2, "recompute": "full"},
+    "2 sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "2 sequence full": {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": "full"},
+    "2 pipeline selective": {"pipeline_parallel_size": 2, "recompute": "selective"},
+    "4 hybrid": {"zero_stage": 3, "zero_shard_size": 2},
 }
+TRANSFORMERS = ("GPT", "Llama")
+"""Modules of the cells with recompute or a divided sequence: the others have blocks of other kinds."""
 PRECISIONS = {"32": "32-true", "bf16-mixed": "bf16-mixed"}
 CONTROL = 64
 """Bytes of counts and logged numbers that a pipeline sends besides activations."""
@@ -34,9 +45,22 @@ COUNTER = 4
 """Bytes of AdamW's step count of one parameter."""
 
 
+class ManyWords(GPT):
+    """Its logits are 512 MB."""
+
+    def __init__(self):
+        super().__init__(width=32, layers=2, vocabulary=2**18, heads=2)
+
+
+def place(name):
+    return f"{__name__ if name == ManyWords.__name__ else 'tests.zoo.sized'}:{name}"
+
+
 def planned(name, layout, precision):
     """The plan of a module of `SIZED` with one batch for each data rank."""
-    module, chosen = members("sized")[name].build(), Strategy3D(**LAYOUTS[layout])._wanted.fit(int(layout.split()[0]))
+    module, given = build(place(name)), LAYOUTS[layout]
+    chosen = Strategy3D(**given)._wanted.fit(int(layout.split()[0]))
+    chosen = replace(chosen, zero_shard_size=given.get("zero_shard_size"))
     batch = module.batch()
     rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size
     trace = CostTrace(samples=rows, precision=precision)
@@ -60,7 +84,8 @@ def assert_as_planned(plan, place, found, counters):
     assert 0 <= found["optimizer"] - moments <= COUNTER * counters
     seen = {}
     for row in found["sent"]:
-        seen[row.axis] = seen.get(row.axis, 0) + row.bytes
+        axis = "data_parallel" if row.axis == "data_replicate" else row.axis
+        seen[axis] = seen.get(axis, 0) + row.bytes
     assert {axis: seen[axis] - size for axis, size in sent.items()} == pytest.approx(
         dict.fromkeys(sent, 0), abs=CONTROL
     )
@@ -70,11 +95,11 @@ def assert_as_planned(plan, place, found, counters):
 
 def assert_account(name, layout, precision, *, run_real):
     plan, world = planned(name, layout, precision), int(layout.split()[0])
-    flags, counters = {"precision": PRECISIONS[precision]}, len(list(members("sized")[name].build().parameters()))
-    place = f"tests.zoo.sized:{name}"
-    ranks = [vars(rank) for rank in dry(place, f"1x{world}xcpu", LAYOUTS[layout], flags, ranks=range(world)).ranks]
+    flags, counters = {"precision": PRECISIONS[precision]}, len(list(build(place(name)).parameters()))
+    where = place(name)
+    ranks = [vars(rank) for rank in dry(where, f"1x{world}xcpu", LAYOUTS[layout], flags, ranks=range(world)).ranks]
     if run_real:
-        ranks += real(place, world, LAYOUTS[layout], flags, timeout=300)
+        ranks += real(where, world, LAYOUTS[layout], flags, timeout=300)
     for index, found in enumerate(ranks):
         assert_as_planned(plan, plan.layout.coordinate(index % world), found, counters)
 
@@ -88,6 +113,17 @@ def test_plan_dry_run_and_real_ranks_agree(layout):
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""
     assert_account(name, layout, "32", run_real=False)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_large_logits_are_counted_in_parts(precision):
+    assert_account("ManyWords", "1", precision, run_real=False)
+
+
+@pytest.mark.parametrize("layout", ["1 selective", "2 tensor full", "2 sequence"])
+def test_recompute_and_sequence_agree(layout):
+    """What is kept of a block, the sums that its recomputation sends again, and those of norms on shards."""
+    assert_account("GPT", layout, "32", run_real=False)
 
 
 @pytest.mark.long

@@ -1,10 +1,13 @@
+import re
 from dataclasses import replace
 
 import pytest
 
 from lightning_3d.errors import LayoutError, PlannerError
+from lightning_3d.layout import Layout
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
+from lightning_3d.planner.job import Options
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.profile_module import count_module
 from tests.zoo.planned import TinyGPT
@@ -82,3 +85,27 @@ def test_slow_links_between_nodes_are_crossed_by_activations_rather_than_weights
     layout, why = choose_layout(named_model("1.5b").profile(), slow, loading=Loading(samples=2), precision="bf16-mixed")
     assert layout.pipeline_parallel_size > 1
     assert "less time than with the simplest" in why
+
+
+def test_what_is_given_besides_sizes_is_priced():
+    profile, where = named_model("llama-7b").profile(), CATALOGUE.cluster("8xa100-80g")
+
+    def chosen(recompute="none", compression=None, shard=None):
+        layout, why = choose_layout(
+            profile,
+            where,
+            loading=Loading(samples=8),
+            base=Layout(recompute=recompute),
+            fixed=Fixed(shard=shard),
+            precision="bf16-mixed",
+            options=Options(compression=compression),
+        )
+        return layout, re.search(r"need ([\d.]+) GB", why)[1]
+
+    plain, again = chosen(), chosen("full")
+    assert float(again[1]) < float(plain[1])
+    assert again[0].recompute == "full"
+    hybrid, _ = chosen("full", shard=4)
+    assert hybrid.zero_shard_size == 4
+    with pytest.raises(LayoutError, match="has zero_shard_size=3"):
+        chosen(shard=3)

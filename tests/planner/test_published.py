@@ -8,7 +8,7 @@ import pytest
 from lightning_3d.planner import step_time
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.search import Pins, leanest, search
+from lightning_3d.planner.search import search
 from tests.planner.published import CATALOGUE, RUNS, compared, mean, sources, table
 
 PAGE = (Path(__file__).parents[2] / "docs/published_runs.md").read_text()
@@ -59,21 +59,19 @@ def test_the_best_layout_where_none_is_published(model, tokens, cluster, batch, 
     assert f"{search(job, where)[0].device_hours / 1e6:.3g}" == planned
 
 
-@pytest.mark.parametrize("pipeline", [16, 32])
-def test_inputs_of_blocks_fill_the_devices_of_the_largest_model(pipeline):
-    profile = named_model("llama3-405b").profile(precision="bf16-mixed")
-    job = Job(profile=profile, samples=1e6, batch=2048, precision="bf16-mixed")
-    lean = leanest(job, CATALOGUE.cluster("2048x8xh100"), Pins(tensor=8, pipeline=pipeline, offload="none"))
-    assert f"{lean.peak.activations / 1e9:.0f} GB" in PAGE
-    assert not lean.fits
-
-
 def test_16_bit_numbers_between_blocks_train_it_in_about_the_published_time():
-    profile = named_model("llama3-405b").profile(precision="bf16-true")
-    job = Job(profile=profile, samples=15.6e12 / profile.tokens, batch=2048, precision="bf16-true")
-    hours = search(job, CATALOGUE.cluster("2048x8xh100"))[0].device_hours
-    assert f"In `bf16-true` the plan is {hours / 1e6:.3g}M device-hours." in PAGE
-    assert hours == pytest.approx(30.84e6, rel=0.2)
+    """With weights and gradients of 4 bytes the largest model has no room for its activations."""
+    best = {}
+    for precision in ("bf16-true", "bf16-mixed"):
+        profile = named_model("llama3-405b").profile(precision=precision)
+        job = Job(profile=profile, samples=15.6e12 / profile.tokens, batch=2048, precision=precision)
+        best[precision] = search(job, CATALOGUE.cluster("2048x8xh100"))[0]
+    true, mixed = (plan.job.options.recomputed for plan in best.values())
+    assert f"for the activations of {round(16 * (1 - mixed))} of 16 blocks" in PAGE
+    assert f"there is room for {round(16 * (1 - true))} of 16" in PAGE
+    hours = best["bf16-true"].device_hours
+    assert f"and the plan is {hours / 1e6:.3g}M device-hours." in " ".join(PAGE.split())
+    assert hours == pytest.approx(30.84e6, rel=0.25)
 
 
 def test_there_are_some_without_a_published_layout():

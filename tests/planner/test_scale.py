@@ -1,14 +1,18 @@
 """Costs that grow with the number of ranks, and the devices that an answer names."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
+from lightning_3d.layout import Layout
 from lightning_3d.planner.catalogue import Catalogue
 from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.priced_layout import LOST_SECONDS, running_share
+from lightning_3d.planner.job import Job, usual_batch
+from lightning_3d.planner.model_names import named_model
+from lightning_3d.planner.priced_layout import LOST_SECONDS, SLOWNESS, price_layout, running_share, slowest
 from lightning_3d.planner.search import Pins
 from lightning_3d.planner.sizing import Sizes
 from lightning_3d.planner.step_time import ring_latency, sum_latency
@@ -38,15 +42,6 @@ def test_llama_3_ran_nine_tenths_of_the_time():
     assert running_share(where) == pytest.approx(between * 3600 / (between * 3600 + LOST_SECONDS))
     assert 0.9 < running_share(where) < 0.93
     assert running_share(CATALOGUE.cluster("2048x8xh100", failure_hours=0)) == 1
-
-
-def test_zero_3_over_thousands_is_no_longer_as_good_as_over_eight(capsys):
-    fixed = "llama-7b --tokens 1T --zero 3 --tensor 1 --pipeline 1 --micro 2"
-    few, many = (
-        data(capsys, f"{fixed} --cluster {nodes}x8xh100 --batch {16 * nodes} --shard {8 * nodes}")
-        for nodes in (1, 1024)
-    )
-    assert many["plans"][0]["mfu"] < 0.8 * few["plans"][0]["mfu"]
 
 
 def test_racks_and_pods_are_reached_by_the_links_of_a_node():
@@ -94,6 +89,33 @@ def test_the_call_of_a_plan_is_the_plan(capsys):
     text = best["strategy"]
     call = text[text.index("Strategy3D(") : text.index(")) with") + 1]
     chosen = eval(call, {"Strategy3D": Strategy3D})._wanted.fit(32)
-    wanted = {name: size for name, size in best["layout"].items() if name != "recompute"}
-    assert {name: getattr(chosen, name) for name in wanted} == wanted
+    assert asdict(chosen) == best["layout"]
     assert "sequence_parallel=True" in call
+
+
+def test_one_slow_machine_holds_up_all():
+    """MegaScale (arXiv 2402.15627): 0.5% of machines, about 10% slower."""
+    one, many = (CATALOGUE.cluster(f"{nodes}x8xh100") for nodes in (1, 1536))
+    assert slowest(one) == pytest.approx(1 + SLOWNESS * one.accelerator.slow_share)
+    assert 1.0999 < slowest(many) < 1 + SLOWNESS
+    healthy = CATALOGUE.cluster("1536x8xh100", slow_share=0)
+    assert slowest(healthy) == 1
+    profile = named_model("llama-7b").profile()
+    asked = Job(profile=profile, samples=1e6, batch=12288)
+    times = [price_layout(asked, where, Layout(data_parallel_size=12288), micro=1) for where in (many, healthy)]
+    assert times[0].time == times[1].time
+    assert times[0].seconds == pytest.approx(times[1].seconds * slowest(many))
+    known = replace(times[0], job=replace(asked, sustained=4e14))
+    assert known.seconds == known.time.total * known.job.steps
+
+
+def test_a_batch_is_assumed_for_every_data_rank_that_is_asked_for(capsys):
+    """ZeRO 3 over all of 32,768 devices is priced, and its MFU is below that of 8."""
+    found = {}
+    for cluster in ("8xh100", "4096x8xh100"):
+        flags = ["--cluster", cluster, "--tokens", "300B", "--zero", "3", "--tensor", "1", "--pipeline", "1", "--json"]
+        assert main(["plan", "llama-7b", *flags]) == 0
+        found[cluster] = json.loads(capsys.readouterr().out)["plans"][0]
+    assert found["4096x8xh100"]["layout"]["data_parallel_size"] == 32768
+    assert found["4096x8xh100"]["mfu"] < 0.6 * found["8xh100"]["mfu"]
+    assert usual_batch(named_model("llama-7b").profile(), 384, 3, 384) == 1152

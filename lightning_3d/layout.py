@@ -21,6 +21,8 @@ INT8_CHUNK = 1024
 COMPRESSED_BYTES = MappingProxyType({"bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / INT8_CHUNK})
 """Bytes of one number of a gradient. PowerSGD sends two thin matrices in place of each matrix."""
 POWERSGD_RANK = 4
+APART_BYTES = 4 * 2**20
+"""Parameters of a module outside of the blocks from which ZeRO 3 gathers and frees it by itself."""
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"

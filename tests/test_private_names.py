@@ -205,6 +205,7 @@ PRIVATE = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_common": {
         "DDPMeshInfo": "zero/fsdp_private",
+        "TrainingState": "zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "_module_info": "zero/fsdp_private",
@@ -227,7 +228,9 @@ PRIVATE = {
         "_reduce_scatter_process_group": "zero/fsdp_private",
         "_reshard_after_forward": "zero/fsdp_private",
         "_reshard_after_forward_event": "zero/fsdp_private",
+        "_register_post_backward_hook": "zero/outside_private",
         "_to_sharded": "zero/fsdp_private",
+        "_training_state": "zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state": {
         "_states_to_forward_prefetch": "zero/fsdp_private",

@@ -52,23 +52,30 @@ def _streamed(function, *args):
         return function(*args)
 
 
-def _weighed():
+def weighed(accelerator="cpu"):
+    """Bytes held at each moment, bytes sent in each step, and bytes outside of the blocks and in them."""
     module = Large()
     outside = sum(p.nbytes for name, p in module.named_parameters() if not name.startswith("blocks."))
     blocks = sum(p.nbytes for p in module.blocks.parameters())
     strategy = Strategy3D(**ZERO3)
-    Trainer(**{**QUIET, "devices": 2, "strategy": strategy, "max_steps": 3, "limit_val_batches": 0}).fit(module)
+    flags = {"accelerator": accelerator, "devices": 2, "max_steps": 3, "limit_val_batches": 0}
+    Trainer(**{**QUIET, **flags}, strategy=strategy).fit(module)
     return module.held, module.sent, outside, blocks
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_nothing_of_them_is_held_while_blocks_run_and_each_is_gathered_once(streams):
-    for held, sent, outside, blocks in run(_streamed, _weighed, world=2) if streams else run(_weighed, world=2):
+    assert_freed(run(_streamed, weighed, world=2) if streams else run(weighed, world=2))
+
+
+def assert_freed(ranks):
+    """Nothing outside of the blocks was held while they ran, and each rank sent its half of each gather."""
+    for held, sent, outside, blocks in ranks:
         moments = {moment for moment, *_ in held}
         assert moments == {f"{way} {index}" for way in ("forward", "backward") for index in range(LAYERS - 1)}
         assert len(held) == 3 * len(moments)
         assert all(each == 0 for _, *bytes_ in held for each in bytes_), held
-        # each rank sends its half: blocks for forward and backward, the rest once
+        # blocks are gathered for forward and for backward, the rest once
         assert sent == [(outside + 2 * blocks) / 2] * 3
 
 
@@ -189,9 +196,15 @@ def _left():
     module = Reads()
     before = copy.deepcopy(module.embed)
     trainer = Trainer(**QUIET, devices=2, strategy=Strategy3D(**ZERO3), max_steps=2, limit_val_batches=0)
-    copies = []
-    module.on_train_batch_end = lambda *_: copies.append(copy.deepcopy(module.embed))
+    copies, within = [], set()
+
+    def note(*_):
+        copies.append(copy.deepcopy(module.embed))
+        within.update(type(part._parameters) for part in (module.embed, module.head))
+
+    module.on_train_batch_end = note
     trainer.fit(module)
+    assert dict not in within
     return [type(part._parameters) for part in (module.embed, module.head, *copies)], type(before._parameters)
 
 

@@ -6,7 +6,11 @@ Read in torch 2.11 and 2.13, as fsdp_private.py.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from lightning_3d.sandbox.trees import leaves
 
 
 def in_forward(group: Any) -> bool:
@@ -48,6 +52,22 @@ def reduce_in_backward(group: Any, may: Callable[[], bool], noted: Callable[[], 
         return found
 
     group._register_post_backward_hook = register
+
+
+def hook_outputs(state: Any) -> None:
+    """Have a backward prefetch when it reaches the outputs of the unit, which may be views.
+
+    FSDP2 warns of views, which a head returns for three dimensions: an in-place operation on one drops the hook. Here
+    only the prefetch would be lost.
+    """
+
+    def register(output: Any) -> Any:
+        for leaf in leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(state._pre_backward)
+        return output
+
+    state._register_pre_backward_hook = register
 
 
 def reduce_late(group: Any) -> None:

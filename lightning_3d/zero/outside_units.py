@@ -45,6 +45,7 @@ class OutsideUnit:
         self.early = True
         """True until a call in this step has its backward reduce the gradients."""
         outside_private.reduce_in_backward(self.group, lambda: self.early and not self.whole_steps, self._reduces)
+        outside_private.hook_outputs(fsdp_private.state_of(module))
         if looks_up(module):
             outside_private.not_in_backward(self.group)
         vars(module)["_parameters"] = _Parameters(self, module._parameters)

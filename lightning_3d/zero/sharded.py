@@ -318,9 +318,9 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
 
     def gather(module: nn.Module, args: Any) -> None:
         fsdp_private.gather(group)
-        if gathered is not None:
-            gathered(group)
         if half is not None:
             half.before_forward(group, module)
+        if gathered is not None:
+            gathered(group)
 
     return gather

@@ -24,6 +24,8 @@ POWERSGD_RANK = 4
 LARGE_LOGITS, LOGITS_PART = 2**29, 2**27
 """Bytes of a rank's logits from which their loss is computed in parts, and of one part. Backward multiplies again,
 which smaller logits do not repay. Some five times a part is in use at a time."""
+APART_BYTES = 4 * 2**20
+"""Parameters of a module outside of the blocks from which ZeRO 3 gathers and frees it by itself."""
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"

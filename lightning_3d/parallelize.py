@@ -78,8 +78,9 @@ def parallelize(
         patch_heads(module, [name for chain in plan.anatomy.chains for name in chain.blocks], undo)
     if parallel.tensor is not None:
         parallel.splits = parallel.tensor.by_parameter()
-        for block in parallel.data.blocks if isinstance(parallel.data, ShardedData) else ():
-            undo.callback(block.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True).remove)
+        sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
+        for unit in (*sharded.blocks, *sharded.apart) if sharded is not None else ():
+            undo.callback(unit.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True).remove)
     if parallel.stages is not None:
         parallel.stages.locate_parameters(module)
 

@@ -205,6 +205,7 @@ PRIVATE = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_common": {
         "DDPMeshInfo": "zero/fsdp_private",
+        "TrainingState": "zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "_module_info": "zero/fsdp_private",
@@ -227,7 +228,9 @@ PRIVATE = {
         "_reduce_scatter_process_group": "zero/fsdp_private",
         "_reshard_after_forward": "zero/fsdp_private",
         "_reshard_after_forward_event": "zero/fsdp_private",
+        "_register_post_backward_hook": "zero/outside_private",
         "_to_sharded": "zero/fsdp_private",
+        "_training_state": "zero/outside_private",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state": {
         "_states_to_forward_prefetch": "zero/fsdp_private",
@@ -237,8 +240,9 @@ PRIVATE = {
         "_get_module_fsdp_state": "zero/fsdp_private",
         "_lazy_init": "zero/fsdp_private",
         "_post_forward_hook_handle": "zero/fsdp_private",
-        "_pre_backward": "zero/fsdp_private",
+        "_pre_backward": "zero/fsdp_private zero/outside_private",
         "_pre_forward_hook_handle": "zero/fsdp_private",
+        "_register_pre_backward_hook": "zero/outside_private",
         "_register_root_post_backward_final_callback": "zero/fsdp_private",
         "_root_post_backward_final_callback": "zero/fsdp_private",
         "_root_pre_forward": "zero/fsdp_private",

@@ -36,6 +36,11 @@ class CommConfig:
     bucket_mb: float = 25.0
     """Gradients travel together in buckets of this size (stage 0)."""
 
+    @property
+    def is_native(self) -> bool:
+        """True where gradients are sent by the library's collectives alone."""
+        return self.grad_sync == "native" and self.grad_compression is None
+
     def __post_init__(self) -> None:
         if self.grad_sync not in get_args(GradSync):
             raise ConfigurationError(f"grad_sync={self.grad_sync!r} is not one of {_names(GradSync)}.")

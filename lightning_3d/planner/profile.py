@@ -30,6 +30,10 @@ class Profile:
     last_parameters: float = 0
     """After the blocks: last norm and head."""
     last_whole: float = 0
+    first_freed: float = 0
+    """Of `first_parameters`, those of large embeddings: ZeRO 3 has them only while they are called."""
+    last_freed: float = 0
+    """Of `last_parameters`, those of large heads: ZeRO 3 frees them when their gradients are reduced."""
     rows: tuple[tuple[str, int, float], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
     tied_parameters: float = 0

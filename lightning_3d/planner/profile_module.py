@@ -30,6 +30,7 @@ from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import Precision, number_bytes
 from lightning_3d.sandbox.shapes_only import ShapesOnly
 from lightning_3d.sandbox.trees import leaves
+from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units
 
 
 @dataclass
@@ -98,12 +99,15 @@ def count_module(
             block_frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
         )
     placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
+    apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
     kinds = {
         "half": {id(parameter) for parameter in parameter_places.products(module)},
         "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
         "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
         "unsplit": parameter_places.unsplit(module, chain),
         "words": parameter_places.vocabulary(module, chain),
+        "apart": {id(parameter) for part in apart for parameter in part.parameters()},
+        "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
 
     def elements(place: str, kind: str | None = None) -> int:
@@ -129,6 +133,8 @@ def count_module(
         first_whole=elements("first") - elements("first", "words"),
         last_parameters=elements("last"),
         last_whole=elements("last") - elements("last", "words"),
+        first_freed=elements("first", "looked up"),
+        last_freed=elements("last", "apart"),
         rows=tuple((place, height, size) for (place, height), size in rows.items()),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,

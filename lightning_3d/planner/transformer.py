@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.layout import APART_BYTES
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import NumberBytes, Precision, number_bytes
 
@@ -165,7 +166,7 @@ class Transformer:
         core = 2 * self.sequence**2 * (self.query_width + self.value_width)
         active = self.matrices(self.active_experts) / self.matrix_parameters
         mlp = 3 if self.gated else 2
-        words = self.vocabulary * self.hidden
+        words, places = self.vocabulary * self.hidden, self.positions * self.hidden
         scores = self.heads * self.sequence**2 * (2 * numbers.product + 1 if self.dropout else numbers.product)
         statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
         return Profile(
@@ -177,9 +178,11 @@ class Transformer:
             half_parameters=blocks / self.layers - self._norms,
             last_half=0 if self.tied else words,
             first_parameters=self.embedding_parameters,
-            first_whole=self.positions * self.hidden,
+            first_whole=places,
             last_parameters=self._norm + (0 if self.tied else words),
             last_whole=self._norm,
+            first_freed=sum(size for size in (0 if self.tied else words, places) if 4 * size >= APART_BYTES),
+            last_freed=words if not self.tied and 4 * words >= APART_BYTES else 0,
             tied_parameters=words if self.tied else 0,
             block_flops=2 * self.sequence * active * self.matrix_parameters * blocks / counted + core,
             expert_parameters=mlp * self.hidden * self.experts * self.expert_width * self.sparse_layers / self.layers,

@@ -61,3 +61,8 @@ def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D part of `mesh` that ZeRO shards over."""
     names = mesh.mesh_dim_names or ()
     return mesh[SHARD_AXIS] if SHARD_AXIS in names else mesh[DATA_AXIS]
+
+
+def copies_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 2-D part of `mesh` with the copies and the shards of hybrid shard."""
+    return mesh[REPLICATE_AXIS, SHARD_AXIS]

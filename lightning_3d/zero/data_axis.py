@@ -46,6 +46,14 @@ class DataAxis:
         self._replicas.append(replicas)
         return replicas
 
+    @property
+    def native_copies(self) -> bool:
+        """True where FSDP2 itself averages over the copies of hybrid shard.
+
+        It keeps its buffers alive while they are on their way, and overlaps them by its streams.
+        """
+        return self.axes.replicate is not None and self.config.is_native
+
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""
         shard = build_collectives(self.config, self.axes.shard or self.axes.data, self.ledger, "data_parallel")
@@ -53,7 +61,9 @@ class DataAxis:
         if self.axes.replicate is not None:
             replicate = build_collectives(self.config, self.axes.replicate, self.ledger, "data_replicate")
         compression = build_compression(self.config, shard)
-        sharded = FullySharded(root, shard, self.engine, replicate, compression=compression)
+        sharded = FullySharded(
+            root, shard, self.engine, replicate, native_copies=self.native_copies, compression=compression
+        )
         self._sharded.append(sharded)
         return sharded
 

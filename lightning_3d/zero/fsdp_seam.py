@@ -62,8 +62,9 @@ class FullySharded:
         root: holds the sharded modules (it may be one itself).
         collectives: over the ranks of the shard axis, on a group that nothing else uses.
         engine: runs them; the same one for everything on these ranks.
-        replicate: over the ranks that have the same shard (hybrid shard). The mesh of the shards is 1-D then: with a
-            2-D mesh FSDP2 reduces over the second axis itself, by the library's all-reduce, and waits for it.
+        replicate: over the ranks that have the same shard (hybrid shard).
+        native_copies: the mesh of the shards is 2-D. FSDP2 averages over `replicate` itself, by the library's
+            all-reduce, and is only counted here. Otherwise the mesh is 1-D.
         compression: for the reduce-scatters, over the same ranks. The keys of its memory are module name and position.
 
     At the end of backward all gradients are there. A pipeline calls `post_backward` outside of a backward. There each
@@ -77,6 +78,7 @@ class FullySharded:
         engine: BackgroundQueue,
         replicate: Collectives | None = None,
         *,
+        native_copies: bool = False,
         compression: Compression | None = None,
     ) -> None:
         self.collectives, self.engine, self.replicate = collectives, engine, replicate
@@ -85,6 +87,8 @@ class FullySharded:
         self.direct = engine.threaded and collectives.takes_pieces and collectives.size > 1
         self.names = {module: name for name, module in root.named_modules()}
         self.modules = [module for module in root.modules() if groups_at(module)]
+        self.one_ahead = any(map(frees_parameters, self.modules))
+        """True where a module's gather starts no earlier than with the call of the one before."""
         self.order: list[nn.Module] = []
         """The modules in the order in which they were first gathered."""
         self._pending: list[Handle] = []
@@ -94,10 +98,11 @@ class FullySharded:
         self._queued = False
         self._later = False
         self._hooks = []
+        over_copies = self._count_all_reduce if native_copies else self._all_reduce
         for module in self.modules:
             for group in groups_at(module):
                 gather, scatter = _AllGather(self, module, group), _ReduceScatter(self, module, group)
-                install(group, gather, scatter, None if replicate is None else self._all_reduce, engine.threaded)
+                install(group, gather, scatter, None if replicate is None else over_copies, engine.threaded)
             if engine.threaded:
                 self._hooks.append(module.register_forward_pre_hook(self._gather_ahead))
 
@@ -186,6 +191,11 @@ class FullySharded:
         handle = self.engine.submit(lambda: replicate.all_reduce(shard, average=True), name)
         self._end(handle, self._later)
 
+    def _count_all_reduce(self, shard: Tensor) -> None:
+        """FSDP2's hook after its own all-reduce."""
+        assert self.replicate is not None
+        self.replicate.count("all_reduce", 2 * (self.replicate.size - 1) * shard.nbytes // self.replicate.size)
+
     def _end(self, handle: Handle, later: bool) -> None:
         if not later:
             handle.wait()
@@ -213,7 +223,7 @@ class FullySharded:
         if not torch.is_grad_enabled() or in_backward() or module not in self.order:
             return
         following = self.order[self.order.index(module) + 1 :]
-        for later in following[:1] if frees_parameters(module) else following:
+        for later in following[:1] if self.one_ahead else following:
             for group in groups_at(later):
                 group.unshard(async_op=True)
 

@@ -2,9 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.ranks.shards import local
@@ -43,6 +46,42 @@ def shard_units(module: nn.Module, anatomy: Anatomy, *, freed: bool) -> list[nn.
                 if here and all(owners[key] == count for key, count in inside.items()):
                     units[id(unit)] = unit
     return list(units.values())
+
+
+def outside_units(module: nn.Module, units: list[nn.Module]) -> dict[str, nn.Module]:
+    """Return the large modules outside of `units` that are gathered for their calls, by name.
+
+    A module that is called inside of compiled code stays with the root, since hooks would end the compiled graph. So
+    does one whose weight another module has too.
+    """
+    owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    left_out = {id(part) for unit in units for part in unit.modules()}
+    found = {}
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            left_out.update(id(inner) for inner in part.modules())
+        own = [parameter for parameter in part.parameters(recurse=False) if not parameter.is_meta]
+        if id(part) in left_out or not own or part is module or not _is_unit(part):
+            continue
+        if sum(local(parameter).nbytes for parameter in own) >= APART_BYTES and all(owners[id(p)] == 1 for p in own):
+            found[name] = part
+    return found
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Return True for a module that is called, has all its parameters itself, and that FSDP2 can shard."""
+    called = type(module).forward is not nn.Module.forward and not isinstance(module, ParametrizationList)
+    inside = sum(1 for _ in module.parameters())
+    own = {parameter.dtype for parameter in module.parameters(recurse=False)}
+    sparse = isinstance(module, _LOOKED_UP) and module.sparse
+    return called and not sparse and len(own) == 1 and inside == sum(1 for _ in module.parameters(recurse=False))
+
+
+def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Return True for a module that only looks up rows of its weight, whose values its backward does not need."""
+    own = vars(module).get("forward")  # ours does too
+    ours = own is None or type(own).__module__.partition(".")[0] == __package__.partition(".")[0]
+    return ours and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
 
 
 def _is_small(module: nn.Module) -> bool:

@@ -17,16 +17,17 @@ from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.ranks.mesh import shard_mesh
+from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.deferred import empty, realize
-from lightning_3d.zero import fsdp_private
+from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel
 from lightning_3d.zero.half_weights import HalfWeights
+from lightning_3d.zero.outside_units import OutsideUnit
 from lightning_3d.zero.replicated import ReplicatedData
 from lightning_3d.zero.rows import my_interval
-from lightning_3d.zero.shard_units import shard_units, unshardable
+from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 from lightning_3d.zero.toggles import follow_toggles
 from lightning_3d.zero.written import unwritten
@@ -63,8 +64,11 @@ class ShardedData(DataParallel):
         undo: UndoStack,
     ) -> None:
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipeline_parallel_size > 1
+        axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
         units = self.blocks = shard_units(module, anatomy, freed=self._frees)
+        apart = outside_units(module, units) if self._frees else {}
+        units = [*units, *apart.values()]
         self.refused = unshardable([*units, module])
         self.originals: dict[nn.Parameter, _Spec] = {}
         pin = torch.cuda.is_available() and disk is None
@@ -84,8 +88,8 @@ class ShardedData(DataParallel):
                 strides = {name: _make_contiguous(parameter) for name, parameter in full.items()}
                 fully_shard(
                     unit,
-                    mesh=mesh,
-                    reshard_after_forward=self._frees and unit is not module,
+                    mesh=axes,
+                    reshard_after_forward=self._frees and (unit in self.blocks or looks_up(unit)),
                     offload_policy=host,
                     ignored_params=set(self.refused),
                 )
@@ -104,12 +108,16 @@ class ShardedData(DataParallel):
         here = [parameter for parameter in self.refused if not parameter.is_meta]
         self.replicated = ReplicatedData(data_axis.replicas(here), undo) if here else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
+        ranks, end = mesh.get_group(), self._end_with_reduction
+        self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}
+        """Large modules outside of the blocks. A step may read their parameters, as it may the root's."""
         # in compiled code a guard would end the graph; with autocast it decides about the precision of weights
         compiled = [inner for inner in module.modules() if self.half is None and is_compiled(inner)]
         unguarded = {inner for each in compiled for inner in each.modules()}
         for group in self.groups:
             for owner in fsdp_private.owners(group) - unguarded:
-                undo.callback(owner.register_forward_pre_hook(_guard(group, self.half), prepend=True).remove)
+                guard = _guard(group, self.half, end if owner in self.apart else None)
+                undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
         follow_toggles(module, self._follow_shards, undo)
         self.trained = 0
         """Number of training steps so far."""
@@ -149,10 +157,11 @@ class ShardedData(DataParallel):
             # Without streams nothing is prefetched by itself: start all gathers now, each block waits for its own.
             for group in self.groups:
                 fsdp_private.gather(group, wait=False)
-        for group in self.groups:
-            if any(module is self.module for module in group.modules):
-                fsdp_private.gather(group)
-                self._end_with_reduction(group)
+        for group in fsdp_private.groups_at(self.module):
+            fsdp_private.gather(group)
+            self._end_with_reduction(group)
+        for unit in self.apart.values():
+            unit.begin()
 
     @contextmanager
     def forbid_writes(self) -> Iterator[None]:
@@ -164,23 +173,27 @@ class ShardedData(DataParallel):
                 yield
 
     def _end_with_reduction(self, group: Any) -> None:
-        """Have every backward that reaches the root's parameters end with the reduction, whoever calls it."""
+        """Have every backward that reaches the group's parameters end with the reduction, whoever calls it."""
+
+        def end(_: Tensor) -> None:
+            outside_private.reduce_late(group)
+            fsdp_private.queue_end_of_backward(self.module)
+
         for param in group.fsdp_params:
             full = fsdp_private.full_parameter(param)
             if full.requires_grad and full not in self.ended:
-                self.ended[full] = full.register_post_accumulate_grad_hook(
-                    lambda _: fsdp_private.queue_end_of_backward(self.module)
-                )
+                self.ended[full] = full.register_post_accumulate_grad_hook(end)
 
     def _follow_shards(self) -> None:
         """Have the gathered parameters get gradients where their shards do."""
         fsdp_private.follow_shards(self.groups)
-        for group in self.groups:
-            if group.is_unsharded and any(module is self.module for module in group.modules):
+        for group in (*fsdp_private.groups_at(self.module), *(unit.group for unit in self.apart.values())):
+            if group.is_unsharded:
                 self._end_with_reduction(group)
 
     def finish_forward(self) -> None:
         fsdp_private.close_step(self.module, self.groups)
+        self._end_units()
         self._end_reads()
 
     def before_backward(self, loss: Tensor) -> None:
@@ -192,8 +205,13 @@ class ShardedData(DataParallel):
 
     def after_backward(self) -> None:
         self.seam.finish()
+        self._end_units()
         self.replicated.after_backward()
         self._end_reads()
+
+    def _end_units(self) -> None:
+        for unit in self.apart.values():
+            unit.end()
 
     def _end_reads(self) -> None:
         if self.disk is not None:
@@ -218,6 +236,7 @@ class ShardedData(DataParallel):
 
     def reshard(self) -> None:
         fsdp_private.reshard(self.groups)
+        self._end_units()
         self._end_reads()
         if self.half is not None:
             self.half.end()
@@ -294,12 +313,14 @@ def _make_contiguous(parameter: nn.Parameter) -> tuple[int, ...]:
     return stride
 
 
-def _guard(group: Any, half: HalfWeights | None) -> Callable[..., None]:
-    """Gather a group when a module of it is not called through its block or step."""
+def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None] | None) -> Callable[..., None]:
+    """Gather a group when a module of it is not called through its block or step, and call `gathered`."""
 
     def gather(module: nn.Module, args: Any) -> None:
         fsdp_private.gather(group)
         if half is not None:
             half.before_forward(group, module)
+        if gathered is not None:
+            gathered(group)
 
     return gather

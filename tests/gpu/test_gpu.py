@@ -11,6 +11,7 @@ from tests.bench.bench_gpu import Large
 from tests.parity import QUIET, assert_same, reference, train
 from tests.same.test_matrix import _difference
 from tests.workers import run
+from tests.zero.test_outside import assert_freed, weighed
 from tests.zoo.language import UntiedGPT
 
 pytestmark = [
@@ -76,6 +77,11 @@ def test_layouts_of_several_devices_are_one_device(world, strategy):
     attributes = {"optimizer": "plain_sgd"}
     wanted = reference("GPT", attributes, trainer)
     assert_same(run(train, "GPT", world, strategy, attributes, trainer, world=world, timeout=300), wanted, 1e-4)
+
+
+@_several(2)
+def test_large_embeddings_and_heads_are_freed_while_blocks_run():
+    assert_freed(run(weighed, "gpu", world=2, timeout=300))
 
 
 class Strict(Callback):

@@ -104,9 +104,9 @@ def assert_account(name, layout, precision, *, run_real):
         assert_as_planned(plan, plan.layout.coordinate(index % world), found, counters)
 
 
-@pytest.mark.parametrize("layout", ["2 zero1", "2 zero3"])
-def test_plan_dry_run_and_real_ranks_agree(layout):
-    assert_account("GPT", layout, "bf16-mixed", run_real=True)
+@pytest.mark.parametrize(("name", "layout"), [("GPT", "2 zero1"), ("GPT", "2 zero3"), ("Words", "2 zero3")])
+def test_plan_dry_run_and_real_ranks_agree(name, layout):
+    assert_account(name, layout, "bf16-mixed", run_real=True)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("BERT", "4 both"), ("Encoder", "1"), ("ViT", "2 zero3")])

@@ -81,6 +81,15 @@ class GPT(Sized):
         return loss
 
 
+@member("zero", because="An embedding and a head of their own, each so large that ZeRO 3 has it only while it is used.")
+class Words(GPT):
+    rows = 2
+
+    def __init__(self):
+        super().__init__(width=64, layers=4, vocabulary=16640, context=32)
+        self.head = nn.Linear(64, self.vocabulary, bias=False)
+
+
 class Residual(nn.Module):
     def __init__(self, width: int):
         super().__init__()

@@ -1,0 +1,62 @@
+"""Hybrid shard: FSDP2 averages over the copies itself where gradients go by the library's collectives."""
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET, assert_same, reference, train
+from tests.workers import run
+from tests.zoo import MODULES
+
+HYBRID = {"zero_shard_size": 2, "quiet": True}
+TWICE = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
+def test_it_trains_as_on_one_device(stage):
+    attributes, strategy = {"optimizer": "plain_sgd"}, {**HYBRID, "zero_stage": stage, "grad_sync": "native"}
+    wanted = reference("GPT", attributes, TWICE)
+    assert_same(run(train, "GPT", 4, strategy, attributes, TWICE, world=4), wanted, 1e-5)
+
+
+@pytest.mark.long
+def test_with_tensor_ranks():
+    attributes = {"optimizer": "plain_sgd"}
+    strategy = {**HYBRID, "zero_stage": 3, "grad_sync": "native", "tensor_parallel_size": 2}
+    wanted = reference("GPT", attributes, TWICE)
+    assert_same(run(train, "GPT", 8, strategy, attributes, TWICE, world=8, timeout=300), wanted, 1e-4)
+
+
+class Meshes(Callback):
+    """Dimensions of the meshes that FSDP2 was given, and whether the seam averages over copies."""
+
+    def on_train_start(self, trainer, module):
+        groups = trainer.strategy._data.groups
+        self.dims = {group.mesh_info.mesh.ndim for group in groups}
+        self.ours = {group._all_reduce_hook.__name__ == "_all_reduce" for group in groups}
+
+    def on_train_end(self, trainer, module):
+        rows = trainer.strategy.data_axis.ledger.rows()
+        self.sent = {(row.axis, row.collective): (row.calls, row.bytes) for row in rows}
+
+
+def _fit(sync, streams):
+    meshes = Meshes()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Strategy3D, "_streams", streams)
+        strategy = Strategy3D(**HYBRID, **sync, zero_stage=3)
+        flags = {"max_steps": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2, "callbacks": [meshes]}
+        Trainer(**{**QUIET, **flags}, devices=4, strategy=strategy).fit(MODULES["GPT"]())
+    return meshes.dims, meshes.ours, meshes.sent
+
+
+def test_who_averages_over_the_copies_and_that_the_bytes_are_the_same():
+    ours = run(_fit, {"grad_sync": "ring"}, False, world=4)
+    native = run(_fit, {"grad_sync": "native"}, False, world=4)
+    streams = run(_fit, {}, True, world=4)
+    compressed = run(_fit, {"grad_sync": "native", "grad_compression": "bf16"}, False, world=4)
+    for each in (*ours, *compressed):
+        assert each[:2] == ({1}, {True})
+    for each, ring in zip((*native, *streams), (*ours, *ours), strict=True):
+        assert each[:2] == ({2}, {False})
+        assert each[2] == ring[2]

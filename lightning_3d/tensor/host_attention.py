@@ -1,5 +1,6 @@
-"""Attention of Hugging Face that needs a GPU: a proof runs on the CPU, and takes torch's own attention in its place.
+"""Attention in a proof, which runs on the CPU.
 
+Attention of Hugging Face that needs a GPU is replaced by torch's own.
 Each head is computed from its own queries, keys and values by both, so that a division of heads which is right with one
 is right with the other. A tensor that such a function may divide by heads too (attention sinks) is refused.
 """
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.interceptor import Call, Rule
 
 _KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -28,6 +31,17 @@ def attention_on_host() -> Iterator[None]:
                 undo.callback(functions.__setitem__, name, functions[name])
                 functions[name] = _Kernel(functions["sdpa"])
         yield
+
+
+class RefuseNoHeads(Rule):
+    """Refuse attention without heads. A wrong candidate may ask for it, and torch 2.11 then ends the process."""
+
+    def before(self, call: Call) -> Call:
+        if call.func is F.scaled_dot_product_attention:
+            given = [*call.args, *call.kwargs.values()]
+            if any(isinstance(each, Tensor) and each.numel() == 0 for each in given):
+                raise ValueError("This division leaves attention without heads.")
+        return call
 
 
 class _Kernel:

@@ -20,6 +20,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
 from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.host_attention import RefuseNoHeads
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation, tensors_in
@@ -70,7 +71,7 @@ def outcome(module: nn.Module, sample: Sample, sums: Mapping[str, Sequence[int]]
     call = sample.fresh()
     inputs = call.tensors()
     silence = SilenceRandom()
-    with torch.enable_grad(), Interceptor(silence):
+    with torch.enable_grad(), Interceptor(RefuseNoHeads(), silence):
         results = compute_late(tensors_in(module(*call.args, **call.kwargs)))
     with torch.enable_grad():  # outside of the interceptor, where random numbers are constants
         generator = torch.Generator().manual_seed(1)
@@ -256,7 +257,7 @@ def _forward(
     with UndoStack() as undo:
         patch_unit(shard, plan, axis, undo)
         call = sample.fresh()
-        with torch.no_grad(), Interceptor(SilenceRandom()):
+        with torch.no_grad(), Interceptor(RefuseNoHeads(), SilenceRandom()):
             return tensors_in(shard(*call.args, **call.kwargs))
 
 

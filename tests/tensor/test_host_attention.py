@@ -4,8 +4,11 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.host_attention import RefuseNoHeads
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests.zoo import blocks
 
@@ -53,3 +56,12 @@ def test_what_the_cpu_cannot_prove_stays_unsplit():
     plan = _plan(module, "flash_attention_2")
     assert not plan.units
     assert all("flash attention takes 's_aux'" in why for why in plan.unsplit.values())
+
+
+def test_attention_without_heads_is_an_error_of_the_candidate():
+    """The CPU kernel of torch 2.11 divides by their number, which ended the process of Phi-3 with tensor ranks."""
+    empty, one = torch.zeros(2, 0, 8, 16), torch.zeros(2, 1, 8, 16)
+    with Interceptor(RefuseNoHeads()):
+        with pytest.raises(ValueError, match="without heads"):
+            F.scaled_dot_product_attention(empty, key=empty, value=empty)
+        assert F.scaled_dot_product_attention(one, one, one, is_causal=True).shape == one.shape

@@ -21,11 +21,12 @@ def tensors(rows):
 @pytest.mark.parametrize("name", in_turn([*(f"GPT-{layout}" for layout in LAYOUTS), *BF16, *ENCODER], 3))
 def test_layout_is_as_recorded(name):
     kind, layout, *precision = name.split("-")
+    close = 5e-4 if precision else 1e-5  # products of bf16 are rounded otherwise by other models of CPU (6e-5)
     rows = measure(kind, layout, "bf16-mixed" if precision else "32-true")
     for rank, (got, wanted) in enumerate(zip(rows, RECORDED[name], strict=True)):
         assert tensors(got["sent"]) == tensors(wanted["sent"]), f"rank {rank} sends something else"
-        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
-        assert got["weights"] == pytest.approx(wanted["weights"], rel=1e-5)
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=close)
+        assert got["weights"] == pytest.approx(wanted["weights"], rel=close)
         assert all(runs <= before for runs, before in zip(got["runs"], wanted["runs"], strict=True)), (
             f"training_step runs more often (before, in the first, in the last batch): {got['runs']}"
         )

@@ -154,7 +154,7 @@ def rank_memory(
     """
     kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
     states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
-    temporary = gathered_weights(job, layout, blocks=2, head=False) + _block_gradients(job, layout)
+    temporary = gathered_weights(job, layout, backward=True) + _block_gradients(job, layout)
     after_forward = _after_forward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
     return max(after_forward, replace(states, buffers=temporary), key=lambda memory: memory.total)
 
@@ -315,19 +315,14 @@ def transfers(layout: Layout, stage: int) -> int:
     return sum(0 <= near < count and near not in own for near in next_to)
 
 
-def gathered_weights(job: Job, layout: Layout, blocks: int = 1, *, head: bool = True) -> float:
-    """Bytes of the full weights of `blocks` blocks and of those outside them, on a device that has only shards.
-
-    Args:
-        head: True until the gradients of a large head are reduced, at the start of backward.
-    """
+def gathered_weights(job: Job, layout: Layout, *, backward: bool = False) -> float:
+    """Bytes of full weights on a device that has only shards: of a block and the head, or of two blocks in backward."""
     if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
     profile, numbers = job.profile, job.numbers(layout)
-    outside = profile.first_parameters + profile.last_parameters
-    half = profile.first_half + profile.last_half
-    if layout.zero_stage == 3:
-        outside -= profile.first_freed + (0 if head else profile.last_freed)
-        half -= 0 if head else min(half, profile.last_freed)
+    freed = layout.zero_stage == 3
+    head = profile.last_freed if freed and backward else 0.0
+    outside = profile.first_parameters + profile.last_parameters - (profile.first_freed if freed else 0.0) - head
+    half = profile.first_half + (0 if head else profile.last_half)
     rest = (numbers.gathered * outside - (numbers.gathered - numbers.half) * half) / layout.tensor_parallel_size
-    return blocks * block_bytes(job, layout) + rest
+    return (1 + backward) * block_bytes(job, layout) + rest

@@ -73,17 +73,13 @@ def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> 
 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
-    """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew.
-
-    Stage 3 sends a large embedding and a large head by themselves.
-    """
+    """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
     units, piped = layers_on_rank(job.profile.layers, layout) + 1, layout.pipeline_parallel_size > 1
-    apart = (job.profile.first_freed > 0) + (job.profile.last_freed > 0)
     if shards(layout) == 1:
         return 1
     if piped or layout.zero_stage == 1:
         return 2 * units
-    return microbatches * (2 * units if layout.zero_stage == 2 else 3 * units - 1 + 2 * apart)
+    return microbatches * (2 * units if layout.zero_stage == 2 else 3 * units - 1)
 
 
 def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from lightning_3d.comm.ring import ring_all_reduce
 from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.local_cluster import machine_memory
+from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.planner.step_time import USUAL_KERNELS
 
 TIMEOUT = 120

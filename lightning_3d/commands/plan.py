@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +13,10 @@ from lightning_3d.commands.printable import printable
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import GradCompression, OffloadMode, RecomputeMode, Schedule, ZeroStage
 from lightning_3d.planner.answers import Answer, answer, catalogue_of, deadline_of, refuse_ignored, serving_of
-from lightning_3d.planner.job import Offloaded
+from lightning_3d.planner.job import Job, Offloaded
 from lightning_3d.planner.plain_yaml import read_plain
-from lightning_3d.planner.plan_report import job_data, plan_data
+from lightning_3d.planner.plan_report import strategy_line
+from lightning_3d.planner.priced_layout import Plan, ends
 from lightning_3d.planner.show import parse_dollars, real
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
@@ -88,9 +90,57 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
 
 def _data(result: Answer) -> dict[str, object]:
     return {
-        "job": job_data(result.plans[0].job),
-        "plans": [plan_data(plan) for plan in result.plans],
+        "job": _job_data(result.plans[0].job),
+        "plans": [_plan_data(plan) for plan in result.plans],
         "notes": list(result.notes),
+    }
+
+
+def _plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data: bytes, seconds, dollars. Lists have the first and the last pipeline rank."""
+    return {
+        "layout": asdict(plan.layout),
+        "options": asdict(plan.job.options),
+        "not_run_by_this_package": list(plan.job.options.not_run),
+        "cluster": {
+            "name": str(plan.cluster),
+            "accelerator": plan.cluster.accelerator.name,
+            "nodes": plan.cluster.nodes,
+            "devices": plan.cluster.devices,
+        },
+        "microbatch_samples": plan.micro,
+        "microbatches": plan.microbatches,
+        "strategy": strategy_line(plan),
+        "state_bytes": [asdict(plan.states(stage)) for stage in ends(plan.layout)],
+        "sent_bytes": [plan.sent(stage) for stage in ends(plan.layout)],
+        "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
+        "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
+        "fits": plan.fits,
+        "step_seconds": {**asdict(plan.time), "total": plan.time.total},
+        "limited_by": plan.time.limit,
+        "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "steps": plan.job.steps,
+        "tokens_per_second": plan.tokens_per_second,
+        "days": plan.seconds / 86400,
+        "device_hours": plan.device_hours,
+        "dollars": plan.dollars,
+        "kwh": plan.kwh,
+    }
+
+
+def _job_data(job: Job) -> dict[str, Any]:
+    return {
+        "model": job.profile.name,
+        "parameters": job.profile.parameters,
+        "active_parameters": job.profile.active,
+        "layers": job.profile.layers,
+        "tokens_per_sample": job.profile.tokens,
+        "samples": job.samples,
+        "batch": job.batch,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "model_flops_per_step": job.profile.model_flops(job.batch),
     }
 
 

@@ -1,9 +1,11 @@
-"""Memory of the process: its peak, and what it has freed and the system does not have back."""
+"""Memory of the machine, and of the process: its peak, and what it has freed and the system does not have back."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -49,3 +51,10 @@ def peak_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Bytes of memory that this machine's processes may use: a container may be given less than there is."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(physical, int(allowed)) if allowed.isdigit() else physical

@@ -4,7 +4,7 @@ Notes name assumptions, energy, the size of a checkpoint, and rules of thumb nex
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -131,7 +131,7 @@ def notes_on(args: Namespace, best: Plan) -> tuple[str, ...]:
         f"{show_hours(best.device_hours)} device-hours" + (f", {show_hours(best.kwh)} kWh" if best.kwh else "")
     )
     notes.append(checkpoint_note(best))
-    notes += [*restarts(best), *old_price(best)]
+    notes += [*losses(best), *old_price(best)]
     notes += [f"priced only, not run by this package: {name}" for name in job.options.not_run]
     notes += by_hand(best) if job.profile.tokens > 1 else []
     if job.profile.trained != job.profile.parameters:
@@ -159,29 +159,22 @@ def old_price(plan: Plan) -> list[str]:
     return [f"the price of {plan.cluster.accelerator.name} is of {price.date}, older than a year: --price takes yours"]
 
 
-def restarts(plan: Plan) -> list[str]:
+def losses(plan: Plan) -> Iterator[str]:
     """Failures and slow machines of the cluster, where they take more than a thousandth of the time."""
-    lost, hours = 1 - running_share(plan.cluster), plan.cluster.accelerator.failure_hours
-    slower, share = slowest(plan.cluster) - 1, plan.cluster.accelerator.slow_share
+    device, lost, slower = plan.cluster.accelerator, 1 - running_share(plan.cluster), slowest(plan.cluster) - 1
     if plan.job.sustained is not None:
-        return []
-    waits = (
-        []
-        if slower < 0.001
-        else [
-            f"slow machines add {slower:.1%} to the time: one in {1 / share:,.0f} is {SLOWNESS:.0%} slower (MegaScale),"
-            " and all wait for it (--set slow_share=)"
-        ]
-    )
-    return (
-        waits
-        if lost < 0.001
-        else [
-            *waits,
-            f"a failure every {show_seconds(hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of the time: one in"
-            f" {hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost (--set failure_hours=)",
-        ]
-    )
+        return
+    if slower >= 0.001:
+        yield (
+            f"slow machines add {slower:.1%} to the time: one in {1 / device.slow_share:,.0f} is {SLOWNESS:.0%} slower"
+            " (MegaScale), and all wait for it (--set slow_share=)"
+        )
+    if lost >= 0.001:
+        yield (
+            f"a failure every {show_seconds(device.failure_hours * 3600 / plan.cluster.devices)} takes {lost:.1%} of"
+            f" the time: one in {device.failure_hours:,.0f} h of a device (Llama 3), {LOST_SECONDS / 60:.0f} min lost"
+            " (--set failure_hours=)"
+        )
 
 
 def other_rates(plans: Sequence[Plan]) -> list[str]:

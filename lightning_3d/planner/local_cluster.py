@@ -8,12 +8,12 @@ import re
 import warnings
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from lightning_3d.errors import PlannerError
+from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.planner.catalogue import CALIBRATED, Catalogue
 from lightning_3d.planner.hardware import Accelerator, Cluster
 
@@ -66,10 +66,3 @@ def _part_of_a_server(processes: int) -> Accelerator:
     share = (os.cpu_count() or 1) / SERVER_CORES / processes
     peaks = MappingProxyType({dtype: peak * share for dtype, peak in server.peak_tflops.items()})
     return replace(server, peak_tflops=peaks, memory_gb_per_s=server.memory_gb_per_s * share)
-
-
-def machine_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
-    """Bytes of memory that this machine's processes may use: a container may be given less than there is."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
-    return min(physical, int(allowed)) if allowed.isdigit() else physical

@@ -51,8 +51,7 @@ def tied_copy(profile: Profile, layout: Layout) -> float:
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     tensor = layout.tensor_parallel_size
-    split = (profile.block_parameters - profile.whole_parameters) / tensor
-    parameters = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters)
+    parameters = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor)
     if stage == 0:
         parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
     if stage == last_rank(layout):
@@ -72,8 +71,7 @@ def _padding(profile: Profile, layout: Layout, stage: int) -> float:
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     tensor = layout.tensor_parallel_size
-    split = (profile.block_parameters - profile.whole_parameters) / tensor
-    frozen = layers_on_rank(profile.layers, layout, stage) * (split + profile.whole_parameters) * profile.frozen_share
+    frozen = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == last_rank(layout):
@@ -89,9 +87,9 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
         half += profile.first_half
     if stage == last_rank(layout):
         half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
-    present = rank_parameters(profile, layout, stage) - absent_experts(job, layout, stage)
-    half -= absent_experts(job, layout, stage)
-    return numbers.gathered * present - (numbers.gathered - numbers.half) * half
+    absent = absent_experts(job, layout, stage)
+    present = rank_parameters(profile, layout, stage) - absent
+    return numbers.gathered * present - (numbers.gathered - numbers.half) * (half - absent)
 
 
 def absent_experts(job: Job, layout: Layout, stage: int) -> float:
@@ -111,8 +109,12 @@ def block_bytes(job: Job, layout: Layout) -> float:
 def _half(job: Job, layout: Layout) -> float:
     """Parameters of products in one block on a tensor rank. Norms are unsplit."""
     profile = job.profile
-    here = (profile.block_parameters - profile.whole_parameters) / layout.tensor_parallel_size
-    return here + profile.whole_parameters - (profile.block_parameters - profile.half_parameters)
+    return _in_block(profile, layout.tensor_parallel_size) - (profile.block_parameters - profile.half_parameters)
+
+
+def _in_block(profile: Profile, tensor: int) -> float:
+    """Parameters of one block on one of `tensor` ranks."""
+    return (profile.block_parameters - profile.whole_parameters) / tensor + profile.whole_parameters
 
 
 def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:

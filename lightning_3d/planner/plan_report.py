@@ -1,4 +1,4 @@
-"""Plans as tables for people and as plain data for programs."""
+"""Plans as tables for people."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -163,54 +163,6 @@ def job_lines(job: Job) -> list[str]:
     )
     steps = f"{data} in {job.steps:,.0f} steps of {job.batch // slices:,} samples, {job.precision}, {job.optimizer}"
     return [what, steps]
-
-
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data: bytes, seconds, dollars. Lists have the first and the last pipeline rank."""
-    return {
-        "layout": asdict(plan.layout),
-        "options": asdict(plan.job.options),
-        "not_run_by_this_package": list(plan.job.options.not_run),
-        "cluster": {
-            "name": str(plan.cluster),
-            "accelerator": plan.cluster.accelerator.name,
-            "nodes": plan.cluster.nodes,
-            "devices": plan.cluster.devices,
-        },
-        "microbatch_samples": plan.micro,
-        "microbatches": plan.microbatches,
-        "strategy": strategy_line(plan),
-        "state_bytes": [asdict(plan.states(stage)) for stage in ends(plan.layout)],
-        "sent_bytes": [plan.sent(stage) for stage in ends(plan.layout)],
-        "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
-        "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
-        "fits": plan.fits,
-        "step_seconds": {**asdict(plan.time), "total": plan.time.total},
-        "limited_by": plan.time.limit,
-        "mfu": plan.mfu,
-        "hfu": plan.hfu,
-        "steps": plan.job.steps,
-        "tokens_per_second": plan.tokens_per_second,
-        "days": plan.seconds / 86400,
-        "device_hours": plan.device_hours,
-        "dollars": plan.dollars,
-        "kwh": plan.kwh,
-    }
-
-
-def job_data(job: Job) -> dict[str, Any]:
-    return {
-        "model": job.profile.name,
-        "parameters": job.profile.parameters,
-        "active_parameters": job.profile.active,
-        "layers": job.profile.layers,
-        "tokens_per_sample": job.profile.tokens,
-        "samples": job.samples,
-        "batch": job.batch,
-        "precision": job.precision,
-        "optimizer": job.optimizer,
-        "model_flops_per_step": job.profile.model_flops(job.batch),
-    }
 
 
 def _is_number(text: str) -> bool:

@@ -32,10 +32,14 @@ def fingerprint(value: Any) -> list[Print]:
 
 
 def sums(tensor: Tensor) -> Tensor:
-    """The sum of magnitudes, then those of all elements, of every third and of every seventh."""
+    """The sum of magnitudes, then those of all elements, of every third and of every seventh.
+
+    Without peers nothing is compared, and the first piece has the memory of all: a dry run has millions of pieces.
+    """
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     pieces = []
-    for piece in plain.flatten().split(_PIECE):
+    flat = plain.flatten()
+    for piece in flat.split(_PIECE) if has_peers() else [flat[:_PIECE]]:
         piece = piece.double()
         pieces.append(torch.stack([piece.abs().sum(), *(piece[::stride].sum() for stride in _STRIDES)]))
     return torch.stack(pieces).sum(0)

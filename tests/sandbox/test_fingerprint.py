@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from lightning_3d.sandbox import fingerprint as fingerprints
 from lightning_3d.sandbox.fingerprint import differ, fingerprint, grad_print, sums
 
 
@@ -31,3 +32,10 @@ def test_complex_numbers_count_with_both_parts():
     assert differ(fingerprint(values), fingerprint(values.conj()))
     assert grad_print(values)[0] == 15.0
     assert fingerprint(torch.zeros(0)) == [[0.0, 0.0, 0.0, 0.0]]
+
+
+def test_a_dry_run_sums_one_piece(monkeypatch):
+    """The gradients of 70 billion parameters have thousands of pieces, on every simulated rank."""
+    monkeypatch.setattr(fingerprints, "has_peers", lambda: False)
+    many = torch.arange(4.0 * fingerprints._PIECE)
+    assert torch.equal(sums(many), sums(many[: fingerprints._PIECE]))

@@ -125,7 +125,7 @@ def test_files_are_small():
 def test_the_planner_stays_small():
     planner = [file for file in FILES if _part(file) == "planner"]
     assert len(planner) <= 30
-    assert sum(len(file.read_text().splitlines()) for file in planner) <= 4434
+    assert sum(len(file.read_text().splitlines()) for file in planner) <= 4449
 
 
 def test_asserts_say_invariants_and_no_error_is_swallowed():

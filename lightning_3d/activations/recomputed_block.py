@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class RecomputedForward:
 
     def __init__(self, module: nn.Module, name: str, selective: bool) -> None:
         self.module, self.name, self.selective = module, name, selective
-        self.original = module.__dict__.get("forward")
+        self.original = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         self.__signature__ = inspect.signature(module.forward)
         self.buffers = _ChangedBuffers(module, name)
         self.on = True
@@ -49,7 +50,7 @@ class RecomputedForward:
         """For a memory budget: what the block would keep, once a call is measured."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.original or type(self.module).forward.__get__(self.module)
+        forward = self.original
         if not torch.is_grad_enabled() or in_backward() or in_checkpoint():
             return forward(*args, **kwargs)
         tensors = [leaf for leaf in leaves((args, kwargs)) if _is_plain(leaf)]

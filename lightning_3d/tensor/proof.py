@@ -162,13 +162,13 @@ class Prover:
     def _agree(self, cases: Sequence["Case"], plan: UnitPlan) -> UnitPlan:
         for training, sample, unsplit in cases:
             self.scratch.train(training)
-            if training:  # before anything large: most candidates do not run at all
-                outputs = {**plan.outputs, **_split_outputs(self.scratch, sample, plan, self.ranks, unsplit)}
-                plan = replace(plan, outputs=outputs, results=len(unsplit.outputs))
-            if self.large:
-                gc.collect()  # shards of other candidates, which an error still refers to
-                return_freed_memory()
             with own_pages() if self.large else nullcontext():
+                if training:  # before anything large: most candidates do not run at all
+                    outputs = {**plan.outputs, **_split_outputs(self.scratch, sample, plan, self.ranks, unsplit)}
+                    plan = replace(plan, outputs=outputs, results=len(unsplit.outputs))
+                if self.large:
+                    gc.collect()  # shards of other candidates, which an error still refers to
+                    return_freed_memory()
                 plan = _prove_once(self.scratch, sample, unsplit, plan, self.ranks)
         return plan
 

@@ -113,6 +113,7 @@ def _plain(named):
 ZERO_3, TENSOR, PIPELINE = {"zero_stage": 3}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 TENSOR_ZERO_3, TENSOR_PIPELINE = {**TENSOR, **ZERO_3}, {**TENSOR, **PIPELINE}
 SEQUENCE, RECOMPUTE = {**TENSOR, "sequence_parallel": True}, {**TENSOR, "recompute": "selective"}
+SOME = {"recompute": "auto", "recompute_budget": 4e5}
 ONE_GRAPH = [
     ("InPlace", {"zero_stage": 0}),
     ("Wrapped", ZERO_3),
@@ -145,6 +146,9 @@ ONE_GRAPH = [
         pytest.param("InPlace", SEQUENCE, marks=pytest.mark.long),
         pytest.param("Wrapped", SEQUENCE, marks=pytest.mark.long),
         pytest.param("Wrapped", RECOMPUTE, marks=pytest.mark.long),
+        pytest.param("Wrapped", {**ZERO_3, "recompute": "full"}, marks=pytest.mark.long),
+        pytest.param("Wrapped", {**TENSOR, **SOME}, marks=pytest.mark.long),
+        pytest.param("InPlace", {**ZERO_3, **SOME}, marks=pytest.mark.long),
         pytest.param("Wrapped", TENSOR_ZERO_3, marks=pytest.mark.long),
         pytest.param("InPlace", TENSOR_ZERO_3, marks=pytest.mark.long),
         pytest.param("Wrapped", TENSOR_PIPELINE, marks=pytest.mark.long),

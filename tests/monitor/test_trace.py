@@ -63,7 +63,9 @@ def shares(folder, strategy, axis):
     ranges = [event for event in named if "sending" not in event["name"]]  # a send begins, and waits for nobody
     spent = sum(event["dur"] for event in ranges) / 1e6
     found = next(iter(logger.kept.values())) if logger.kept else {}
-    return {name.rpartition("/")[2]: value for name, value in found.items() if "/share/" in name}, spent / traced.seconds
+    return {
+        name.rpartition("/")[2]: value for name, value in found.items() if "/share/" in name
+    }, spent / traced.seconds
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

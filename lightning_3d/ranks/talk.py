@@ -63,7 +63,7 @@ def all_equal(value: Any) -> bool:
     It costs one all-reduce of two numbers, where `gather` would bring a message of each rank to each. False for equal
     values that pickle differently, so a caller that gets False has to look.
     """
-    digest = int.from_bytes(hashlib.sha256(pickled(value)).digest()[:7])
+    digest = int.from_bytes(hashlib.sha256(pickled(value)).digest()[:7], "big")
     largest, least = _largest([digest, -digest])
     return largest == -least
 

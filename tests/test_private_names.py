@@ -207,7 +207,11 @@ PRIVATE = {
         "DDPMeshInfo": "zero/fsdp_private",
         "TrainingState": "zero/outside_private",
     },
+    "torch.distributed.fsdp._fully_shard": {
+        "_fsdp_param": "dryrun/lone_rank",
+    },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
+        "_chunk_with_empty": "dryrun/lone_rank",
         "_module_info": "zero/fsdp_private",
         "_orig_size": "zero/fsdp_private",
         "_post_load_hook_handle": "zero/fsdp_private",

@@ -26,9 +26,12 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     if alone or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
         return
     batches = talk.gather(_marks_of_first_batch(trainer))
+    everyone: dict[int, dict[int, Marks | None]] = {}
+    for rank, marks in enumerate(batches):
+        everyone.setdefault(layout.coordinate(rank).data, {})[rank] = marks
     own = layout.coordinate(trainer.global_rank).data
-    for data in (own, *(other for other in range(layout.data_parallel_size) if other != own)):
-        peers = {rank: marks for rank, marks in enumerate(batches) if layout.coordinate(rank).data == data}
+    for data in (own, *(other for other in everyone if other != own)):
+        peers = everyone[data]
         read = {rank: marks for rank, marks in peers.items() if marks is not None}
         if len(read) == len(peers) and (difference := _difference_between(read)) is not None:
             raise DivergenceError(

@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 # private to torch, read in 2.13
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_3d import auto_layout
@@ -83,6 +84,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
         (traced_tensor, "as_kind", _as_kind),
+        (_fsdp_param, "_chunk_with_empty", _ChunksOnUse),
     ]
     for owner, name, replacement in replacements:
         if not hasattr(owner, name):
@@ -92,6 +94,20 @@ def become_lone_rank(world: World, strategy: Any) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+class _ChunksOnUse:
+    """The chunks of a parameter for all ranks. FSDP2 uses two; a fake tensor for each of 4096 would take a minute."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        start = rank * self._size
+        rest = self._tensor.shape[self._dim] - start
+        if rest <= 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, rest))
 
 
 def _no(own_error: bool) -> bool:

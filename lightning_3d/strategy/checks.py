@@ -1,6 +1,5 @@
 """Checks before the module is placed, on every rank, so that all raise together and none waits."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -36,6 +35,8 @@ def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
             " Ray give the Trainer plugins=[RayLightningEnvironment()]."
         )
     layout = talk.together(make, LayoutError)
+    if talk.all_equal(repr(layout)):
+        return layout
     layouts = talk.gather(repr(layout))
     for rank, other in enumerate(layouts):
         if other != layouts[0]:
@@ -52,11 +53,12 @@ def check_same_module(module: nn.Module) -> None:
     Collectives on short tensors accept tensors of other shapes: ranks would train to the end with other weights.
     """
     mine = _tensors(module)
-    digests = talk.gather(hashlib.sha256("\n".join(mine).encode()).hexdigest())
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if not others:
+    if talk.all_equal(mine):
         return
     modules = talk.gather(mine)
+    others = [rank for rank, tensors in enumerate(modules) if tensors != modules[0]]
+    if not others:
+        return
     first, there = modules[0], modules[others[0]]
     line = next(n for n, (here, other) in enumerate(zip_longest(first, there)) if here != other)
     odd = ", ".join(map(str, others[:8])) + (", ..." if others[8:] else "")

@@ -69,7 +69,8 @@ def share_first_values(module: nn.Module) -> None:
     A deferred parameter is computed and sent only if some rank recorded other operations for it.
     """
     deferred = {name: item for name, item in module.named_parameters() if isinstance(item, Deferred)}
-    everywhere = talk.gather({name: item.lightning_3d_recorded.step.digest for name, item in deferred.items()})
+    mine = {name: item.lightning_3d_recorded.step.digest for name, item in deferred.items()}
+    everywhere = [mine] if talk.all_equal(mine) else talk.gather(mine)
     equal = {name for name, digest in everywhere[0].items() if all(there.get(name) == digest for there in everywhere)}
     realize(item for name, item in deferred.items() if name not in equal)
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]

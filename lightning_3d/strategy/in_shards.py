@@ -191,7 +191,7 @@ def stays_in_shards(
     room = [SHARE * machine_memory() / ranks_of_host]
     if device.type == "cuda":
         room.append(SHARE * torch.cuda.get_device_properties(device).total_memory)
-    return any(talk.gather(size > min(room)))
+    return talk.any_rank(size > min(room))
 
 
 def why_in_shards(module: nn.Module) -> str:

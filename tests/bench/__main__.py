@@ -112,6 +112,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def compiled_extensions(folder: Path) -> None:
+    """Let peers compile their operations into a folder of the bench, where a compilation that was killed is begun again.
+
+    torch waits without end for the lock that such a one leaves.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    for lock in folder.glob("**/lock"):
+        lock.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=CONTESTANTS, metavar="NAME")
@@ -137,6 +147,7 @@ def main() -> None:
             job.error = f"{contestant.world} devices are needed, {torch.cuda.device_count()} are here"
     ready = [job for job in jobs.values() if not job.error]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    compiled_extensions(asked.out.resolve() / "extensions")
     race(ready, asked.steps, asked.rounds, asked.limit, lambda text: print(text, flush=True))
     rows = [row(job, jobs, asked.steps) for job in jobs.values()]
     title = f"{task.kind}, width {task.width}, {task.blocks} blocks, {task.rows} x {task.length}"

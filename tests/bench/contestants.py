@@ -107,8 +107,11 @@ def _loop(meter: Meter, optimizer: torch.optim.Optimizer, step: Callable[[], flo
 def deepspeed(task: Task, meter: Meter, stage: int) -> None:
     """`deepspeed.initialize`: Lightning's own DeepSpeedStrategy refuses CPUs."""
     import deepspeed
+    from deepspeed.comm.torch import build_shm_op
 
     task.load()
+    if not torch.cuda.is_available():
+        build_shm_op()  # compiled once on a machine, so it is no part of a start
     meter.begin()
     deepspeed.init_distributed("gloo" if not torch.cuda.is_available() else "nccl", verbose=False)
     model = task.model()
@@ -134,6 +137,7 @@ def hugging_face(task: Task, meter: Meter, how: str) -> None:
     """`transformers.Trainer`, with its own FSDP2 or with the model's own tensor plan."""
     import tempfile
 
+    from torch.distributed.tensor import DTensor
     from torch.utils.data import SequentialSampler
     from transformers import Trainer as HuggingFaceTrainer
     from transformers import TrainerCallback, TrainingArguments
@@ -143,12 +147,14 @@ def hugging_face(task: Task, meter: Meter, how: str) -> None:
             meter.step_begins()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            if how == "fsdp2" and not any(isinstance(each, DTensor) for each in model.parameters()):
+                raise RuntimeError("Accelerate trains with DDP on this device, whatever `fsdp` says")
             meter.step_ends(float(last[0]))
 
     class Own(HuggingFaceTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
-            last[:] = [loss[0] if isinstance(loss, tuple) else loss]
+            last[:] = [(loss[0] if isinstance(loss, tuple) else loss).detach()]
             return loss
 
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:

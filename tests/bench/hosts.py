@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
@@ -217,6 +218,10 @@ def main() -> None:
             job.wait()
         for command in remove:
             subprocess.run(command.split())
+    asked.out.mkdir(parents=True, exist_ok=True)
+    job = {key: getattr(asked, key) for key in ("hosts", "ranks", "mbit", "rounds", "steps", "width")}
+    report = json.dumps({"job": job, "cases": found}, indent=1)
+    (asked.out / f"hosts-{asked.hosts}x{asked.ranks}.json").write_text(report)
     base = found["flat ring"]
     print(
         f"{asked.hosts} hosts x {asked.ranks} ranks, {asked.mbit:.0f} Mbit/s, {base['parameters'] / 1e6:.1f}M parameters"

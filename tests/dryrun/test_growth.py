@@ -1,0 +1,82 @@
+"""Set-up of one rank on 8 and on 4096 ranks: no more time, and no more memory."""
+
+import json
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_3d import Strategy3D
+from lightning_3d.dryrun import in_world, parse_cluster
+from lightning_3d.module.host_memory import peak_bytes
+from lightning_3d.ranks import talk
+from tests.bench.modules import Task, Training
+from tests.parity import QUIET
+from tests.workers import run
+from tests.zoo import MODULES
+
+LAYOUTS = {
+    "zero1": {"zero_stage": 1},
+    "zero3": {"zero_stage": 3},
+    "tensor2 x pipeline2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4},
+}
+WIDTH = 256
+
+
+class Clock(Callback):
+    """Writes CPU seconds and memory of the simulated rank when its set-up has ended."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, *_):
+        cpu = time.process_time()
+        self.path.write_text(json.dumps({"cpu": cpu, "memory": peak_bytes(torch.device("cpu"))}))
+
+
+def spent(layout, ranks, path):
+    data = ranks // layout.get("tensor_parallel_size", 1) // layout.get("pipeline_parallel_size", 1)
+    task = Task(width=WIDTH, blocks=4, rows=4 * data, length=16)
+    task.load()
+    flags = {name: value for name, value in QUIET.items() if name != "use_distributed_sampler"}
+    with in_world(parse_cluster(str(ranks))) as world:
+        world.ranks = [0]
+        Trainer(**flags, strategy=Strategy3D(**layout), callbacks=[Clock(path)]).fit(Training(task, 3))
+        (report,) = world.reports
+    (rank,) = report.ranks
+    assert rank.error is None, rank.error
+    return {**json.loads(path.read_text()), "states": rank.parameters + rank.optimizer, "setup_peak": rank.setup_peak}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_set_up_is_flat_from_8_to_4096_ranks(name, tmp_path):
+    found = {ranks: spent(LAYOUTS[name], ranks, tmp_path / "spent.json") for ranks in (8, 64, 512, 4096)}
+    print(name, json.dumps(found))
+    few, many = found[8], found[4096]
+    assert many["states"] <= few["states"]
+    assert many["setup_peak"] <= 1.02 * few["setup_peak"]
+    assert many["memory"] <= few["memory"] + 20e6, "bytes of the process"
+    assert many["cpu"] <= 1.3 * few["cpu"] + 0.5, "seconds"
+
+
+def gathers():
+    """Sizes of the groups in which objects of all ranks were sent to all ranks, until the first batch."""
+    sizes, original = [], talk.gather
+
+    def counted(value, group=None):
+        sizes.append(torch.distributed.get_world_size(group))
+        return original(value, group)
+
+    talk.gather = counted
+    try:
+        flags = {**QUIET, "devices": 4, "max_steps": 1, "limit_val_batches": 0}
+        Trainer(**flags, strategy=Strategy3D(zero_stage=1, quiet=True)).fit(MODULES["GPT"]())
+    finally:
+        talk.gather = original
+    return sizes
+
+
+def test_ranks_that_agree_send_no_message_to_each():
+    assert [sizes for sizes in run(gathers, world=4) if 4 in sizes] == []

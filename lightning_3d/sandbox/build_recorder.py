@@ -200,9 +200,9 @@ class Recorder(TorchDispatchMode):
             return False
         to, source = map(memory_of, args[:2])
         there, here = (None if memory is None else self.known.get(memory) for memory in (to, source))
-        if to is None or source is None or there is None or here is None:
+        if to is None or source is None or there is None or here is None or to.device != source.device:
             return False
-        if there.in_full or here.in_full or to.device != source.device:
+        if there.in_full or here.in_full:
             return False
         geometry = Geometry.of(args[0])
         alike = Geometry.of(args[1]) == geometry == read_from(here.step)

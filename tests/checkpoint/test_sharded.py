@@ -21,13 +21,15 @@ def sharded(**layout):
     return {"checkpoint_format": "sharded", **layout}
 
 
+HYBRID = {"zero_stage": 3, "zero_shard_size": 2}
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 ROUTES = [
     ("GPT", "adamw", [(2, {"zero_stage": 1}), (3, {"zero_stage": 3}), (1, {}), (4, {"zero_stage": 2})]),
     ("GPT", "adamw", [(2, TENSOR), (2, PIPELINE), (4, TENSOR | PIPELINE), (4, TENSOR | {"zero_stage": 3}), (1, {})]),
     ("GPT", "sgd", [(1, {}), (4, TENSOR | PIPELINE), (4, PIPELINE | {"zero_stage": 2}), (2, {"zero_stage": 1})]),
     ("GPT", "sgd", [(2, {"zero_stage": 0}), (3, {"zero_stage": 1}), (2, {"zero_stage": 3})]),
-    ("MLP", "adamw", [(4, {"zero_stage": 3, "zero_shard_size": 2}), (2, {"zero_stage": 0}), (3, {"zero_stage": 2})]),
+    ("MLP", "adamw", [(4, HYBRID), (4, HYBRID | {"grad_sync": "native"}), (2, {"zero_stage": 0}), (4, HYBRID)]),
+    ("MLP", "sgd", [(4, HYBRID | {"grad_sync": "native"}), (3, {"zero_stage": 2})]),
 ]
 
 

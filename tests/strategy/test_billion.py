@@ -130,9 +130,14 @@ def save(folder, kind, smaller, most):
     made.save_pretrained(folder, max_shard_size=most)
 
 
+PROOF = 3.4
+"""Blocks that rank 0 has at most while it proves a tensor plan, before any rank has its shards."""
+
+
 def _check(found, layout):
-    for got in found:
-        assert got["peak"] < 1.1 * (got["own"] + got["block"])
+    for rank, got in enumerate(found):
+        bar = 1.1 * (got["own"] + got["block"])
+        assert got["peak"] < (max(bar, PROOF * got["block"]) if layout != "zero3" and rank == 0 else bar)
         assert got["own"] < (0.26 if layout == "zero3" else 0.3) * got["whole"]
 
 

@@ -149,6 +149,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     compiled_extensions(asked.out.resolve() / "extensions")
     race(ready, asked.steps, asked.rounds, asked.limit, lambda text: print(text, flush=True))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second interrupt would lose what the full rounds measured
     rows = [row(job, jobs, asked.steps) for job in jobs.values()]
     title = f"{task.kind}, width {task.width}, {task.blocks} blocks, {task.rows} x {task.length}"
     report = {"task": title, "machine": machine(), "rounds": asked.rounds, "steps": asked.steps, "rows": rows}

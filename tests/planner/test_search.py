@@ -249,7 +249,7 @@ def test_samples_that_are_no_tokens_come_in_batches_like_the_example():
 def test_microbatches_need_not_be_powers_of_two():
     where = CATALOGUE.cluster("h100")
     asked = job("gpt2", 1, batch=3**6)
-    assert search(asked, where)[0].micro in (9, 27, 81)
+    assert search(asked, where)[0].micro in (3, 9, 27, 81)
 
 
 @pytest.mark.parametrize("pins", [Pins(pipeline=4, schedule="loopedbfs"), Pins(pipeline=4, chunks=3)])

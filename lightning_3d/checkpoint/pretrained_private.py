@@ -87,8 +87,8 @@ def _check_index(path: Path, names: Collection[str]) -> None:
         try:
             places = parse(index.read_bytes(), "index")["weight_map"]
             missing = [name for name, file in places.items() if file == path.name and name not in names]
-        except Exception:  # no index of this kind: the user's code has its own reader
-            continue
+        except (CheckpointError, LookupError, TypeError, AttributeError, OSError):
+            continue  # no index of this kind: the user's code has its own reader
         if missing:
             raise CheckpointError(
                 f"{path} lacks {missing[0]} ({len(missing)} in all), which {index.name} places in it. They would train"

@@ -127,7 +127,8 @@ class Prover:
 
     def __init__(self, scratch: nn.Module, original: nn.Module, samples: Sequence[Sample], ranks: int) -> None:
         self.scratch, self.original, self.ranks = scratch, original, ranks
-        self.large, self.sums = is_large(scratch), dims_to_sum(scratch, is_large(scratch))
+        self.large = is_large(scratch)
+        self.sums = dims_to_sum(scratch, self.large)
         first = samples[0].form
         self.cases = [self._case(training, s) for training in (True, False) for s in samples if s.form == first]
         self.others: list[list[Case]] = []
@@ -169,7 +170,7 @@ class Prover:
                 if self.large:
                     gc.collect()  # shards of other candidates, which an error still refers to
                     return_freed_memory()
-                plan = _prove_once(self.scratch, sample, unsplit, plan, self.ranks)
+                plan = _prove_once(self.scratch, sample, unsplit, plan, self.ranks, self.sums)
         return plan
 
     def _case(self, training: bool, sample: Sample) -> "Case":
@@ -199,8 +200,9 @@ def is_large(block: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in block.parameters()) > LARGE
 
 
-def _prove_once(scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: UnitPlan, ranks: int) -> UnitPlan:
-    sums = dims_to_sum(scratch, is_large(scratch))
+def _prove_once(
+    scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: UnitPlan, ranks: int, sums: Mapping[str, Sequence[int]]
+) -> UnitPlan:
     shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis, sums))
     largest = max(map(_size, unsplit.parameter_grads.values()), default=0.0)
     for rank, shard in enumerate(shards):

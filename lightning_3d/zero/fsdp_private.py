@@ -191,6 +191,7 @@ def gather(group: Any, wait: bool = True) -> None:
     """Gather the parameters of one group; without `wait` only start to."""
     if group.is_unsharded:
         return
+    # else FSDP2 gathers no embedding whose backward has begun
     needed, group.unshard_in_backward = group.unshard_in_backward, True
     group.unshard(async_op=not wait)
     group.unshard_in_backward = needed

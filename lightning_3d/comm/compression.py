@@ -1,7 +1,7 @@
 """Gradients in fewer bytes, with error feedback: the loss of a rank's message is added to its next gradient."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from lightning_3d.comm.collectives import Collectives
 from lightning_3d.errors import CheckpointError
 
 _TAG = 2
+PORTION = 1 << 20
+"""Numbers that are encoded while those before them travel."""
 AVERAGE = "/average"
 """Suffix of a key: under it a rank remembers the loss of its shard of the average, which it sends to all ranks."""
 
@@ -72,9 +74,19 @@ class Elementwise(Compression):
         self.codec = codec
 
     def all_reduce(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> None:
+        parts = _portions([gradient.numel() for gradient in gradients])
+        _overlap(self._reduced(gradients[part], keys[part]) for part in parts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
+    ) -> None:
+        parts = _portions([piece.numel() for piece in inputs])
+        _overlap(self._scattered(outputs[part], inputs[part], keys[part]) for part in parts)
+
+    def _reduced(self, gradients: Sequence[Tensor], keys: Sequence[str]) -> Iterator[None]:
         size, rank = self.collectives.size, self.collectives.rank
         flats = [fp32_rows(gradient, size) for gradient in gradients]
-        mean = self._average(flats, keys)
+        mean = yield from self._average(flats, keys, "all_reduce")
         widths = [flat.shape[1] for flat in flats]
         for key, part in zip(keys, mean.split(widths, dim=1), strict=True):
             self.recall(key + AVERAGE, part)
@@ -85,20 +97,18 @@ class Elementwise(Compression):
             self.remember(key + AVERAGE, part, sent)
         wire = own.new_empty(size, own.shape[1])
         wire[rank] = own[0]
-        self._swap([own[0]] * size, wire, "all_reduce")
+        yield from self._swap([own[0]] * size, wire, "all_reduce")
         averages = self.codec.decode(wire, widths)
         for gradient, average in zip(gradients, averages.split(widths, dim=1), strict=True):
             gradient.copy_(average.reshape(-1)[: gradient.numel()].view(gradient.shape))
 
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str], widths: Sequence[int]
-    ) -> None:
+    def _scattered(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], keys: Sequence[str]) -> Iterator[None]:
         flats = [fp32_rows(piece, self.collectives.size) for piece in inputs]
-        mean = self._average(flats, keys, "reduce_scatter")
+        mean = yield from self._average(flats, keys, "reduce_scatter")
         for output, part in zip(outputs, mean[0].split([flat.shape[1] for flat in flats]), strict=True):
             output.copy_(part)
 
-    def _average(self, flats: Sequence[Tensor], keys: Sequence[str], collective: str = "all_reduce") -> Tensor:
+    def _average(self, flats: Sequence[Tensor], keys: Sequence[str], collective: str) -> Generator[None, None, Tensor]:
         """Return the mean of this rank's shards, as one row."""
         for key, flat in zip(keys, flats, strict=True):
             self.recall(key, flat)
@@ -108,19 +118,43 @@ class Elementwise(Compression):
             self.remember(key, flat, part)
         arrived = torch.empty_like(wire)
         arrived[self.collectives.rank] = wire[self.collectives.rank]
-        self._swap(wire.unbind(0), arrived, collective)
+        yield from self._swap(wire.unbind(0), arrived, collective)
         return self.codec.decode(arrived, widths).mean(dim=0, keepdim=True)
 
-    def _swap(self, sends: Sequence[Tensor], arrived: Tensor, collective: str) -> None:
-        """Send `sends[r]` to rank r and receive row r of `arrived` from it, for every other rank r."""
+    def _swap(self, sends: Sequence[Tensor], arrived: Tensor, collective: str) -> Iterator[None]:
+        """Send `sends[r]` to rank r and receive row r of `arrived` from it, for every other rank r.
+
+        It yields where the messages have begun, and ends when they have arrived.
+        """
         size, rank, group = self.collectives.size, self.collectives.rank, self.collectives.group
         peers = [peer % size for peer in range(rank + 1, rank + size)]
         ops = [dist.P2POp(dist.irecv, arrived[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
         ops += [dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
+        works = dist.batch_isend_irecv(ops) if ops else ()
+        yield
         with self.collectives.doing(collective):
-            for work in dist.batch_isend_irecv(ops) if ops else ():
+            for work in works:
                 work.wait()
         self.collectives.count(collective, sum(sends[peer].nbytes for peer in peers))
+
+
+def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """Cut a list of tensors of these sizes into portions of `PORTION` numbers or more, but for the last one."""
+    begin = gathered = 0
+    for index, size in enumerate(sizes, start=1):
+        gathered += size
+        if gathered >= PORTION or index == len(sizes):
+            yield slice(begin, index)
+            begin, gathered = index, 0
+
+
+def _overlap(exchanges: Iterator[Iterator[None]]) -> None:
+    """Begin the messages of each exchange before those of earlier ones are awaited."""
+    running: list[Iterator[None]] = []
+    for exchange in exchanges:
+        running = [each for each in (exchange, *running) if next(each, True) is None]
+    while running:
+        running = [each for each in running if next(each, True) is None]
 
 
 def fp32_rows(tensor: Tensor, size: int) -> Tensor:

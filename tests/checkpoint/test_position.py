@@ -19,8 +19,8 @@ OWN = {"use_distributed_sampler": False}
     ("attributes", "trainer", "stop", "world"),
     [
         ({}, {}, 11, 2),
-        ({"workers": 1}, {}, 11, 2),
-        ({"workers": 2, "estimates": True}, {}, 17, 1),
+        pytest.param({"workers": 1}, {}, 11, 2, marks=pytest.mark.long),
+        pytest.param({"workers": 2, "estimates": True}, {}, 17, 1, marks=pytest.mark.long),
         ({"workers": 2, "persistent": True}, {}, 21, 1),
         pytest.param({"augmented": True}, {}, 17, 1, marks=pytest.mark.long),
         ({"loader": "weighted"}, {}, 5, 2),
@@ -49,7 +49,7 @@ def test_goes_on_as_if_uninterrupted(tmp_path, attributes, trainer, stop, world)
             assert had + rest == everything
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_goes_on_from_what_was_saved_after_fit(tmp_path, world):
     """By a script that looks back, validates and draws in between."""
     path, strategy, until = str(tmp_path / "x.ckpt"), SHARDED if world == 2 else FULL, {"max_epochs": 1}

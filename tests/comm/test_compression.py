@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.comm import compression as compression_module
 from lightning_3d.comm.codecs import CODECS, Half, Int8
 from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
@@ -95,6 +96,42 @@ def _nothing_is_lost(kind):
 @pytest.mark.parametrize(("kind", "tolerance"), [("bf16", 1e-3), ("fp16", 1e-4), ("int8", 1e-3), ("powersgd", 0.5)])
 def test_error_feedback_gives_back_what_was_lost(kind, tolerance):
     assert max(run(_nothing_is_lost, kind, world=3, group=True)) < tolerance
+
+
+def _in_portions(numbers):
+    """Two steps with portions of `numbers`: averages, what is still to be added, and for each message how many had ended."""
+    compression_module.PORTION = numbers
+    compression, ledger = _compression("int8")
+    began, ended = [], []
+    batch, add = dist.batch_isend_irecv, ledger.add
+    dist.batch_isend_irecv = lambda ops: began.append(len(ended)) or batch(ops)
+    ledger.add = lambda *given: ended.append(1) or add(*given)
+    try:
+        for step in range(2):
+            gradients = [_mine(40, 30, seed=10 * step + index) for index in range(4)]
+            compression.all_reduce(gradients, list("abcd"))
+            shards = [torch.empty(600) for _ in range(2)]
+            compression.reduce_scatter(
+                shards, [_mine(1200, seed=7 + index) for index in range(2)], list("ef"), [30, 30]
+            )
+    finally:
+        dist.batch_isend_irecv = batch
+    return [*gradients, *shards], compression.state_dict(), ledger.bytes(), began
+
+
+def _portions_change_nothing():
+    whole, kept, sent, _ = _in_portions(1 << 20)
+    parts, kept_in_parts, sent_in_parts, began = _in_portions(1000)
+    assert sent == sent_in_parts
+    assert all(map(torch.equal, whole, parts))
+    assert kept.keys() == kept_in_parts.keys()
+    assert all(torch.equal(kept[key], kept_in_parts[key]) for key in kept)
+    return began
+
+
+def test_portions_travel_while_others_are_encoded_and_change_no_bit():
+    for began in run(_portions_change_nothing, world=2, group=True):
+        assert began[:4] == [0, 0, 1, 1]  # the next portion leaves before the one before it has arrived
 
 
 def _low_rank():

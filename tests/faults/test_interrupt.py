@@ -54,7 +54,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("how", "seconds"), [("interrupt", 5.0), ("exit", 9.0), ("kill", 8.0)])
+@pytest.mark.parametrize(
+    ("how", "seconds"), [("interrupt", 5.0), pytest.param("exit", 9.0, marks=pytest.mark.long), ("kill", 8.0)]
+)
 def test_the_others_say_how_rank_0_ended(tmp_path, how, seconds):
     with squad(train, how, str(tmp_path), world=3, folder=tmp_path / "ended") as job:
         assert job.wait(60) == []

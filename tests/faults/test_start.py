@@ -37,7 +37,7 @@ def test_where_rank_0_never_comes_the_others_say_so(tmp_path):
             assert "rank 0" in job.ended[rank]["text"]
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_timeout_does_not_limit_the_start(tmp_path, late):
     with squad(start, late, 6.0, 60.0, str(tmp_path), world=3, folder=tmp_path / "ended") as job:
         assert job.wait(60) == []

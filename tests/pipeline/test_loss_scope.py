@@ -87,7 +87,7 @@ def scope_of(build, options=None):
 
 
 @pytest.mark.parametrize("build", [masked, partial(several, Pairs)], ids=["masked", "pairs"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.long)])
 def test_a_loss_that_is_no_mean_trains_like_one_device_by_default(build, schedule):
     check(build, 2, {"num_microbatches": 4, "schedule": schedule}, validate=True)
 
@@ -104,7 +104,7 @@ def test_the_scope_follows_from_the_loss(kind, scope, warned):
         assert all("batch norm inside of blocks" in text for text in said)
 
 
-@pytest.mark.parametrize("kind", [Noised, Mixed])
+@pytest.mark.parametrize("kind", [pytest.param(Noised, marks=pytest.mark.long), Mixed])
 def test_a_loss_on_the_full_batch_gets_no_other_noise_than_its_inputs(kind):
     with pytest.raises(WorkerError, match="UnsupportedError: training_step draws random numbers before or between"):
         run(fit, partial(fresh, kind), {**FOUR, "loss_scope": "batch"}, world=2)

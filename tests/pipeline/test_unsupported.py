@@ -51,7 +51,7 @@ def struck(number):
     pipeline.training_step(batches[1], 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_rank_that_dies_or_stops_is_named(number):
     with pytest.raises(WorkerError, match=r"PeerError: Pipeline: stage 0, microbatch [12]: .*gradients from stage 1"):
         run(struck, number, world=2, group=True, timeout=30)

@@ -354,7 +354,8 @@ class Compiled(UntiedGPT):
             block.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.long), "zero3"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["tensor", "zero3"])
 def test_compiled_blocks(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:Compiled", world, strategy, trainer={"max_epochs": 1})

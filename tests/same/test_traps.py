@@ -110,7 +110,7 @@ def _detect(strategy):
     return module.trainer.global_step
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)])
 def test_anomalies_are_looked_for_in_gradients_of_shards(axis):
     assert_parity(f"{__name__}:TurnsNaN", 2, {axis: 2}, trainer={"detect_anomaly": True, "max_epochs": 1})
     assert run(_detect, {axis: 2}, world=2) == [3, 3]
@@ -252,7 +252,7 @@ class ConvertsHead(UntiedGPT):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("layout", ["zero2", "tensor-pipeline"])
+@pytest.mark.parametrize("layout", ["zero2", pytest.param("tensor-pipeline", marks=pytest.mark.long)])
 def test_a_weight_may_be_assigned_to_itself(layout):
     world, strategy = LAYOUTS[layout]
     assert_parity(f"{__name__}:ConvertsHead", world, strategy, trainer={"max_epochs": 3})

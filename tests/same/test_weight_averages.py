@@ -150,7 +150,7 @@ def test_a_resumed_run_equals_one_that_was_not_broken(tmp_path, kind, form, befo
         assert_same(got, wanted | resumed)
 
 
-@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+@pytest.mark.parametrize("layout", ["zero1", pytest.param("zero3", marks=pytest.mark.long)])
 def test_validation_within_a_window_of_accumulation(layout):
     trainer = {"accumulate_grad_batches": 2, "val_check_interval": 1}
     wanted = reference("GPT", "ema", None, None, trainer)

@@ -131,7 +131,7 @@ ONE_GRAPH = [
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("InPlace", TENSOR),
+        pytest.param("InPlace", TENSOR, marks=pytest.mark.long),
         pytest.param("InPlace", {"zero_stage": 0}, marks=pytest.mark.long),
         pytest.param("Wrapped", {"zero_stage": 0}, marks=pytest.mark.long),
         pytest.param("AsAWhole", {"zero_stage": 0}, marks=pytest.mark.long),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import Strategy3D
 from lightning_3d.ranks import talk
 from lightning_3d.zero import shard_units
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_same, in_turn, reference, train
 from tests.workers import WorkerError, run
 from tests.zoo.base import Base
 from tests.zoo.language import Block, UntiedGPT
@@ -151,7 +151,7 @@ def _all_apart(function, *args):
     return function(*args)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", in_turn(WAYS, 2))
 def test_steps_that_read_weights_train_as_on_one_device(way):
     attributes = {"way": way, "optimizer": "plain_sgd"}
     flags = {"max_epochs": 2, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}

@@ -207,3 +207,10 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        return {**super().get_extra_results(trainer), "measured": self._strategy.measured}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        self._strategy.measured = extra["measured"]  # else None where `fit` was called, as in a notebook

@@ -7,6 +7,7 @@ Lightning's launcher for processes that are spawned or forked, with our guard ar
 
 import atexit
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -209,8 +210,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        return {**super().get_extra_results(trainer), "measured": self._strategy.measured}
+        return {**super().get_extra_results(trainer), "measured": pickle.dumps(self._strategy.measured)}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        self._strategy.measured = extra["measured"]  # else None where `fit` was called, as in a notebook
+        self._strategy.measured = pickle.loads(extra["measured"])  # else None where `fit` was called, as in a notebook

@@ -41,7 +41,7 @@ def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
     ranks = range(layout.world_size)
     if layout.world_size > MOST_ROWS:
         ranks = range(0, layout.world_size, layout.world_size // layout.pipeline_parallel_size)
-    rows = []
+    rows: list[tuple[TableCell, ...]] = []
     for rank in ranks:
         place = layout.coordinate(rank)
         content = stages[place.pipeline]

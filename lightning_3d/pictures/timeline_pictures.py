@@ -23,7 +23,7 @@ class Timelines:
 
     def rows(self) -> list[tuple[TableCell, ...]]:
         """A row of the table for each rank, below `HEADER`."""
-        rows = []
+        rows: list[tuple[TableCell, ...]] = []
         for rank in range(self.ranks):
             length, works = most_seconds(self.recorded), busy(self.recorded, rank)
             times = [TableCell(show_seconds(each), each) for each in (works, length - works)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_3d.commands.plan import question_flags
 from lightning_3d.commands.printable import printable
 from lightning_3d.pictures.layout_pictures import HEADER, layout_pictures, layout_rows
-from lightning_3d.pictures.page import Table, TableCell, Words, save_page
+from lightning_3d.pictures.page import Table, Words, save_page
 from lightning_3d.pictures.png import save_png
 from lightning_3d.planner.answers import answer, refuse_ignored
 from lightning_3d.planner.plan_report import job_lines, strategy_line, table
@@ -31,8 +31,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     refuse_ignored(args)
     plan = answer(Namespace(**vars(args), top=1)).plans[0]
-    rows, header = layout_rows(plan), (*HEADER, "total")
-    lines = [*job_lines(plan.job), f"{plan.layout} on {plan.cluster}", "", table(header, rows)]
+    rows = layout_rows(plan)
+    listing = table(HEADER, [[cell.text for cell in row] for row in rows])
+    lines = [*job_lines(plan.job), f"{plan.layout} on {plan.cluster}", "", listing]
     if len(rows) < plan.layout.world_size:
         ranks = plan.layout.world_size // plan.layout.pipeline_parallel_size
         lines.append(f"The first rank of each pipeline rank: all of its {ranks} ranks have as many bytes.")
@@ -40,9 +41,8 @@ def run(args: Namespace) -> int:
     if args.plot is not None:
         print(printable(f"wrote {save_png(Path(args.plot), layout_pictures(plan))}"))
     if args.html is not None:
-        cells = tuple(tuple(map(TableCell, row)) for row in rows)
         about = Words(title="The training", lines=(*job_lines(plan.job), strategy_line(plan)))
-        listed = Table(title="Ranks", header=header, rows=cells)
+        listed = Table(title="Ranks (a click on a name sorts)", header=HEADER, rows=tuple(rows))
         title = f"{plan.job.profile.name}: {plan.layout} on {plan.cluster}"
         print(printable(f"wrote {save_page(Path(args.html), title, [about, *layout_pictures(plan), listed])}"))
     return 0

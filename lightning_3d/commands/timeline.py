@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning_3d.commands.printable import printable
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.monitor.pass_record import find_record, read_record
-from lightning_3d.pictures.page import Part, Table, TableCell, save_page
+from lightning_3d.pictures.page import Part, Table, save_page
 from lightning_3d.pictures.png import save_png
 from lightning_3d.pictures.timeline_pictures import HEADER, timelines
 from lightning_3d.planner.plan_report import table
@@ -41,11 +41,12 @@ def run(args: Namespace) -> int:
         recorded=step.passes,
         name=f"Batch {step.number}: {step.order}, {record.ranks} ranks, {step.microbatches} microbatches",
     )
-    print(printable("\n".join([*both.lines(), "", table(HEADER, both.rows())])))
+    rows = both.rows()
+    listing = table(HEADER, [[cell.text for cell in row] for row in rows])
+    print(printable("\n".join([*both.lines(), "", listing])))
     if args.plot is not None:
         print(printable(f"wrote {save_png(Path(args.plot), both.pictures())}"))
     if args.html is not None:
-        rows = tuple(tuple(map(TableCell, row)) for row in both.rows())
-        parts: list[Part] = [*both.pictures(), Table(title="Idle time", header=HEADER, rows=rows)]
+        parts: list[Part] = [*both.pictures(), Table(title="Idle time", header=HEADER, rows=tuple(rows))]
         print(printable(f"wrote {save_page(Path(args.html), 'Timetable of a pipeline', parts)}"))
     return 0

@@ -7,6 +7,7 @@ Lightning's launcher for processes that are spawned or forked, with our guard ar
 
 import atexit
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -207,3 +208,12 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        strategy: Any = self._strategy
+        return {**super().get_extra_results(trainer), "measured": pickle.dumps(strategy.measured)}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy: Any = self._strategy
+        strategy.measured = pickle.loads(extra["measured"])  # else None where `fit` was called, as in a notebook

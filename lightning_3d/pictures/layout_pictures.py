@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_3d.layout import Coordinate
 from lightning_3d.pictures.kinds import Bars, Cell, Cells
+from lightning_3d.pictures.page import TableCell
 from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
 from lightning_3d.planner.memory import PlannedMemory, last_rank, layers_on_stage, shards
 from lightning_3d.planner.priced_layout import Plan, stages_memory
@@ -14,7 +15,9 @@ MOST_ROWS = 64
 """Ranks in the table. Of more, the first of each pipeline rank stands for the others."""
 MOST_COLUMNS = 16
 """Ranks in a row of the picture."""
-HEADER = ("rank", "place", "blocks", "tensor shard", "ZeRO shard", "weights", "gradients", "optimizer", "activations")
+SIZES = ("weights", "gradients", "optimizer", "activations")
+HEADER = ("rank", "place", "blocks", "tensor shard", "ZeRO shard", *SIZES, "rest", "total")
+"""The rest are head, casts, buffers and what is reserved."""
 
 
 class StageContent(NamedTuple):
@@ -32,21 +35,22 @@ def contents(plan: Plan) -> list[StageContent]:
     return [StageContent(_blocks(plan, stage), each) for stage, each in zip(stages, memory, strict=True)]
 
 
-def layout_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """A row of the table for each rank, below `HEADER` and `total`."""
+def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
+    """A row of the table for each rank, below `HEADER`."""
     layout, stages = plan.layout, contents(plan)
     ranks = range(layout.world_size)
     if layout.world_size > MOST_ROWS:
         ranks = range(0, layout.world_size, layout.world_size // layout.pipeline_parallel_size)
-    rows = []
+    rows: list[tuple[TableCell, ...]] = []
     for rank in ranks:
         place = layout.coordinate(rank)
         content = stages[place.pipeline]
-        memory = content.memory
-        sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        named, total = [getattr(content.memory, name) for name in SIZES], content.memory.total
         tensor = f"{place.tensor + 1} of {layout.tensor_parallel_size}"
         zero = f"{place.data % shards(plan.layout) + 1} of {shards(plan.layout)}"
-        rows.append((str(rank), str(place), content.blocks, tensor, zero, *map(show_bytes, sizes)))
+        words = (TableCell(text) for text in (str(place), content.blocks, tensor, zero))
+        sizes = (TableCell(show_bytes(size), size) for size in (*named, total - sum(named), total))
+        rows.append((TableCell(str(rank), rank), *words, *sizes))
     return rows
 
 

@@ -107,6 +107,7 @@ def _plotly() -> str:
 
 def _bars(picture: Bars) -> tuple[list[Any], dict[str, Any]]:
     rows = list(range(len(picture.labels)))
+    height = max(40 + 30 * max(3, len(rows)), 25 * len(picture.parts))
     data: list[Any] = [
         {
             "type": "bar" if picture.from_zero else "scatter",
@@ -114,6 +115,7 @@ def _bars(picture: Bars) -> tuple[list[Any], dict[str, Any]]:
             "name": escape(name),
             "x": list(sizes),
             "y": rows,
+            **({"width": min(0.8, 45 * len(rows) / height)} if picture.from_zero else {}),
             "marker": {"color": colour},
             "hovertemplate": f"{escape(name)}: %{{x:,.4~g}} {escape(picture.unit)}<extra></extra>",
         }
@@ -128,10 +130,10 @@ def _bars(picture: Bars) -> tuple[list[Any], dict[str, Any]]:
             {"type": "scatter", "mode": "text", **place, "text": texts, "showlegend": False, "hoverinfo": "skip"}
         )
     labels = {"tickvals": rows, "ticktext": [escape(label) for label in picture.labels], "automargin": True}
-    labels["zeroline"] = False
+    labels |= {"zeroline": False, "ticks": "outside", "tickcolor": "#fff"}  # a gap before the bars
     layout: dict[str, Any] = {
         "barmode": "stack",
-        "height": 120 + max(40 + 30 * max(3, len(rows)), 25 * len(picture.parts)),
+        "height": 120 + height,
         "xaxis": _axis(picture.unit),
         "yaxis": {**labels, "range": [len(rows) - 0.5, -0.5]},
         "showlegend": len(picture.parts) > 1,

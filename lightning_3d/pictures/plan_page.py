@@ -8,7 +8,7 @@ from typing import Any
 from lightning_3d.errors import PlannerError
 from lightning_3d.pictures.kinds import TIMES, Curves, Picture, Point
 from lightning_3d.pictures.page import Table, TableCell, Words, save_page
-from lightning_3d.pictures.plan_pictures import cost, layout_name
+from lightning_3d.pictures.plan_pictures import cost, layout_name, long_unit
 from lightning_3d.planner.answers import Answer, catalogue_of, plan_cluster, profile_of, shape_of
 from lightning_3d.planner.plan_report import COLUMNS, COMPARED, job_lines, strategy_line
 from lightning_3d.planner.priced_layout import Plan
@@ -67,9 +67,10 @@ def _asked(args: Namespace, result: Answer, flag: str, name: str, value: int) ->
         return
     priced = best.dollars is not None
     nothing = f" (no plan for {', '.join(without)})" if without else ""
+    unit_seconds, name_of_unit = long_unit(max(plan.seconds for _, plan in found))
     measures: dict[str, tuple[str, Callable[[Plan], float]]] = {
         "Cost": ("$" if priced else "device-hours", lambda plan: cost(plan, priced)),
-        "Time": ("days", lambda plan: plan.seconds / 86400),
+        "Time": (name_of_unit, lambda plan: plan.seconds / unit_seconds),
     }
     for what, (unit, measure) in measures.items():
         points = tuple(Point(other, measure(plan), _text(plan)) for other, plan in found)

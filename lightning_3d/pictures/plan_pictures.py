@@ -58,28 +58,38 @@ def bars_of_memory(title: str, labels: Sequence[str], ranks: Sequence[PlannedMem
 
 
 def cost_curves(plans: Sequence[Plan], deadline: float | None = None, budget: float | None = None) -> Curves:
-    """Dollars (device-hours where there is no price) against days, for each accelerator with fewer and more devices."""
+    """Dollars (device-hours where there is no price) against time, for each accelerator with fewer and more devices."""
     priced = all(plan.dollars is not None for plan in plans)
+    sizes = {
+        best.cluster.accelerator.name: list(with_other_sizes(best))
+        for best in {plan.cluster.accelerator.name: plan for plan in reversed(plans)}.values()
+    }
+    unit, name = long_unit(max([deadline or 0.0, *(plan.seconds for each in sizes.values() for plan in each)]))
     curves = {
-        best.cluster.accelerator.name: tuple(
+        accelerator: tuple(
             Point(
-                plan.seconds / 86400,
+                plan.seconds / unit,
                 cost(plan, priced),
                 f"{plan.cluster.devices} devices, {layout_name(plan)}",
                 str(plan.cluster.devices),
             )
-            for plan in with_other_sizes(best)
+            for plan in each
         )
-        for best in {plan.cluster.accelerator.name: plan for plan in reversed(plans)}.values()
+        for accelerator, each in sizes.items()
     }
     return Curves(
         title=f"Cost and time of {plans[0].job.profile.name}, by number of devices",
-        x="days (next to a point: devices)",
+        x=f"{name} (next to a point: devices)",
         y="$" if priced else "device-hours",
         curves=curves,
-        deadline=None if deadline is None else (deadline / 86400, "deadline"),
+        deadline=None if deadline is None else (deadline / unit, "deadline"),
         budget=None if budget is None or not priced else (budget, "budget"),
     )
+
+
+def long_unit(seconds: float) -> tuple[float, str]:
+    """The unit, in seconds, in which the time of a training is a number of few digits, and its name."""
+    return (3600.0, "hours") if seconds < 2 * 86400 else (86400.0, "days")
 
 
 def cost(plan: Plan, priced: bool) -> float:

@@ -68,7 +68,7 @@ def _bars(picture: Bars, axes: Any) -> None:
         axes.margins(x=0.15)
     if picture.limit is not None:
         axes.axvline(picture.limit, color="black", linestyle="--", label=picture.limit_name)
-    axes.set_yticks(rows, [_plain(label) for label in picture.labels])
+    axes.set_yticks(rows, [_plain(label) for label in picture.labels], fontsize="small")
     axes.set_ylim(len(picture.labels) - 0.5, -0.5)
     _axis(axes.xaxis, picture.unit)
     _legend(axes, len(picture.parts) > 1 or picture.limit is not None)

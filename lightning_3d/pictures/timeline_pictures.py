@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lightning_3d.layout import PassTimes, Schedule
 from lightning_3d.pictures.kinds import Lanes
+from lightning_3d.pictures.page import TableCell
 from lightning_3d.pictures.passes import most_seconds, pass_spans, scale
 from lightning_3d.pictures.timetable import Pass, timetable
 from lightning_3d.pipeline.schedule import Action
@@ -20,19 +21,15 @@ class Timelines:
     recorded: Sequence[Pass]
     ideal: Sequence[Pass]
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[TableCell, ...]]:
         """A row of the table for each rank, below `HEADER`."""
-        length = most_seconds(self.recorded)
-        return [
-            (
-                str(rank),
-                show_seconds(busy(self.recorded, rank)),
-                show_seconds(length - busy(self.recorded, rank)),
-                f"{1 - busy(self.recorded, rank) / length:.1%}",
-                f"{1 - busy(self.ideal, rank) / most_seconds(self.ideal):.1%}",
-            )
-            for rank in range(self.ranks)
-        ]
+        rows: list[tuple[TableCell, ...]] = []
+        for rank in range(self.ranks):
+            length, works = most_seconds(self.recorded), busy(self.recorded, rank)
+            times = [TableCell(show_seconds(each), each) for each in (works, length - works)]
+            idle = (1 - works / length, 1 - busy(self.ideal, rank) / most_seconds(self.ideal))
+            rows.append((TableCell(str(rank), rank), *times, *[TableCell(f"{share:.1%}", share) for share in idle]))
+        return rows
 
     def lines(self) -> tuple[str, str]:
         """A title for each of the two."""

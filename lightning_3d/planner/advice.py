@@ -151,10 +151,7 @@ def _batch_like(plan: Plan) -> str:
 
 def old_price(plan: Plan) -> list[str]:
     price = plan.cluster.accelerator.price
-    if price is None or not price.date:
-        return []
-    year, month = (int(part) for part in price.date.split("-")[:2])
-    if (date.today() - date(year, month, 1)).days <= 366:
+    if price is None or not price.date or (date.today() - date.fromisoformat(f"{price.date[:7]}-01")).days <= 366:
         return []
     return [f"the price of {plan.cluster.accelerator.name} is of {price.date}, older than a year: --price takes yours"]
 

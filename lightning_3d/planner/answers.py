@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.advice import counted_only, explain_misfit, notes_on, other_rates
+from lightning_3d.planner.advice import counted_only, explain_misfit, notes_on, old_price, other_rates
 from lightning_3d.planner.catalogue import Catalogue, apply_overrides, number
 from lightning_3d.planner.hardware import Accelerator, Cluster, Price
 from lightning_3d.planner.job import TOKENS_PER_PARAMETER, Job, Offloaded, Options, usual_batch
@@ -109,7 +109,8 @@ def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> 
     if not plans:
         raise PlannerError("; ".join(missing) or "--compare names nothing: write a100-80g,h100,tpu-v4.")
     plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
-    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *other_rates(plans), *counted_only(plans)]))
+    dates = [note for plan in plans for note in old_price(plan)]
+    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *dates, *other_rates(plans), *counted_only(plans)]))
     text = "\n".join([*job_lines(plans[0].job), "", plans_table(plans, COMPARED), "", *notes])
     return Answer(plans=tuple(plans), notes=notes, text=text, profile=profile)
 

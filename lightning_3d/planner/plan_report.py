@@ -68,7 +68,7 @@ COLUMNS: Columns = {
     "pipe": (lambda plan: plan.layout.pipeline_parallel_size, str),
     "ZeRO": (lambda plan: plan.layout.zero_stage, str),
     "schedule": (lambda plan: schedule_name(plan.layout), str),
-    "micro": (lambda plan: (plan.micro, plan.microbatches), lambda sizes: f"{sizes[1]}x{sizes[0]}"),
+    "micro": (lambda plan: (plan.microbatches, plan.micro), lambda sizes: f"{sizes[0]}x{sizes[1]}"),
     "recompute": (recompute_name, str),
     "offload": (lambda plan: plan.job.options.offload or plan.layout.offload, str),
     "per rank": (lambda plan: plan.peak.total, show_bytes),
@@ -120,7 +120,7 @@ def sent_line(plan: Plan) -> str:
 def setup_line(plan: Plan) -> str:
     """Memory before training."""
     host = plan.job.profile.parameters * number_bytes(plan.job.precision).weight
-    return f"set-up: each rank builds the unsplit module, {show_bytes(host)}, unless it is built on the meta device"
+    return f"set-up: each rank builds the unsplit module, {show_bytes(host)}, unless `configure_model` builds it"
 
 
 def schedule_name(layout: Layout) -> str:

@@ -49,7 +49,7 @@ def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer],
     parts = {"weights": most.weights, "gradients": most.gradients, names: most.optimizer}
     text = " + ".join(f"{show_bytes(size)} {name}" for name, size in parts.items() if size)
     rest = "activations" if kept is not None else f"what {names} keeps, and activations"
-    return f"memory of a rank: {show_bytes(most.total)}{where} ({text or 'all of it is in host memory'}), and {rest}"
+    return f"memory of a rank: {show_bytes(most.total)}{where} ({text or 'all of it is offloaded'}), and {rest}"
 
 
 def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:

@@ -60,6 +60,8 @@ def test_deadline_budget_and_comparison(capsys):
     compared = json.loads(ask(capsys, *flags, "--cluster", "64xh100", "--compare", "a100-80g,h100,tpu-v4"))
     assert {plan["cluster"]["accelerator"] for plan in compared["plans"]} == {"a100-80g", "h100", "tpu-v4"}
     assert "tpu-v4 is in the catalogue for comparison only: lightning_3d does not run on it." in compared["notes"]
+    old = json.loads(ask(capsys, "gpt2", "--tokens", "1B", "--json", "--compare", "v100-32g,tpu-v4"))["notes"]
+    assert {note.split()[3] for note in old if "older than a year" in note} == {"v100-32g", "tpu-v4"}
     costs = [plan["dollars"] for plan in compared["plans"]]
     assert costs == sorted(costs)
 

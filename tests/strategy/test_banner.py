@@ -74,7 +74,7 @@ def test_offloaded_states_are_not_on_the_device():
     layout = Layout(data_parallel_size=2, zero_stage=3, offload="all")
     module = MLP()
     said = memory_line(expected_states(module, layout, None, None), [torch.optim.Adam(module.parameters())], 2.0)
-    assert "0 B (all of it is in host memory)" in said
+    assert "0 B (all of it is offloaded)" in said
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,7 @@ if __name__ == "__main__":
     strategy = lightning_3d.Strategy3D(start_method="{method}")
     trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=strategy, **flags)
     trainer.fit(BoringModel())
+    assert trainer.strategy.measured.seconds > 0
     print("finished", trainer.global_rank, trainer.world_size, flush=True)
 """
 
@@ -324,6 +325,7 @@ def _environment():
     ("method", "command", "finished"),
     [
         ("popen", [sys.executable], 2),
+        ("fork", [sys.executable], 1),
         pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
         pytest.param(
             "popen",
@@ -332,7 +334,7 @@ def _environment():
             marks=pytest.mark.long,  # faults/test_torchrun.py starts with torchrun too
         ),
     ],
-    ids=["script", "spawn", "torchrun"],
+    ids=["script", "fork", "spawn", "torchrun"],
 )
 def test_launchers(tmp_path, method, command, finished):
     script = tmp_path / "train.py"

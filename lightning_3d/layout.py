@@ -6,6 +6,7 @@ Pure data, no process group. The planner reads it without torch.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -311,3 +312,27 @@ class Layout:
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise LayoutError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+
+@cache
+def balanced_cut(costs: tuple[float, ...], parts: int) -> tuple[int, ...]:
+    """Bounds of the contiguous partition of `costs` with the smallest largest part; then, the smallest sum of squares.
+
+    A pipeline cuts its units so, and its plan counts their blocks.
+    """
+    prefix = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * len(costs)]
+    for part in range(parts):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * len(best)
+        for stop in range(part + 1, len(costs) - (parts - part - 1) + 1):
+            options = []
+            for start in range(part, stop):
+                before = best[start]
+                if before is not None:
+                    cost = prefix[stop] - prefix[start]
+                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
+            following[stop] = min(options, default=None)
+        best = following
+    final = best[-1]
+    assert final is not None
+    return *final[2], len(costs)

@@ -83,12 +83,12 @@ def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[C
 
 def _blocks(plan: Plan, rank: int) -> str:
     """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
-    layout, layers = plan.layout, plan.job.profile.layers
+    layout, profile = plan.layout, plan.job.profile
     own = layout.stages[rank]
     spans = []
     for stage in own:
-        first = sum(layers_on_stage(layers, layout, earlier) for earlier in range(stage))
-        count = layers_on_stage(layers, layout, stage)
+        first = sum(layers_on_stage(profile, layout, earlier) for earlier in range(stage))
+        count = layers_on_stage(profile, layout, stage)
         spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
     before = ["before"] if 0 in own else []
     after = ["after"] if rank == last_rank(layout) else []

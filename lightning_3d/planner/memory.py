@@ -1,13 +1,19 @@
 """`PlannedMemory`: the memory of one rank of a layout at its peak."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 
-from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout
+from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout, balanced_cut
 from lightning_3d.planner.formulas import microbatches_held
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import StateBytes
+from lightning_3d.planner.states import Optimizer, StateBytes
 
+LOSS_BYTES = 4
+"""Of a number of the loss, which is fp32 in every precision."""
+UPDATE_COPIES: Mapping[Optimizer, int] = MappingProxyType({"adam": 2})
+"""Copies of one parameter that an update makes: Adam's root of the second moment, and its quotient."""
 LOGITS_IN_USE = 5
 """Parts of large logits, their results and gradients that exist at a time."""
 FRESH_GRADIENTS = 0.5
@@ -51,19 +57,19 @@ def tied_copy(profile: Profile, layout: Layout) -> float:
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
     tensor = layout.tensor_parallel_size
-    parameters = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor)
+    parameters = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor)
     if stage == 0:
         parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
     if stage == last_rank(layout):
         words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
-        parameters += words / tensor + profile.last_whole
-    return parameters + _padding(profile, layout, stage)
+        parameters += words / tensor
+    return parameters + _last_whole(profile, layout, stage) + _padding(profile, layout, stage)
 
 
 def _padding(profile: Profile, layout: Layout, stage: int) -> float:
     """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
     last = stage == last_rank(layout)
-    present = {"first": stage == 0, "block": layers_on_rank(profile.layers, layout, stage), "last": last}
+    present = {"first": stage == 0, "block": layers_on_rank(profile, layout, stage), "last": last}
     filled = sum(present[place] * size * (-rows % shards(layout)) / rows for place, rows, size in profile.rows)
     return filled / layout.tensor_parallel_size
 
@@ -71,7 +77,7 @@ def _padding(profile: Profile, layout: Layout, stage: int) -> float:
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     tensor = layout.tensor_parallel_size
-    frozen = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
+    frozen = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
     if stage == last_rank(layout):
@@ -82,7 +88,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of the weights of a rank in full, as they are gathered for a step."""
     profile, numbers = job.profile, job.numbers(layout)
-    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile.layers, layout, stage) * _half(job, layout)
+    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage) * _half(job, layout)
     if stage == 0:
         half += profile.first_half
     if stage == last_rank(layout):
@@ -94,7 +100,7 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
 
 def absent_experts(job: Job, layout: Layout, stage: int) -> float:
     """Parameters of experts that other expert ranks own."""
-    share, layers = 1 - 1 / job.options.experts, layers_on_rank(job.profile.layers, layout, stage)
+    share, layers = 1 - 1 / job.options.experts, layers_on_rank(job.profile, layout, stage)
     return share * layers * job.profile.expert_parameters / layout.tensor_parallel_size
 
 
@@ -117,33 +123,63 @@ def _in_block(profile: Profile, tensor: int) -> float:
     return (profile.block_parameters - profile.whole_parameters) / tensor + profile.whole_parameters
 
 
-def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward.
+def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
+    """Bytes of the 16-bit copies of matrices that autocast makes, and of those of a block that is computed again.
 
-    Full recompute makes those of a block again, so that one block has some at a time.
+    Each microbatch keeps its own until its backward, except for those of blocks that are computed again.
     """
     profile, numbers = job.profile, job.numbers(layout)
     in_half = numbers.half < numbers.gathered
     flying = held_microbatches(layout, stage, microbatches)
-    kept = layers_on_rank(profile.layers, layout, stage) * flying
-    blocks = 1 + (1 - job.options.recomputed) * (kept - 1) if layout.recompute == "full" else kept
-    matrices = 0.0 if in_half else blocks * profile.matrix_parameters
+    kept = layers_on_rank(profile, layout, stage) * flying * (1 - _recomputed(job, layout))
+    block = 0.0 if in_half else numbers.cast * profile.matrix_parameters / layout.tensor_parallel_size
+    head = 0.0
     if stage == last_rank(layout):
-        head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
-        matrices += (max(0.0, head) + profile.tied_parameters) * flying
-    return numbers.cast * matrices / layout.tensor_parallel_size
+        own = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
+        head = (max(0.0, own) + profile.tied_parameters) * flying
+    again = 0.0 if layout.recompute == "none" else block
+    return block * kept + numbers.cast * head / layout.tensor_parallel_size, again
 
 
-def layers_on_rank(layers: int, layout: Layout, stage: int | None = None) -> int:
+def _recomputed(job: Job, layout: Layout) -> float:
+    """Share of the blocks that are computed again, with their products or without."""
+    return {"none": 0.0, "selective": 1.0, "full": job.options.recomputed}[layout.recompute]
+
+
+def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
     """Blocks of pipeline rank `stage`, by default of the one with most."""
     ranks = layout.stages if stage is None else (layout.stages[stage],)
-    return max(sum(layers_on_stage(layers, layout, virtual) for virtual in own) for own in ranks)
+    return max(sum(layers_on_stage(profile, layout, virtual) for virtual in own) for own in ranks)
 
 
-def layers_on_stage(layers: int, layout: Layout, virtual: int) -> int:
-    """Blocks of virtual stage `virtual`. Early stages have one more where the number does not divide."""
-    least, more = divmod(layers, len(layout.stages) * len(layout.stages[0]))
+def layers_on_stage(profile: Profile, layout: Layout, virtual: int) -> int:
+    """Blocks of virtual stage `virtual`: as a run cuts the units of a module; else, early stages have one more."""
+    if profile.units:
+        return sum(place == "block" for place, *_ in _units_on_stage(profile, layout, virtual))
+    least, more = divmod(profile.layers, len(layout.stages) * len(layout.stages[0]))
     return least + (virtual < more)
+
+
+def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> tuple[tuple[str, float, float], ...]:
+    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), len(layout.stages) * len(layout.stages[0]))
+    return profile.units[bounds[virtual] : bounds[virtual + 1]]
+
+
+def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
+    """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
+    if layout.pipeline_parallel_size == 1:
+        return profile.last_whole
+    before = {
+        rank: sum(
+            size
+            for virtual in own
+            if virtual < len(layout.stages) * len(own) - 1
+            for place, _, size in (_units_on_stage(profile, layout, virtual) if profile.units else ())
+            if place == "last"
+        )
+        for rank, own in enumerate(layout.stages)
+    }
+    return before[stage] + (profile.last_whole - sum(before.values()) if stage == last_rank(layout) else 0.0)
 
 
 def rank_memory(
@@ -151,26 +187,32 @@ def rank_memory(
 ) -> PlannedMemory:
     """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    The peak is at one of two times. At the end of the last forward all activations exist. At the end of the last
-    backward all gradients exist, and the temporaries of one block's gradients or of its update.
+    The peak is at one of five times. At the end of the last forward all activations exist, and gradients of earlier
+    microbatches or of the step before. The loss has its own temporaries. A block may be computed again. At the end of
+    the last backward all gradients exist, and the temporaries of one block's gradients. Last, the optimizer steps.
     """
     kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
     states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
-    temporary = gathered_weights(job, layout, backward=True) + _block_gradients(job, layout)
-    after_forward = _after_forward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
-    return max(after_forward, replace(states, buffers=temporary), key=lambda memory: memory.total)
+    words = _words(job, layout, stage)
+    fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
+    temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
+    update = UPDATE_COPIES.get(job.optimizer, 0) * words * job.per_parameter.weights / shards(layout)
+    moments = [replace(states, buffers=temporary), *([replace(states, buffers=update)] if layout.offload == "none" else [])]
+    moments += _before_backward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
+    return max(moments, key=lambda memory: memory.total)
 
 
-def _after_forward(
+def _before_backward(
     job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
-) -> PlannedMemory:
+) -> list[PlannedMemory]:
+    """The times up to the first gradients: the end of the last forward, the loss, the first block computed again."""
     profile, host, gradients = job.profile, states.host, states.gradients
-    last = stage == last_rank(layout)
-    activations = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
+    activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
-        activations, host = 2 * activations / layers_on_rank(profile.layers, layout), host + activations
+        activations, host = 2 * activations / layers_on_rank(profile, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
-    head, loss = head_bytes(job, layout, micro) if last else (0.0, 0.0)
+    saved, result, loss = head_bytes(job, layout, micro) if stage == last_rank(layout) else (0.0, 0.0, 0.0)
+    dropped = gradients if microbatches > 1 else 0.0
     if streams_weights(layout):
         # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
         first_backward = 2 * _block_gradients(job, layout)
@@ -181,24 +223,29 @@ def _after_forward(
             # the first gradients come with the first activations gone
             later = activations * (1 - 1 / microbatches) + gradients
             activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
-    elif microbatches > 1:  # backward begins with the loss, beside the gradients of earlier microbatches
-        head += loss
-    elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
-        head, gradients = head + loss, 0.0
-    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
-    return replace(
-        states, gradients=gradients, activations=activations, head=head, casts=casts, buffers=buffers, host=host
-    )
+            dropped = gradients
+    casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
+    kept = replace(states, activations=activations, casts=casts, buffers=buffers, host=host)
+    moments = [replace(kept, gradients=gradients, head=saved + result), replace(kept, gradients=dropped, head=saved + loss)]
+    if again or casts_again:
+        moments += [replace(kept, gradients=dropped, activations=activations + again, casts=casts + casts_again)]
+    return moments
 
 
-def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float]:
-    """Bytes that are saved after the blocks, and more at the peak of the loss. Large logits exist in parts alone."""
-    profile, tensor = job.profile, layout.tensor_parallel_size
+def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float, float]:
+    """Bytes that are saved after the blocks, more while the loss is computed, and more at the peak of its backward.
+
+    The loss reads the logits, in mixed precision also an fp32 copy. A split vocabulary has one more, less the maximum.
+    Large logits exist in parts alone.
+    """
+    profile, tensor, product = job.profile, layout.tensor_parallel_size, job.numbers(layout).product
     saved, loss = profile.last_bytes * micro / tensor, profile.loss_bytes * micro / tensor
+    logits = profile.logits * micro / tensor
     if not in_parts(job, layout, micro):
-        return saved, loss
+        copied = tensor > 1 or job.precision.endswith("-mixed")
+        return saved, logits * (product + LOSS_BYTES * copied), loss
     sums = 4 * (profile.tied_parameters or profile.last_parameters - profile.last_whole) / tensor
-    return max(0.0, saved - 4 * profile.logits * micro / tensor), LOGITS_IN_USE * LOGITS_PART + sums
+    return max(0.0, saved - 4 * logits), 0.0, LOGITS_IN_USE * LOGITS_PART + sums
 
 
 def in_parts(job: Job, layout: Layout, micro: int) -> bool:
@@ -210,6 +257,14 @@ def in_parts(job: Job, layout: Layout, micro: int) -> bool:
 def _block_gradients(job: Job, layout: Layout) -> float:
     trained = job.profile.block_parameters - job.profile.block_frozen
     return trained / layout.tensor_parallel_size * job.per_parameter.gradients
+
+
+def _words(job: Job, layout: Layout, stage: int) -> float:
+    """Elements of the largest parameter around the blocks on a rank: an embedding or a head."""
+    profile = job.profile
+    first = profile.first_parameters - profile.first_whole if stage == 0 else 0.0
+    last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
+    return max(first, last if stage == last_rank(layout) else 0.0) / layout.tensor_parallel_size
 
 
 def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
@@ -285,23 +340,19 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
     return max(1, min(microbatches, held - stage)) if stage and fewer else held
 
 
-def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes saved for backward at the peak. Recompute has those of one block while it computes them again."""
-    tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
-    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
-    flying = held_microbatches(layout, stage, microbatches)
-    blocks, first = (
-        layers_on_rank(profile.layers, layout, stage) * flying,
-        0.0 if stage else profile.first_bytes * micro,
-    )
-    if layout.recompute == "none":
-        return block * blocks + first * flying
+def stage_activations(
+    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int
+) -> tuple[float, float]:
+    """Bytes saved for backward after the last forward, and more while one block is computed again."""
+    profile, flying = job.profile, held_microbatches(layout, stage, microbatches)
+    tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
+    blocks, share = layers_on_rank(profile, layout, stage) * flying, _recomputed(job, layout)
+    kept = blocks * (share * block + (1 - share) * unsaved) + (0.0 if stage else profile.first_bytes * micro * flying)
     if layout.recompute == "selective":
-        again = max(0.0, unsaved - block + profile.region_bytes * micro)
-        return block * blocks + again + first * flying
-    share = job.options.recomputed
-    return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0) + first * flying
+        unsaved = max(0.0, unsaved - block + profile.region_bytes * micro)
+    return kept, unsaved if share else 0.0
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_3d.module.anatomy import PRODUCTS, Chain
+from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain
+from lightning_3d.pipeline.units import find_units
 
 PLACES = ("first", "block", "last")
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
@@ -25,6 +26,26 @@ def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[
             place = outside = "last" if late else "first"
         found.setdefault(parameter, set()).add(place)
     return found
+
+
+def units(
+    module: nn.Module, chain: Chain, called: Mapping[str, bool], split: set[int]
+) -> tuple[tuple[str, float, float], ...]:
+    """Place, cost and unsplit elements of the units that a pipeline cuts between, in running order.
+
+    None where a block is several units.
+    """
+    inside, outside, found = _inside(chain), "first", []
+    for unit in find_units(module, Anatomy.of(module), len(chain.blocks)):
+        if f"{unit.name}.".startswith(inside):
+            outside = place = "block"
+        else:
+            late = [after for name, after in called.items() if f"{name}.".startswith(f"{unit.name}.")]
+            outside = place = "last" if (all(late) if late else outside != "first") else "first"
+        own = module.get_submodule(unit.name).parameters()
+        found.append((place, unit.cost, float(sum(p.numel() for p in own if id(p) not in split))))
+    blocks = sum(place == "block" for place, *_ in found)
+    return tuple(sorted(found, key=lambda unit: PLACES.index(unit[0]))) if blocks == len(chain.blocks) else ()
 
 
 def around(module: nn.Module, chain: Chain) -> dict[nn.Module, str]:

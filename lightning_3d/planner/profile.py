@@ -36,6 +36,8 @@ class Profile:
     """Of `last_parameters`, those of large heads: ZeRO 3 frees them when their gradients are reduced."""
     rows: tuple[tuple[str, int, float], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
+    units: tuple[tuple[str, float, float], ...] = ()
+    """Place, cost and unsplit elements of the modules that a pipeline places; without them it cuts between blocks."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
     block_frozen: float = 0

@@ -136,6 +136,7 @@ def count_module(
         first_freed=elements("first", "looked up"),
         last_freed=elements("last", "apart"),
         rows=tuple((place, height, size) for (place, height), size in rows.items()),
+        units=parameter_places.units(module, chain, called, kinds["words"]),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
         first_frozen=first_frozen,

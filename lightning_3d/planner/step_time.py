@@ -160,10 +160,10 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     rate = device.peak(job.precision) * share
     core = profile.attention_flops / rate
     block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
-    layers, head = layers_on_rank(profile.layers, layout), profile.last_flops / rate
+    layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
         head *= 1 + 1 / profile.passes
-    ends = layers_on_rank(profile.layers, layout, last_rank(layout)) * block + head
+    ends = layers_on_rank(profile, layout, last_rank(layout)) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))
     share, core_again = recomputed_share(job, layout), profile.attention_again / rate
@@ -181,7 +181,7 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     passes = WEIGHT_PASSES - GRADIENT_PASSES * profile.frozen_share
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
-    layers = layers_on_rank(profile.layers, layout)
+    layers = layers_on_rank(profile, layout)
     again = recomputed_share(job, layout)
     if layout.recompute == "selective":  # all but products and attention
         again = 1 - min(1.0, profile.kept_bytes / (profile.whole_bytes + profile.split_bytes + profile.attention_bytes))
@@ -204,7 +204,7 @@ def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
     a pipeline, as the step's own code does.
     """
     profile = job.profile
-    blocks = layers_on_rank(profile.layers, layout) * (profile.block_kernels or USUAL_KERNELS)
+    blocks = layers_on_rank(profile, layout) * (profile.block_kernels or USUAL_KERNELS)
     return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6
 
 
@@ -215,7 +215,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in stages) if tensor > 1 else 0.0
     keys, routed = block_exchange_bytes(job, layout, micro=micro)
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
-    return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile.layers, layout) * seconds
+    return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds
 
 
 def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
@@ -233,7 +233,7 @@ def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
     regions = job.profile.block_regions
     sums = 2 * regions + recomputed_share(job, layout) * (regions - 1)
-    return layers_on_rank(job.profile.layers, layout) * sums
+    return layers_on_rank(job.profile, layout) * sums
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -278,8 +278,8 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, m
     per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
     updated = updated_parameters(job, layout)
     if job.options.offload == "activations":
-        ends = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
-        return max(0.0, 2 * ends / link - busy) * microbatches
+        kept, _ = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
+        return max(0.0, 2 * kept / link - busy) * microbatches
     passes = 2 * microbatches if layout.offload == "all" else 1
     held = rank_parameters(job.profile, layout, 0) / shards(layout)
     moved = updated * per.gradients + held * passes * per.weights

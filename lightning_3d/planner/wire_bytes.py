@@ -4,6 +4,7 @@ from lightning_3d.layout import COMPRESSED_BYTES, POWERSGD_RANK, Layout
 from lightning_3d.planner.formulas import powersgd_elements, ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
+    LOSS_BYTES,
     absent_experts,
     block_bytes,
     gathered_bytes,
@@ -18,8 +19,6 @@ from lightning_3d.planner.memory import (
 
 LOSS_SUMS = 3
 """Numbers that a vocabulary split over ranks sums for each token: maximum, exponentials, the target's logit."""
-LOSS_BYTES = 4
-"""Of such a number, which is fp32 in every precision."""
 
 
 def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
@@ -74,7 +73,7 @@ def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
     """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
-    units, piped = layers_on_rank(job.profile.layers, layout) + 1, layout.pipeline_parallel_size > 1
+    units, piped = layers_on_rank(job.profile, layout) + 1, layout.pipeline_parallel_size > 1
     if shards(layout) == 1:
         return 1
     if piped or layout.zero_stage == 1:
@@ -87,7 +86,7 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     profile, tensor, numbers = job.profile, layout.tensor_parallel_size, job.numbers(layout)
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
-    regions, layers = profile.block_regions, layers_on_rank(profile.layers, layout, stage)
+    regions, layers = profile.block_regions, layers_on_rank(profile, layout, stage)
     # a block that is computed again ends before its last sum, or the scatter of it, which backward does not need
     last = 0.5 if layout.sequence_parallel else 1
     again = job.options.recomputed * (regions - last) if layout.recompute == "full" else 0

@@ -1,19 +1,18 @@
 """`PlannedMemory`: the memory of one rank of a layout at its peak."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 
 from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout, balanced_cut
 from lightning_3d.planner.formulas import microbatches_held
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import Optimizer, StateBytes
+from lightning_3d.planner.states import StateBytes
 
 LOSS_BYTES = 4
 """Of a number of the loss, which is fp32 in every precision."""
-UPDATE_COPIES: Mapping[Optimizer, int] = MappingProxyType({"adam": 2})
-"""Copies of one parameter that an update makes: Adam's root of the second moment, and its quotient."""
+ADAM_COPIES = 2
+"""Copies of a parameter that an update makes: the root of the second moment, and the quotient."""
 LOGITS_IN_USE = 5
 """Parts of large logits, their results and gradients that exist at a time."""
 FRESH_GRADIENTS = 0.5
@@ -167,19 +166,12 @@ def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> tuple[tup
 
 def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
     """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
-    if layout.pipeline_parallel_size == 1:
-        return profile.last_whole
-    before = {
-        rank: sum(
-            size
-            for virtual in own
-            if virtual < len(layout.stages) * len(own) - 1
-            for place, _, size in (_units_on_stage(profile, layout, virtual) if profile.units else ())
-            if place == "last"
-        )
-        for rank, own in enumerate(layout.stages)
-    }
-    return before[stage] + (profile.last_whole - sum(before.values()) if stage == last_rank(layout) else 0.0)
+    if layout.pipeline_parallel_size == 1 or not profile.units:
+        return profile.last_whole if stage == last_rank(layout) else 0.0
+    head = len(layout.stages) * len(layout.stages[0]) - 1
+    units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
+    early = [sum(size for place, _, size in own if place == "last") for own in units]
+    return early[stage] + (profile.last_whole - sum(early) if stage == last_rank(layout) else 0.0)
 
 
 def rank_memory(
@@ -187,49 +179,54 @@ def rank_memory(
 ) -> PlannedMemory:
     """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    The peak is at one of five times. At the end of the last forward all activations exist, and gradients of earlier
-    microbatches or of the step before. The loss has its own temporaries. A block may be computed again. At the end of
-    the last backward all gradients exist, and the temporaries of one block's gradients. Last, the optimizer steps.
+    At the end of the last backward all gradients exist, and the temporaries of one block's. Then the optimizer steps.
     """
     kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
     states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
     words = _words(job, layout, stage)
     fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
     temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
-    update = UPDATE_COPIES.get(job.optimizer, 0) * words * job.per_parameter.weights / shards(layout)
-    moments = [replace(states, buffers=temporary), *([replace(states, buffers=update)] if layout.offload == "none" else [])]
-    moments += _before_backward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
-    return max(moments, key=lambda memory: memory.total)
+    update = ADAM_COPIES * words * job.per_parameter.weights / shards(layout)
+    if layout.offload == "none" and job.optimizer == "adam":
+        temporary = max(temporary, update)
+    earlier = _before_end(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
+    return max([replace(states, buffers=temporary), *earlier], key=lambda memory: memory.total)
 
 
-def _before_backward(
+def _before_end(
     job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
-) -> list[PlannedMemory]:
-    """The times up to the first gradients: the end of the last forward, the loss, the first block computed again."""
-    profile, host, gradients = job.profile, states.host, states.gradients
+) -> Iterator[PlannedMemory]:
+    """The end of the last forward, the backward of the loss, and of the first and the last block computed again."""
+    profile, host, block, streams = job.profile, states.host, _block_gradients(job, layout), streams_weights(layout)
     activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
         activations, host = 2 * activations / layers_on_rank(profile, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
     saved, result, loss = head_bytes(job, layout, micro) if stage == last_rank(layout) else (0.0, 0.0, 0.0)
-    dropped = gradients if microbatches > 1 else 0.0
-    if streams_weights(layout):
-        # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
-        first_backward = 2 * _block_gradients(job, layout)
-        gradients, buffers = max((gradients, buffers), (0.0, buffers + first_backward), key=sum)
-    if layout.pipeline_parallel_size > 1:
-        buffers += FRESH_GRADIENTS * _block_gradients(job, layout)
-        if held_microbatches(layout, stage, microbatches) >= microbatches:
-            # the first gradients come with the first activations gone
-            later = activations * (1 - 1 / microbatches) + gradients
-            activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
-            dropped = gradients
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
-    kept = replace(states, activations=activations, casts=casts, buffers=buffers, host=host)
-    moments = [replace(kept, gradients=gradients, head=saved + result), replace(kept, gradients=dropped, head=saved + loss)]
-    if again or casts_again:
-        moments += [replace(kept, gradients=dropped, activations=activations + again, casts=casts + casts_again)]
-    return moments
+    fresh, piped = (1 + streams) * block, layout.pipeline_parallel_size > 1
+    times = [(states.gradients, 1.0)]
+    if piped and held_microbatches(layout, stage, microbatches) >= microbatches:
+        # the first gradients come with the first activations gone
+        times = [(0.0, 1.0), (states.gradients, 1 - 1 / microbatches)]
+    for gradients, share in times:
+        kept = replace(
+            states, gradients=gradients, activations=activations * share, casts=casts * share, host=host,
+            buffers=buffers + piped * FRESH_GRADIENTS * fresh,
+        )  # fmt: skip
+        # without earlier microbatches, backward begins with the gradients of the step before dropped
+        begun = replace(kept, gradients=gradients if piped or microbatches > 1 else 0.0)
+        yield replace(kept, head=saved + result)
+        yield replace(begun, head=saved + loss)
+        if streams:  # the next block is gathered, and one has new gradients
+            yield replace(begun, head=saved, buffers=buffers + fresh)
+        if layout.recompute == "none":
+            continue
+        yield replace(
+            begun, activations=kept.activations + again, casts=kept.casts + casts_again, buffers=buffers + fresh
+        )
+        others = states.gradients - (0.0 if streams else block)
+        yield replace(begun, gradients=others, activations=again, casts=casts_again, buffers=buffers + block)
 
 
 def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float, float]:
@@ -340,19 +337,20 @@ def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
     return max(1, min(microbatches, held - stage)) if stage and fewer else held
 
 
-def stage_activations(
-    job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int
-) -> tuple[float, float]:
+def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> tuple[float, float]:
     """Bytes saved for backward after the last forward, and more while one block is computed again."""
     profile, flying = job.profile, held_microbatches(layout, stage, microbatches)
-    tensor, split = layout.tensor_parallel_size, layout.sequence_parallel
+    tensor, split = layout.tensor_parallel_size, profile.divides(layout)
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     blocks, share = layers_on_rank(profile, layout, stage) * flying, _recomputed(job, layout)
     kept = blocks * (share * block + (1 - share) * unsaved) + (0.0 if stage else profile.first_bytes * micro * flying)
     if layout.recompute == "selective":
         unsaved = max(0.0, unsaved - block + profile.region_bytes * micro)
-    return kept, unsaved if share else 0.0
+    again = unsaved if share else 0.0
+    if split and profile.positions % tensor:  # the sum of uneven shards is one of the full stream, and of a copy
+        again += 2 * micro * profile.boundary_elements * profile.element_bytes
+    return kept, again
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:

@@ -53,6 +53,8 @@ class CostTrace:
     """Of the largest tensor saved outside the blocks: the logits, where there are some."""
     kept_bytes: float = 0
     """Results of products and attention in the blocks."""
+    saves_last: bool = False
+    """True where a block saved something after its last product."""
     boundary_elements: float = 0
     boundary_bytes: float = 0
     width: int = 1
@@ -167,6 +169,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         * trace.boundary_elements
         / trace.samples
         * number_bytes(trace.precision).product,
+        saves_last=trace.saves_last,
         first_bytes=half * trace.first_bytes / trace.samples,
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
@@ -192,7 +195,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0}
+    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0, "saved": -1}
     count = OperationCount(owned, is_kept)
 
     outside = parameter_places.around(module, chain) if chain else {}
@@ -215,8 +218,10 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         trace.block_flops += count.flops - state["before"]
         trace.block_kernels += count.kernels - state["started"]
         trace.kept_bytes += count.kept - state["kept"]
+        trace.saves_last = state["saved"] == count.kept
 
     def pack(tensor: Tensor) -> Tensor:
+        state["saved"] = count.kept
         storage = tensor.untyped_storage()._cdata
         if storage not in owned and storage not in count.casts and storage not in trace.seen:
             trace.seen[storage] = tensor

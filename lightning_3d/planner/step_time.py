@@ -177,7 +177,7 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     """
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
-    kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
+    kept = profile.block_activations(tensor=tensor, sequence_parallel=profile.divides(layout), recompute="none")
     passes = WEIGHT_PASSES - GRADIENT_PASSES * profile.frozen_share
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
@@ -231,8 +231,7 @@ def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
-    regions = job.profile.block_regions
-    sums = 2 * regions + recomputed_share(job, layout) * (regions - 1)
+    sums = 2 * job.profile.block_regions + recomputed_share(job, layout) * job.profile.repeated_sums
     return layers_on_rank(job.profile, layout) * sums
 
 
@@ -292,7 +291,7 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
     if tensor > 1:
         sums = tensor_sums(job, layout) * microbatches
         ring = ring_latency(cluster, span=tensor, stride=1)  # sequence parallelism gathers and scatters instead
-        seconds += sums * (2 * ring if layout.sequence_parallel else sum_latency(cluster, span=tensor, stride=1))
+        seconds += sums * (2 * ring if job.profile.divides(layout) else sum_latency(cluster, span=tensor, stride=1))
     if layout.pipeline_parallel_size > 1:
         neighbour = layout.data_parallel_size * tensor
         hop = ring_latency(cluster, span=2, stride=neighbour)

@@ -87,13 +87,18 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
     regions, layers = profile.block_regions, layers_on_rank(profile, layout, stage)
-    # a block that is computed again ends before its last sum, or the scatter of it, which backward does not need
-    last = 0.5 if layout.sequence_parallel else 1
-    again = job.options.recomputed * (regions - last) if layout.recompute == "full" else 0
-    sent = layers * ((regions + again) * product + regions * profile.element_bytes) * elements
-    if layout.sequence_parallel:
+    split, rest = profile.divides(layout), profile.positions % tensor
+    # a sum is a scatter and a gather; uneven shards are filled up to be gathered, and summed in full to be scattered
+    gather, scatter = (1 + (tensor - rest) / profile.positions, 2.0) if split and rest else (1.0, 1.0)
+    sent = layers * regions * (product + profile.element_bytes) * (gather + scatter) / 2 * elements
+    if layout.recompute == "full":
+        again = profile.repeated_sums * product
+        if split:
+            again = (again * scatter + regions * profile.element_bytes * gather) / 2
+        sent += job.options.recomputed * layers * again * elements
+    if split:
         # after the blocks of a stage the stream is gathered, before them its gradient; each rank's norms see a part
-        sent += len(layout.stages[stage]) * elements * profile.element_bytes
+        sent += len(layout.stages[stage]) * elements * profile.element_bytes * gather
         sent += layers * (profile.block_parameters - profile.half_parameters) * numbers.gradient
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes

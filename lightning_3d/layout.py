@@ -268,6 +268,39 @@ class Layout:
         """True where a rank has only a shard of the parameters."""
         return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shards_data
 
+    @property
+    def shards(self) -> int:
+        """Data ranks among which states are divided; 1 where nothing is."""
+        return (self.zero_shard_size or self.data_parallel_size) if self.zero_stage else 1
+
+    @property
+    def streams_weights(self) -> bool:
+        """True where full weights exist only block by block. A pipeline gathers them once for its step."""
+        return self.zero_stage == 3 and self.shards > 1 and self.pipeline_parallel_size == 1
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that owns what comes after the blocks: the first one of a V."""
+        return 0 if SCHEDULES[self.schedule].v_shaped else self.pipeline_parallel_size - 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """True where gradients of weights are computed separately.
+
+        Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
+        """
+        return self.schedule in HALVED_BACKWARD and self.pipeline_parallel_size > 1 and self.recompute == "none"
+
+    def transfers(self, stage: int) -> int:
+        """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
+        own, count = self.stages[stage], sum(map(len, self.stages))
+        next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
+        return sum(0 <= near < count and near not in own for near in next_to)
+
+    def accumulates(self, microbatches: int) -> bool:
+        """Return True if a rank adds up gradients of several microbatches before it reduces them."""
+        return self.pipeline_parallel_size > 1 or (self.zero_stage <= 1 and microbatches > 1)
+
     def coordinate(self, rank: int) -> Coordinate:
         """The place of global `rank`."""
         if not 0 <= rank < self.world_size:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lightning_3d.layout import Coordinate
 from lightning_3d.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
-from lightning_3d.planner.memory import PlannedMemory, last_rank, layers_on_stage, shards
+from lightning_3d.planner.memory import PlannedMemory, layers_on_stage
 from lightning_3d.planner.priced_layout import Plan, stages_memory
 from lightning_3d.planner.show import show_bytes
 
@@ -45,7 +45,7 @@ def layout_rows(plan: Plan) -> list[tuple[str, ...]]:
         memory = content.memory
         sizes = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
         tensor = f"{place.tensor + 1} of {layout.tensor_parallel_size}"
-        zero = f"{place.data % shards(plan.layout) + 1} of {shards(plan.layout)}"
+        zero = f"{place.data % plan.layout.shards + 1} of {plan.layout.shards}"
         rows.append((str(rank), str(place), content.blocks, tensor, zero, *map(show_bytes, sizes)))
     return rows
 
@@ -91,5 +91,5 @@ def _blocks(plan: Plan, rank: int) -> str:
         count = layers_on_stage(profile, layout, stage)
         spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
     before = ["before"] if 0 in own else []
-    after = ["after"] if rank == last_rank(layout) else []
+    after = ["after"] if rank == layout.last_rank else []
     return " + ".join([*before, ", ".join(spans), *after])

@@ -43,14 +43,9 @@ class PlannedMemory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
 
-def last_rank(layout: Layout) -> int:
-    """The pipeline rank that owns what comes after the blocks: the first one of a V."""
-    return 0 if SCHEDULES[layout.schedule].v_shaped else layout.pipeline_parallel_size - 1
-
-
 def tied_copy(profile: Profile, layout: Layout) -> float:
     """Elements of the tied parameters that the last stage needs again: none where one rank has both ends."""
-    return profile.tied_parameters if last_rank(layout) else 0.0
+    return profile.tied_parameters if layout.last_rank else 0.0
 
 
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
@@ -59,7 +54,7 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     parameters = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor)
     if stage == 0:
         parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
         parameters += words / tensor
     return parameters + _last_whole(profile, layout, stage) + _padding(profile, layout, stage)
@@ -67,9 +62,9 @@ def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
 
 def _padding(profile: Profile, layout: Layout, stage: int) -> float:
     """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
-    last = stage == last_rank(layout)
+    last = stage == layout.last_rank
     present = {"first": stage == 0, "block": layers_on_rank(profile, layout, stage), "last": last}
-    filled = sum(present[place] * size * (-rows % shards(layout)) / rows for place, rows, size in profile.rows)
+    filled = sum(present[place] * size * (-rows % layout.shards) / rows for place, rows, size in profile.rows)
     return filled / layout.tensor_parallel_size
 
 
@@ -79,7 +74,7 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     frozen = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         frozen += (profile.last_frozen + min(tied_copy(profile, layout), profile.first_frozen)) / tensor
     return rank_parameters(profile, layout, stage) - frozen
 
@@ -90,7 +85,7 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
     tensor, half = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage) * _half(job, layout)
     if stage == 0:
         half += profile.first_half
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
     absent = absent_experts(job, layout, stage)
     present = rank_parameters(profile, layout, stage) - absent
@@ -133,7 +128,7 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
     kept = layers_on_rank(profile, layout, stage) * flying * (1 - _recomputed(job, layout))
     block = 0.0 if in_half else numbers.cast * profile.matrix_parameters / layout.tensor_parallel_size
     head = 0.0
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         own = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
         head = (max(0.0, own) + profile.tied_parameters) * flying
     again = 0.0 if layout.recompute == "none" else block
@@ -155,23 +150,23 @@ def layers_on_stage(profile: Profile, layout: Layout, virtual: int) -> int:
     """Blocks of virtual stage `virtual`: as a run cuts the units of a module; else, early stages have one more."""
     if profile.units:
         return sum(place == "block" for place, *_ in _units_on_stage(profile, layout, virtual))
-    least, more = divmod(profile.layers, len(layout.stages) * len(layout.stages[0]))
+    least, more = divmod(profile.layers, sum(map(len, layout.stages)))
     return least + (virtual < more)
 
 
 def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> tuple[tuple[str, float, float], ...]:
-    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), len(layout.stages) * len(layout.stages[0]))
+    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), sum(map(len, layout.stages)))
     return profile.units[bounds[virtual] : bounds[virtual + 1]]
 
 
 def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
     """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
     if layout.pipeline_parallel_size == 1 or not profile.units:
-        return profile.last_whole if stage == last_rank(layout) else 0.0
-    head = len(layout.stages) * len(layout.stages[0]) - 1
+        return profile.last_whole if stage == layout.last_rank else 0.0
+    head = sum(map(len, layout.stages)) - 1
     units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
     early = [sum(size for place, _, size in own if place == "last") for own in units]
-    return early[stage] + (profile.last_whole - sum(early) if stage == last_rank(layout) else 0.0)
+    return early[stage] + (profile.last_whole - sum(early) if stage == layout.last_rank else 0.0)
 
 
 def rank_memory(
@@ -186,7 +181,7 @@ def rank_memory(
     words = _words(job, layout, stage)
     fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
     temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
-    update = ADAM_COPIES * words * job.per_parameter.weights / shards(layout)
+    update = ADAM_COPIES * words * job.per_parameter.weights / layout.shards
     if layout.offload == "none" and job.optimizer == "adam":
         temporary = max(temporary, update)
     earlier = _before_end(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
@@ -197,12 +192,12 @@ def _before_end(
     job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
 ) -> Iterator[PlannedMemory]:
     """The end of the last forward, the backward of the loss, and of the first and the last block computed again."""
-    profile, host, block, streams = job.profile, states.host, _block_gradients(job, layout), streams_weights(layout)
+    profile, host, block, streams = job.profile, states.host, _block_gradients(job, layout), layout.streams_weights
     activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
         activations, host = 2 * activations / layers_on_rank(profile, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
-    saved, result, loss = head_bytes(job, layout, micro) if stage == last_rank(layout) else (0.0, 0.0, 0.0)
+    saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
     fresh, piped = (1 + streams) * block, layout.pipeline_parallel_size > 1
     times = [(states.gradients, 1.0)]
@@ -261,22 +256,11 @@ def _words(job: Job, layout: Layout, stage: int) -> float:
     profile = job.profile
     first = profile.first_parameters - profile.first_whole if stage == 0 else 0.0
     last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
-    return max(first, last if stage == last_rank(layout) else 0.0) / layout.tensor_parallel_size
+    return max(first, last if stage == layout.last_rank else 0.0) / layout.tensor_parallel_size
 
 
 def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
     return job.states(rank_parameters(job.profile, layout, stage), rank_trained(job.profile, layout, stage))
-
-
-def shards(layout: Layout) -> int:
-    """Data ranks among which states are divided; 1 where nothing is."""
-    ranks = layout.zero_shard_size or layout.data_parallel_size
-    return ranks if layout.zero_stage else 1
-
-
-def streams_weights(layout: Layout) -> bool:
-    """Return True if full weights exist only block by block. A pipeline gathers them once for its step."""
-    return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
 
 
 def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
@@ -285,28 +269,23 @@ def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> S
     Gradients are those of the step before, or those of earlier microbatches. Each block's are reduced and freed when
     they are computed, or once in a step if they accumulate.
     """
-    whole, ranks = _whole_states(job, layout, stage), shards(layout)
+    whole, ranks = _whole_states(job, layout, stage), layout.shards
     present = whole.gradients - job.per_parameter.gradients * absent_experts(job, layout, stage)
-    gradients = present if accumulates(layout, microbatches) else whole.gradients / ranks
+    gradients = present if layout.accumulates(microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
-
-
-def accumulates(layout: Layout, microbatches: int) -> bool:
-    """Return True if a rank adds up gradients of several microbatches before it reduces them."""
-    return layout.pipeline_parallel_size > 1 or (layout.zero_stage <= 1 and microbatches > 1)
 
 
 def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
     """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
-    return _whole_states(job, layout, stage).of(1 / shards(layout))
+    return _whole_states(job, layout, stage).of(1 / layout.shards)
 
 
 def _weights(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of shards, and of gathered weights."""
-    sharded = _whole_states(job, layout, stage).weights / shards(layout)
-    if shards(layout) == 1:
+    sharded = _whole_states(job, layout, stage).weights / layout.shards
+    if layout.shards == 1:
         return sharded - job.per_parameter.weights * absent_experts(job, layout, stage)
-    if streams_weights(layout):
+    if layout.streams_weights:
         return sharded
     return sharded + gathered_bytes(job, layout, stage)
 
@@ -356,19 +335,12 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
     """One microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts.
     (torch's own `PipelineStage` takes one per microbatch for the whole step.)"""
-    return transfers(layout, stage) * micro * profile.boundary_elements * profile.element_bytes
-
-
-def transfers(layout: Layout, stage: int) -> int:
-    """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
-    own, count = layout.stages[stage], len(layout.stages) * len(layout.stages[0])
-    next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
-    return sum(0 <= near < count and near not in own for near in next_to)
+    return layout.transfers(stage) * micro * profile.boundary_elements * profile.element_bytes
 
 
 def gathered_weights(job: Job, layout: Layout, *, backward: bool = False) -> float:
     """Bytes of full weights on a device that has only shards: of a block and the head, or of two blocks in backward."""
-    if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
+    if not layout.streams_weights and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
     profile, numbers = job.profile, job.numbers(layout)
     freed = layout.zero_stage == 3

@@ -9,11 +9,9 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
     in_parts,
-    last_rank,
     layers_on_rank,
     rank_parameters,
     rank_trained,
-    shards,
     stage_activations,
 )
 from lightning_3d.planner.profile import Profile
@@ -90,7 +88,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         return sustained_step(job, layout, cluster.devices)
     useful, again = compute_seconds(job, layout, cluster, micro)
     traffic, launching = traffic_seconds(job, layout, cluster, micro)
-    if splits_backward(layout):
+    if layout.splits_backward:
         traffic += SPLIT_COST * useful
     parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
     bubble = bubble_time(
@@ -128,19 +126,11 @@ def least_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, mic
     return (busy + sums) * microbatches + idle + overhead_seconds(job, layout, cluster, microbatches)
 
 
-def splits_backward(layout: Layout) -> bool:
-    """Return True if gradients of weights are computed separately.
-
-    Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
-    """
-    return layout.schedule in HALVED_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
-
-
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
     """Seconds of each pass of a microbatch on a rank: `useful` ones and `again` seconds of recomputing."""
     unit = useful / profile.passes
     backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
-    if layout.schedule in HALVED_BACKWARD and not splits_backward(layout):
+    if layout.schedule in HALVED_BACKWARD and not layout.splits_backward:
         return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
     return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
 
@@ -163,7 +153,7 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
         head *= 1 + 1 / profile.passes
-    ends = layers_on_rank(profile, layout, last_rank(layout)) * block + head
+    ends = layers_on_rank(profile, layout, layout.last_rank) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))
     share, core_again = recomputed_share(job, layout), profile.attention_again / rate
@@ -249,7 +239,7 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, busy: float, mic
 
     `busy` is the time of one microbatch behind which they travel.
     """
-    ranks, group, stride = layout.data_parallel_size, shards(layout), layout.tensor_parallel_size
+    ranks, group, stride = layout.data_parallel_size, layout.shards, layout.tensor_parallel_size
     if ranks == 1:
         return 0.0
     inside = group if group > 1 else ranks
@@ -280,7 +270,7 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, m
         kept, _ = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
         return max(0.0, 2 * kept / link - busy) * microbatches
     passes = 2 * microbatches if layout.offload == "all" else 1
-    held = rank_parameters(job.profile, layout, 0) / shards(layout)
+    held = rank_parameters(job.profile, layout, 0) / layout.shards
     moved = updated * per.gradients + held * passes * per.weights
     return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
 
@@ -301,7 +291,7 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
 
 def updated_parameters(job: Job, layout: Layout) -> float:
     """Trained parameters whose optimizer states this rank owns."""
-    return rank_trained(job.profile, layout, 0) / shards(layout)
+    return rank_trained(job.profile, layout, 0) / layout.shards
 
 
 def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:

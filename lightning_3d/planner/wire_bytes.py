@@ -8,13 +8,9 @@ from lightning_3d.planner.memory import (
     absent_experts,
     block_bytes,
     gathered_bytes,
-    last_rank,
     layers_on_rank,
     rank_trained,
-    shards,
-    streams_weights,
     tied_copy,
-    transfers,
 )
 
 LOSS_SUMS = 3
@@ -23,7 +19,7 @@ LOSS_SUMS = 3
 
 def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
     """Bytes of gathered weights and reduced gradients: among ranks that share a sharded copy, and between copies."""
-    ranks, group, apart = layout.data_parallel_size, shards(layout), absent_experts(job, layout, stage)
+    ranks, group, apart = layout.data_parallel_size, layout.shards, absent_experts(job, layout, stage)
     reduced = (rank_trained(job.profile, layout, stage) - apart) * gradient_bytes(job, layout)
     if group == 1:
         return ring_all_reduce(reduced, ranks), 0.0
@@ -66,7 +62,7 @@ def block_exchange_bytes(job: Job, layout: Layout, *, micro: int) -> tuple[float
 def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
     """Bytes that are gathered in a step. Stage 3 gathers blocks for forward and for backward, the rest once."""
     weights = gathered_bytes(job, layout, stage)
-    if not streams_weights(layout):
+    if not layout.streams_weights:
         return weights
     return microbatches * (weights + job.profile.layers * block_bytes(job, layout))
 
@@ -74,7 +70,7 @@ def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
     """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
     units, piped = layers_on_rank(job.profile, layout) + 1, layout.pipeline_parallel_size > 1
-    if shards(layout) == 1:
+    if layout.shards == 1:
         return 1
     if piped or layout.zero_stage == 1:
         return 2 * units
@@ -103,7 +99,7 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes
     splits_head = profile.last_parameters > profile.last_whole or profile.tied_parameters > 0
-    if stage == last_rank(layout) and splits_head:
+    if stage == layout.last_rank and splits_head:
         sent += elements * (profile.head_bytes or profile.element_bytes)
         sent += LOSS_SUMS * LOSS_BYTES * micro * profile.positions
     return ring_all_reduce(sent, tensor)
@@ -112,6 +108,6 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
 def pipeline_bytes(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
     """Bytes on the pipeline axis: activations forward, their gradients backward, gradients of tied weights."""
     profile = job.profile
-    ties = tied_copy(profile, layout) / layout.tensor_parallel_size if stage in (0, last_rank(layout)) else 0
+    ties = tied_copy(profile, layout) / layout.tensor_parallel_size if stage in (0, layout.last_rank) else 0
     boundary = micro * profile.boundary_elements * profile.element_bytes
-    return transfers(layout, stage) * microbatches * boundary + ties * job.numbers(layout).gradient
+    return layout.transfers(stage) * microbatches * boundary + ties * job.numbers(layout).gradient

@@ -297,6 +297,18 @@ class Layout:
         next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
         return sum(0 <= near < count and near not in own for near in next_to)
 
+    def held(self, stage: int, microbatches: int) -> float:
+        """The most microbatches whose activations pipeline rank `stage` has at once: one without a pipeline.
+
+        A microbatch on one of the stages of a rank counts as a part. `SCHEDULES` has the formulas.
+        """
+        if self.pipeline_parallel_size == 1:
+            return 1
+        facts = SCHEDULES[self.schedule]
+        most = facts.in_flight(self.pipeline_parallel_size, self.stages_per_rank, microbatches)
+        held = min(microbatches, most)
+        return max(1, min(microbatches, held - stage)) if stage and facts.fewer_on_later_ranks else held
+
     def accumulates(self, microbatches: int) -> bool:
         """Return True if a rank adds up gradients of several microbatches before it reduces them."""
         return self.pipeline_parallel_size > 1 or (self.zero_stage <= 1 and microbatches > 1)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout, balanced_cut
-from lightning_3d.planner.formulas import microbatches_held
+from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout, balanced_cut
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
@@ -50,20 +49,22 @@ def tied_copy(profile: Profile, layout: Layout) -> float:
 
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
-    tensor = layout.tensor_parallel_size
-    parameters = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor)
-    if stage == 0:
-        parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
-    if stage == layout.last_rank:
-        words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
-        parameters += words / tensor
-    return parameters + _last_whole(profile, layout, stage) + _padding(profile, layout, stage)
+    blocks = layers_on_rank(profile, layout, stage) * _in_block(profile, layout.tensor_parallel_size)
+    whole = (0.0 if stage else profile.first_whole) + _last_whole(profile, layout, stage)
+    return blocks + whole + sum(_words(profile, layout, stage)) + _padding(profile, layout, stage)
+
+
+def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
+    """Elements of embeddings and of heads on a tensor rank."""
+    first = 0.0 if stage else profile.first_parameters - profile.first_whole
+    last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
+    return first / layout.tensor_parallel_size, (stage == layout.last_rank) * last / layout.tensor_parallel_size
 
 
 def _padding(profile: Profile, layout: Layout, stage: int) -> float:
     """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
-    last = stage == layout.last_rank
-    present = {"first": stage == 0, "block": layers_on_rank(profile, layout, stage), "last": last}
+    blocks = layers_on_rank(profile, layout, stage)
+    present = {"first": stage == 0, "block": blocks, "last": stage == layout.last_rank}
     filled = sum(present[place] * size * (-rows % layout.shards) / rows for place, rows, size in profile.rows)
     return filled / layout.tensor_parallel_size
 
@@ -124,8 +125,8 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
     """
     profile, numbers = job.profile, job.numbers(layout)
     in_half = numbers.half < numbers.gathered
-    flying = held_microbatches(layout, stage, microbatches)
-    kept = layers_on_rank(profile, layout, stage) * flying * (1 - _recomputed(job, layout))
+    flying = layout.held(stage, microbatches)
+    kept = layers_on_rank(profile, layout, stage) * flying * (1 - job.recomputed(layout, selective=True))
     block = 0.0 if in_half else numbers.cast * profile.matrix_parameters / layout.tensor_parallel_size
     head = 0.0
     if stage == layout.last_rank:
@@ -133,11 +134,6 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
         head = (max(0.0, own) + profile.tied_parameters) * flying
     again = 0.0 if layout.recompute == "none" else block
     return block * kept + numbers.cast * head / layout.tensor_parallel_size, again
-
-
-def _recomputed(job: Job, layout: Layout) -> float:
-    """Share of the blocks that are computed again, with their products or without."""
-    return {"none": 0.0, "selective": 1.0, "full": job.options.recomputed}[layout.recompute]
 
 
 def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
@@ -178,7 +174,7 @@ def rank_memory(
     """
     kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
     states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
-    words = _words(job, layout, stage)
+    words = max(_words(job.profile, layout, stage))
     fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
     temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
     update = ADAM_COPIES * words * job.per_parameter.weights / layout.shards
@@ -201,7 +197,7 @@ def _before_end(
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
     fresh, piped = (1 + streams) * block, layout.pipeline_parallel_size > 1
     times = [(states.gradients, 1.0)]
-    if piped and held_microbatches(layout, stage, microbatches) >= microbatches:
+    if piped and layout.held(stage, microbatches) >= microbatches:
         # the first gradients come with the first activations gone
         times = [(0.0, 1.0), (states.gradients, 1 - 1 / microbatches)]
     for gradients, share in times:
@@ -251,14 +247,6 @@ def _block_gradients(job: Job, layout: Layout) -> float:
     return trained / layout.tensor_parallel_size * job.per_parameter.gradients
 
 
-def _words(job: Job, layout: Layout, stage: int) -> float:
-    """Elements of the largest parameter around the blocks on a rank: an embedding or a head."""
-    profile = job.profile
-    first = profile.first_parameters - profile.first_whole if stage == 0 else 0.0
-    last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
-    return max(first, last if stage == layout.last_rank else 0.0) / layout.tensor_parallel_size
-
-
 def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
     return job.states(rank_parameters(job.profile, layout, stage), rank_trained(job.profile, layout, stage))
 
@@ -302,34 +290,22 @@ def offloaded(states: StateBytes, layout: Layout, options: Options = Options()) 
     return states.of(0), states.total
 
 
-def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches whose activations a pipeline rank has at once: one without a pipeline."""
-    if layout.pipeline_parallel_size == 1:
-        return 1
-    held = microbatches_held(
-        layout.schedule,
-        stages=layout.pipeline_parallel_size,
-        chunks=layout.stages_per_rank,
-        microbatches=microbatches,
-    )
-    fewer = SCHEDULES[layout.schedule].fewer_on_later_ranks
-    return max(1, min(microbatches, held - stage)) if stage and fewer else held
-
-
 def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> tuple[float, float]:
     """Bytes saved for backward after the last forward, and more while one block is computed again."""
-    profile, flying = job.profile, held_microbatches(layout, stage, microbatches)
+    profile, flying = job.profile, layout.held(stage, microbatches)
     tensor, split = layout.tensor_parallel_size, profile.divides(layout)
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    unsaved += split * (1 - 1 / tensor) * profile.region_bytes * micro  # each region saves what it gathers
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
-    blocks, share = layers_on_rank(profile, layout, stage) * flying, _recomputed(job, layout)
+    blocks, share = layers_on_rank(profile, layout, stage) * flying, job.recomputed(layout, selective=True)
     kept = blocks * (share * block + (1 - share) * unsaved) + (0.0 if stage else profile.first_bytes * micro * flying)
     if layout.recompute == "selective":
         unsaved = max(0.0, unsaved - block + profile.region_bytes * micro)
-    again = unsaved if share else 0.0
-    if split and profile.positions % tensor:  # the sum of uneven shards is one of the full stream, and of a copy
-        again += 2 * micro * profile.boundary_elements * profile.element_bytes
-    return kept, again
+    # the sum of uneven shards is one of the full stream, and of a copy
+    uneven = (
+        2 * micro * profile.boundary_elements * profile.element_bytes if split and profile.positions % tensor else 0
+    )
+    return kept, (unsaved if share else 0.0) + uneven
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:

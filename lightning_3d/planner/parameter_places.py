@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_3d.module.anatomy import PRODUCTS, Anatomy, Chain
-from lightning_3d.pipeline.units import find_units
+from lightning_3d.module.anatomy import PRODUCTS, Chain
 
 PLACES = ("first", "block", "last")
 _HEADS = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "num_key_value_heads", "nhead")
@@ -17,9 +16,9 @@ def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[
     `called` has the modules around the blocks, and True for those first called after a block. A module that was not
     called stays behind the one declared before it. A tied parameter may stand at several places.
     """
-    inside, found, outside = _inside(chain), dict[nn.Parameter, set[str]](), "first"
+    found, outside = dict[nn.Parameter, set[str]](), "first"
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name.startswith(inside):
+        if name.startswith(inside(chain)):
             place = outside = "block"
         else:
             late = called.get(name.rpartition(".")[0], outside != "first")
@@ -28,33 +27,13 @@ def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[
     return found
 
 
-def units(
-    module: nn.Module, chain: Chain, called: Mapping[str, bool], split: set[int]
-) -> tuple[tuple[str, float, float], ...]:
-    """Place, cost and unsplit elements of the units that a pipeline cuts between, in running order.
-
-    None where a block is several units.
-    """
-    inside, outside, found = _inside(chain), "first", []
-    for unit in find_units(module, Anatomy.of(module), len(chain.blocks)):
-        if f"{unit.name}.".startswith(inside):
-            outside = place = "block"
-        else:
-            late = [after for name, after in called.items() if f"{name}.".startswith(f"{unit.name}.")]
-            outside = place = "last" if (all(late) if late else outside != "first") else "first"
-        own = module.get_submodule(unit.name).parameters()
-        found.append((place, unit.cost, float(sum(p.numel() for p in own if id(p) not in split))))
-    blocks = sum(place == "block" for place, *_ in found)
-    return tuple(sorted(found, key=lambda unit: PLACES.index(unit[0]))) if blocks == len(chain.blocks) else ()
-
-
 def around(module: nn.Module, chain: Chain) -> dict[nn.Module, str]:
     """The modules with parameters of their own outside of the blocks, with their names."""
-    named = {part: name for name, part in module.named_modules() if not f"{name}.".startswith(_inside(chain))}
+    named = {part: name for name, part in module.named_modules() if not f"{name}.".startswith(inside(chain))}
     return {part: name for part, name in named.items() if any(True for _ in part.parameters(recurse=False))}
 
 
-def _inside(chain: Chain) -> str | tuple[str, ...]:
+def inside(chain: Chain) -> str | tuple[str, ...]:
     """Beginnings of the names that are in the blocks."""
     return f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)
 

@@ -23,6 +23,7 @@ from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.planner import parameter_places
 from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, error_line
 from lightning_3d.planner.parameter_places import PLACES
@@ -101,16 +102,22 @@ def count_module(
             block_frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
         )
     placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
+    words = parameter_places.vocabulary(module, chain)
     apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
     kinds = {
         "half": {id(parameter) for parameter in parameter_places.products(module)},
         "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
         "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
         "unsplit": parameter_places.unsplit(module, chain),
-        "words": parameter_places.vocabulary(module, chain),
+        "words": words,
         "apart": {id(parameter) for part in apart for parameter in part.parameters()},
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
+
+    found = units_by_place(module, anatomy, chain, called)
+
+    def whole(unit: str) -> int:
+        return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
 
     def elements(place: str, kind: str | None = None) -> int:
         here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
@@ -138,7 +145,7 @@ def count_module(
         first_freed=elements("first", "looked up"),
         last_freed=elements("last", "apart"),
         rows=tuple((place, height, size) for (place, height), size in rows.items()),
-        units=parameter_places.units(module, chain, called, kinds["words"]),
+        units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
         first_frozen=first_frozen,

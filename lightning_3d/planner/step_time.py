@@ -156,7 +156,7 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     ends = layers_on_rank(profile, layout, layout.last_rank) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))
-    share, core_again = recomputed_share(job, layout), profile.attention_again / rate
+    share, core_again = job.recomputed(layout), profile.attention_again / rate
     return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
 
 
@@ -172,7 +172,7 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
     layers = layers_on_rank(profile, layout)
-    again = recomputed_share(job, layout)
+    again = job.recomputed(layout)
     if layout.recompute == "selective":  # all but products and attention
         again = 1 - min(1.0, profile.kept_bytes / (profile.whole_bytes + profile.split_bytes + profile.attention_bytes))
     crossings = KEPT_PASSES * (1 + again / 3)
@@ -182,11 +182,6 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     launches = launch_seconds(job, layout, device)
     useful, _ = compute_seconds(job, layout, cluster, micro)
     return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
-
-
-def recomputed_share(job: Job, layout: Layout) -> float:
-    """Share of the blocks that backward computes again, with their products."""
-    return job.options.recomputed if layout.recompute == "full" else 0.0
 
 
 def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
@@ -221,7 +216,7 @@ def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
-    sums = 2 * job.profile.block_regions + recomputed_share(job, layout) * job.profile.repeated_sums
+    sums = 2 * job.profile.block_regions + job.recomputed(layout) * job.profile.repeated_sums
     return layers_on_rank(job.profile, layout) * sums
 
 

@@ -132,8 +132,7 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
     if stage == layout.last_rank:
         own = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
         head = (max(0.0, own) + profile.tied_parameters) * flying
-    again = 0.0 if layout.recompute == "none" else block
-    return block * kept + numbers.cast * head / layout.tensor_parallel_size, again
+    return block * kept + numbers.cast * head / layout.tensor_parallel_size, block * (layout.recompute != "none")
 
 
 def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
@@ -177,9 +176,8 @@ def rank_memory(
     words = max(_words(job.profile, layout, stage))
     fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
     temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
-    update = ADAM_COPIES * words * job.per_parameter.weights / layout.shards
     if layout.offload == "none" and job.optimizer == "adam":
-        temporary = max(temporary, update)
+        temporary = max(temporary, ADAM_COPIES * words * job.per_parameter.weights / layout.shards)
     earlier = _before_end(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
     return max([replace(states, buffers=temporary), *earlier], key=lambda memory: memory.total)
 
@@ -302,9 +300,7 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
     if layout.recompute == "selective":
         unsaved = max(0.0, unsaved - block + profile.region_bytes * micro)
     # the sum of uneven shards is one of the full stream, and of a copy
-    uneven = (
-        2 * micro * profile.boundary_elements * profile.element_bytes if split and profile.positions % tensor else 0
-    )
+    uneven = 2 * micro * profile.boundary_elements * profile.element_bytes * (split and profile.positions % tensor > 0)
     return kept, (unsaved if share else 0.0) + uneven
 
 

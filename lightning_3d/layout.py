@@ -6,6 +6,7 @@ Pure data, no process group. The planner reads it without torch.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -267,6 +268,51 @@ class Layout:
         """True where a rank has only a shard of the parameters."""
         return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shards_data
 
+    @property
+    def shards(self) -> int:
+        """Data ranks among which states are divided; 1 where nothing is."""
+        return (self.zero_shard_size or self.data_parallel_size) if self.zero_stage else 1
+
+    @property
+    def streams_weights(self) -> bool:
+        """True where full weights exist only block by block. A pipeline gathers them once for its step."""
+        return self.zero_stage == 3 and self.shards > 1 and self.pipeline_parallel_size == 1
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that owns what comes after the blocks: the first one of a V."""
+        return 0 if SCHEDULES[self.schedule].v_shaped else self.pipeline_parallel_size - 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """True where gradients of weights are computed separately.
+
+        Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
+        """
+        return self.schedule in HALVED_BACKWARD and self.pipeline_parallel_size > 1 and self.recompute == "none"
+
+    def transfers(self, stage: int) -> int:
+        """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
+        own, count = self.stages[stage], sum(map(len, self.stages))
+        next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
+        return sum(0 <= near < count and near not in own for near in next_to)
+
+    def held(self, stage: int, microbatches: int) -> float:
+        """The most microbatches whose activations pipeline rank `stage` has at once: one without a pipeline.
+
+        A microbatch on one of the stages of a rank counts as a part. `SCHEDULES` has the formulas.
+        """
+        if self.pipeline_parallel_size == 1:
+            return 1
+        facts = SCHEDULES[self.schedule]
+        most = facts.in_flight(self.pipeline_parallel_size, self.stages_per_rank, microbatches)
+        held = min(microbatches, most)
+        return max(1, min(microbatches, held - stage)) if stage and facts.fewer_on_later_ranks else held
+
+    def accumulates(self, microbatches: int) -> bool:
+        """Return True if a rank adds up gradients of several microbatches before it reduces them."""
+        return self.pipeline_parallel_size > 1 or (self.zero_stage <= 1 and microbatches > 1)
+
     def coordinate(self, rank: int) -> Coordinate:
         """The place of global `rank`."""
         if not 0 <= rank < self.world_size:
@@ -311,3 +357,27 @@ class Layout:
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise LayoutError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
+
+
+@cache
+def balanced_cut(costs: tuple[float, ...], parts: int) -> tuple[int, ...]:
+    """Bounds of the contiguous partition of `costs` with the smallest largest part; then, the smallest sum of squares.
+
+    A pipeline cuts its units so, and its plan counts their blocks.
+    """
+    prefix = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * len(costs)]
+    for part in range(parts):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * len(best)
+        for stop in range(part + 1, len(costs) - (parts - part - 1) + 1):
+            options = []
+            for start in range(part, stop):
+                before = best[start]
+                if before is not None:
+                    cost = prefix[stop] - prefix[start]
+                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
+            following[stop] = min(options, default=None)
+        best = following
+    final = best[-1]
+    assert final is not None
+    return *final[2], len(costs)

@@ -7,7 +7,7 @@ from lightning_3d.layout import Coordinate
 from lightning_3d.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.pictures.page import TableCell
 from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
-from lightning_3d.planner.memory import PlannedMemory, last_rank, layers_on_stage, shards
+from lightning_3d.planner.memory import PlannedMemory, layers_on_stage
 from lightning_3d.planner.priced_layout import Plan, stages_memory
 from lightning_3d.planner.show import show_bytes
 
@@ -47,7 +47,7 @@ def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
         content = stages[place.pipeline]
         named, total = [getattr(content.memory, name) for name in SIZES], content.memory.total
         tensor = f"{place.tensor + 1} of {layout.tensor_parallel_size}"
-        zero = f"{place.data % shards(plan.layout) + 1} of {shards(plan.layout)}"
+        zero = f"{place.data % plan.layout.shards + 1} of {plan.layout.shards}"
         words = (TableCell(text) for text in (str(place), content.blocks, tensor, zero))
         sizes = (TableCell(show_bytes(size), size) for size in (*named, total - sum(named), total))
         rows.append((TableCell(str(rank), rank), *words, *sizes))
@@ -87,13 +87,13 @@ def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[C
 
 def _blocks(plan: Plan, rank: int) -> str:
     """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
-    layout, layers = plan.layout, plan.job.profile.layers
+    layout, profile = plan.layout, plan.job.profile
     own = layout.stages[rank]
     spans = []
     for stage in own:
-        first = sum(layers_on_stage(layers, layout, earlier) for earlier in range(stage))
-        count = layers_on_stage(layers, layout, stage)
+        first = sum(layers_on_stage(profile, layout, earlier) for earlier in range(stage))
+        count = layers_on_stage(profile, layout, stage)
         spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
     before = ["before"] if 0 in own else []
-    after = ["after"] if rank == last_rank(layout) else []
+    after = ["after"] if rank == layout.last_rank else []
     return " + ".join([*before, ", ".join(spans), *after])

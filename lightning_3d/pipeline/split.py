@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.layout import stage_ranks
+from lightning_3d.layout import balanced_cut, stage_ranks
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.pipeline.absent import absent_like
 from lightning_3d.pipeline.observe import UncutRun
@@ -147,29 +147,8 @@ def _by_hand(names: tuple[str, ...], cuts: Sequence[str], num_stages: int) -> tu
 
 
 def _balance(units: tuple[Unit, ...], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """The contiguous partition with the smallest largest stage; among those, the smallest sum of squares."""
-    prefix = [0.0]
-    for unit in units:
-        prefix.append(prefix[-1] + unit.cost)
-    count = len(units)
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
-    best[0] = (0.0, 0.0, ())
-    for stage in range(num_stages):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (count + 1)
-        for stop in range(stage + 1, count - (num_stages - stage - 1) + 1):
-            options = []
-            for start in range(stage, stop):
-                before = best[start]
-                if before is not None:
-                    cost = prefix[stop] - prefix[start]
-                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
-            following[stop] = min(options, default=None)
-        best = following
-    final = best[count]
-    assert final is not None
-    bounds = [*final[2], count]
-    names = [unit.name for unit in units]
-    return tuple(tuple(names[start:stop]) for start, stop in pairwise(bounds))
+    bounds = balanced_cut(tuple(unit.cost for unit in units), num_stages)
+    return tuple(tuple(unit.name for unit in units[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _with_idle(stages: tuple[tuple[str, ...], ...], names: Sequence[str]) -> tuple[tuple[str, ...], ...]:

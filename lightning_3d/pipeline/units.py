@@ -4,13 +4,13 @@ A unit is placed undivided and has parameters, or statistics of its own: a block
 head. Modules around units (the LightningModule, containers of blocks) are *open*: their code runs on every stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.anatomy import Anatomy, Chain
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -38,6 +38,26 @@ def find_units(module: nn.Module, anatomy: Anatomy, at_least: int) -> tuple[Unit
         if not closed:
             return units
         opened.add(id(module.get_submodule(max(closed, key=lambda unit: unit.cost).name)))
+
+
+def units_by_place(
+    module: nn.Module, anatomy: Anatomy, chain: Chain, called: Mapping[str, bool]
+) -> list[tuple[str, Unit]]:
+    """The units before (`first`), in (`block`) and after (`last`) the blocks of `chain`, in running order.
+
+    `called` has modules around the blocks, and True for those first called after a block. A unit that was not called
+    stays behind the one before it. The list is empty where a block is several units.
+    """
+    found: dict[str, list[tuple[str, Unit]]] = {"first": [], "block": [], "last": []}
+    place = "first"
+    for unit in find_units(module, anatomy, len(chain.blocks)):
+        late = [after for name, after in called.items() if f"{name}.".startswith(f"{unit.name}.")]
+        if unit.name in chain.blocks:
+            place = "block"
+        elif late or place == "block":
+            place = "last" if all(late) else "first"
+        found[place].append((place, unit))
+    return [pair for pairs in found.values() for pair in pairs] if len(found["block"]) == len(chain.blocks) else []
 
 
 def in_running_order(units: tuple[Unit, ...], module: nn.Module, calls: Sequence[str]) -> tuple[Unit, ...]:

@@ -1,4 +1,4 @@
-"""Published closed forms: time of a training, microbatches in flight, elements sent, idle time of a pipeline.
+"""Published closed forms: time of a training, elements sent, idle time of a pipeline.
 
 From Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021). Multiply elements by
 their bytes.
@@ -20,14 +20,6 @@ def training_seconds(
     """`8TP/(nX)` with full recompute, `6TP/(nX)` without: a few percent below the exact FLOPs, which also count
     attention and the head."""
     return (8 if recompute else 6) * tokens * parameters / (devices * sustained)
-
-
-def microbatches_held(schedule: Schedule, *, stages: int, chunks: int = 1, microbatches: int) -> float:
-    """The most microbatches whose activations the first of `stages` pipeline ranks has at once.
-
-    A microbatch on one of the `chunks` stages of a rank counts as a part. `SCHEDULES` has the formulas.
-    """
-    return min(microbatches, SCHEDULES[schedule].in_flight(stages, chunks, microbatches))
 
 
 def ring_all_reduce(elements: float, ranks: int) -> float:

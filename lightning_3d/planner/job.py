@@ -78,6 +78,10 @@ class Job:
         numbers = number_bytes(self.precision, sharded=layout.zero_stage > 0 and layout.data_parallel_size > 1)
         return replace(numbers, half=1) if self.options.fp8 and numbers.half < 4 else numbers
 
+    def recomputed(self, layout: Layout, *, selective: bool = False) -> float:
+        """Share of the blocks that backward computes again with their products, or also without (`selective`)."""
+        return {"none": 0.0, "selective": float(selective), "full": self.options.recomputed}[layout.recompute]
+
     def states(self, parameters: float, trained: float) -> StateBytes:
         """Bytes of `parameters`, of which `trained` have gradients and moments."""
         return self.per_parameter.times(parameters, trained, trained)

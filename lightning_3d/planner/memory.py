@@ -1,13 +1,17 @@
 """`PlannedMemory`: the memory of one rank of a layout at its peak."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, SCHEDULES, Layout
-from lightning_3d.planner.formulas import microbatches_held
+from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout, balanced_cut
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.states import StateBytes
 
+LOSS_BYTES = 4
+"""Of a number of the loss, which is fp32 in every precision."""
+ADAM_COPIES = 2
+"""Copies of a parameter that an update makes: the root of the second moment, and the quotient."""
 LOGITS_IN_USE = 5
 """Parts of large logits, their results and gradients that exist at a time."""
 FRESH_GRADIENTS = 0.5
@@ -38,43 +42,40 @@ class PlannedMemory:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
 
-def last_rank(layout: Layout) -> int:
-    """The pipeline rank that owns what comes after the blocks: the first one of a V."""
-    return 0 if SCHEDULES[layout.schedule].v_shaped else layout.pipeline_parallel_size - 1
-
-
 def tied_copy(profile: Profile, layout: Layout) -> float:
     """Elements of the tied parameters that the last stage needs again: none where one rank has both ends."""
-    return profile.tied_parameters if last_rank(layout) else 0.0
+    return profile.tied_parameters if layout.last_rank else 0.0
 
 
 def rank_parameters(profile: Profile, layout: Layout, stage: int) -> float:
     """Parameters that one tensor rank of pipeline rank `stage` computes with."""
-    tensor = layout.tensor_parallel_size
-    parameters = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor)
-    if stage == 0:
-        parameters += (profile.first_parameters - profile.first_whole) / tensor + profile.first_whole
-    if stage == last_rank(layout):
-        words = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
-        parameters += words / tensor + profile.last_whole
-    return parameters + _padding(profile, layout, stage)
+    blocks = layers_on_rank(profile, layout, stage) * _in_block(profile, layout.tensor_parallel_size)
+    whole = (0.0 if stage else profile.first_whole) + _last_whole(profile, layout, stage)
+    return blocks + whole + sum(_words(profile, layout, stage)) + _padding(profile, layout, stage)
+
+
+def _words(profile: Profile, layout: Layout, stage: int) -> tuple[float, float]:
+    """Elements of embeddings and of heads on a tensor rank."""
+    first = 0.0 if stage else profile.first_parameters - profile.first_whole
+    last = profile.last_parameters - profile.last_whole + tied_copy(profile, layout)
+    return first / layout.tensor_parallel_size, (stage == layout.last_rank) * last / layout.tensor_parallel_size
 
 
 def _padding(profile: Profile, layout: Layout, stage: int) -> float:
     """Elements that fill up parameters whose rows the data ranks do not divide: in shards and in messages of ZeRO."""
-    last = stage == last_rank(layout)
-    present = {"first": stage == 0, "block": layers_on_rank(profile.layers, layout, stage), "last": last}
-    filled = sum(present[place] * size * (-rows % shards(layout)) / rows for place, rows, size in profile.rows)
+    blocks = layers_on_rank(profile, layout, stage)
+    present = {"first": stage == 0, "block": blocks, "last": stage == layout.last_rank}
+    filled = sum(present[place] * size * (-rows % layout.shards) / rows for place, rows, size in profile.rows)
     return filled / layout.tensor_parallel_size
 
 
 def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
     """Of those, the ones that have gradients. (A tied copy has none where as much before the blocks is frozen.)"""
     tensor = layout.tensor_parallel_size
-    frozen = layers_on_rank(profile.layers, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
+    frozen = layers_on_rank(profile, layout, stage) * _in_block(profile, tensor) * profile.frozen_share
     if stage == 0:
         frozen += profile.first_frozen / tensor
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         frozen += (profile.last_frozen + min(tied_copy(profile, layout), profile.first_frozen)) / tensor
     return rank_parameters(profile, layout, stage) - frozen
 
@@ -82,10 +83,10 @@ def rank_trained(profile: Profile, layout: Layout, stage: int) -> float:
 def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of the weights of a rank in full, as they are gathered for a step."""
     profile, numbers = job.profile, job.numbers(layout)
-    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile.layers, layout, stage) * _half(job, layout)
+    tensor, half = layout.tensor_parallel_size, layers_on_rank(profile, layout, stage) * _half(job, layout)
     if stage == 0:
         half += profile.first_half
-    if stage == last_rank(layout):
+    if stage == layout.last_rank:
         half += profile.last_half / (tensor if profile.last_parameters > profile.last_whole else 1)
     absent = absent_experts(job, layout, stage)
     present = rank_parameters(profile, layout, stage) - absent
@@ -94,7 +95,7 @@ def gathered_bytes(job: Job, layout: Layout, stage: int) -> float:
 
 def absent_experts(job: Job, layout: Layout, stage: int) -> float:
     """Parameters of experts that other expert ranks own."""
-    share, layers = 1 - 1 / job.options.experts, layers_on_rank(job.profile.layers, layout, stage)
+    share, layers = 1 - 1 / job.options.experts, layers_on_rank(job.profile, layout, stage)
     return share * layers * job.profile.expert_parameters / layout.tensor_parallel_size
 
 
@@ -117,33 +118,50 @@ def _in_block(profile: Profile, tensor: int) -> float:
     return (profile.block_parameters - profile.whole_parameters) / tensor + profile.whole_parameters
 
 
-def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
-    """Bytes of the 16-bit copies of matrices that autocast makes. Each microbatch keeps its own until its backward.
+def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
+    """Bytes of the 16-bit copies of matrices that autocast makes, and of those of a block that is computed again.
 
-    Full recompute makes those of a block again, so that one block has some at a time.
+    Each microbatch keeps its own until its backward, except for those of blocks that are computed again.
     """
     profile, numbers = job.profile, job.numbers(layout)
     in_half = numbers.half < numbers.gathered
-    flying = held_microbatches(layout, stage, microbatches)
-    kept = layers_on_rank(profile.layers, layout, stage) * flying
-    blocks = 1 + (1 - job.options.recomputed) * (kept - 1) if layout.recompute == "full" else kept
-    matrices = 0.0 if in_half else blocks * profile.matrix_parameters
-    if stage == last_rank(layout):
-        head = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
-        matrices += (max(0.0, head) + profile.tied_parameters) * flying
-    return numbers.cast * matrices / layout.tensor_parallel_size
+    flying = layout.held(stage, microbatches)
+    kept = layers_on_rank(profile, layout, stage) * flying * (1 - job.recomputed(layout, selective=True))
+    block = 0.0 if in_half else numbers.cast * profile.matrix_parameters / layout.tensor_parallel_size
+    head = 0.0
+    if stage == layout.last_rank:
+        own = profile.last_parameters - profile.last_whole - (profile.last_half if in_half else 0)
+        head = (max(0.0, own) + profile.tied_parameters) * flying
+    return block * kept + numbers.cast * head / layout.tensor_parallel_size, block * (layout.recompute != "none")
 
 
-def layers_on_rank(layers: int, layout: Layout, stage: int | None = None) -> int:
+def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
     """Blocks of pipeline rank `stage`, by default of the one with most."""
     ranks = layout.stages if stage is None else (layout.stages[stage],)
-    return max(sum(layers_on_stage(layers, layout, virtual) for virtual in own) for own in ranks)
+    return max(sum(layers_on_stage(profile, layout, virtual) for virtual in own) for own in ranks)
 
 
-def layers_on_stage(layers: int, layout: Layout, virtual: int) -> int:
-    """Blocks of virtual stage `virtual`. Early stages have one more where the number does not divide."""
-    least, more = divmod(layers, len(layout.stages) * len(layout.stages[0]))
+def layers_on_stage(profile: Profile, layout: Layout, virtual: int) -> int:
+    """Blocks of virtual stage `virtual`: as a run cuts the units of a module; else, early stages have one more."""
+    if profile.units:
+        return sum(place == "block" for place, *_ in _units_on_stage(profile, layout, virtual))
+    least, more = divmod(profile.layers, sum(map(len, layout.stages)))
     return least + (virtual < more)
+
+
+def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> tuple[tuple[str, float, float], ...]:
+    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), sum(map(len, layout.stages)))
+    return profile.units[bounds[virtual] : bounds[virtual + 1]]
+
+
+def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
+    """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
+    if layout.pipeline_parallel_size == 1 or not profile.units:
+        return profile.last_whole if stage == layout.last_rank else 0.0
+    head = sum(map(len, layout.stages)) - 1
+    units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
+    early = [sum(size for place, _, size in own if place == "last") for own in units]
+    return early[stage] + (profile.last_whole - sum(early) if stage == layout.last_rank else 0.0)
 
 
 def rank_memory(
@@ -151,54 +169,69 @@ def rank_memory(
 ) -> PlannedMemory:
     """The memory of a rank of pipeline rank `stage` at its peak, with `microbatches` of `micro` samples.
 
-    The peak is at one of two times. At the end of the last forward all activations exist. At the end of the last
-    backward all gradients exist, and the temporaries of one block's gradients or of its update.
+    At the end of the last backward all gradients exist, and the temporaries of one block's. Then the optimizer steps.
     """
     kept, host = offloaded(states_in_step(job, layout, stage, microbatches), layout, job.options)
     states = PlannedMemory(**vars(kept), reserved=reserved, host=host)
-    temporary = gathered_weights(job, layout, backward=True) + _block_gradients(job, layout)
-    after_forward = _after_forward(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
-    return max(after_forward, replace(states, buffers=temporary), key=lambda memory: memory.total)
+    words = max(_words(job.profile, layout, stage))
+    fresh = words * job.per_parameter.gradients if microbatches > 1 else 0.0
+    temporary = gathered_weights(job, layout, backward=True) + max(_block_gradients(job, layout), fresh)
+    if layout.offload == "none" and job.optimizer == "adam":
+        temporary = max(temporary, ADAM_COPIES * words * job.per_parameter.weights / layout.shards)
+    earlier = _before_end(job, layout, states, stage=stage, micro=micro, microbatches=microbatches)
+    return max([replace(states, buffers=temporary), *earlier], key=lambda memory: memory.total)
 
 
-def _after_forward(
+def _before_end(
     job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
-) -> PlannedMemory:
-    profile, host, gradients = job.profile, states.host, states.gradients
-    last = stage == last_rank(layout)
-    activations = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
+) -> Iterator[PlannedMemory]:
+    """The end of the last forward, the backward of the loss, and of the first and the last block computed again."""
+    profile, host, block, streams = job.profile, states.host, _block_gradients(job, layout), layout.streams_weights
+    activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
-        activations, host = 2 * activations / layers_on_rank(profile.layers, layout), host + activations
+        activations, host = 2 * activations / layers_on_rank(profile, layout), host + activations
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
-    head, loss = head_bytes(job, layout, micro) if last else (0.0, 0.0)
-    if streams_weights(layout):
-        # or a moment later: the old gradients are dropped, the next block is gathered and one has new gradients
-        first_backward = 2 * _block_gradients(job, layout)
-        gradients, buffers = max((gradients, buffers), (0.0, buffers + first_backward), key=sum)
-    if layout.pipeline_parallel_size > 1:
-        buffers += FRESH_GRADIENTS * _block_gradients(job, layout)
-        if held_microbatches(layout, stage, microbatches) >= microbatches:
-            # the first gradients come with the first activations gone
-            later = activations * (1 - 1 / microbatches) + gradients
-            activations, gradients = (activations, 0.0) if activations > later else (later - gradients, gradients)
-    elif microbatches > 1:  # backward begins with the loss, beside the gradients of earlier microbatches
-        head += loss
-    elif loss > gradients:  # backward begins with the loss, and the gradients of the step before are dropped
-        head, gradients = head + loss, 0.0
-    casts = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
-    return replace(
-        states, gradients=gradients, activations=activations, head=head, casts=casts, buffers=buffers, host=host
-    )
+    saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
+    casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
+    fresh, piped = (1 + streams) * block, layout.pipeline_parallel_size > 1
+    times = [(states.gradients, 1.0)]
+    if piped and layout.held(stage, microbatches) >= microbatches:
+        # the first gradients come with the first activations gone
+        times = [(0.0, 1.0), (states.gradients, 1 - 1 / microbatches)]
+    for gradients, share in times:
+        kept = replace(
+            states, gradients=gradients, activations=activations * share, casts=casts * share, host=host,
+            buffers=buffers + piped * FRESH_GRADIENTS * fresh,
+        )  # fmt: skip
+        # without earlier microbatches, backward begins with the gradients of the step before dropped
+        begun = replace(kept, gradients=gradients if piped or microbatches > 1 else 0.0)
+        yield replace(kept, head=saved + result)
+        yield replace(begun, head=saved + loss)
+        if streams:  # the next block is gathered, and one has new gradients
+            yield replace(begun, head=saved, buffers=buffers + fresh)
+        if layout.recompute == "none":
+            continue
+        yield replace(
+            begun, activations=kept.activations + again, casts=kept.casts + casts_again, buffers=buffers + fresh
+        )
+        others = states.gradients - (0.0 if streams else block)
+        yield replace(begun, gradients=others, activations=again, casts=casts_again, buffers=buffers + block)
 
 
-def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float]:
-    """Bytes that are saved after the blocks, and more at the peak of the loss. Large logits exist in parts alone."""
-    profile, tensor = job.profile, layout.tensor_parallel_size
+def head_bytes(job: Job, layout: Layout, micro: int) -> tuple[float, float, float]:
+    """Bytes that are saved after the blocks, more while the loss is computed, and more at the peak of its backward.
+
+    The loss reads the logits, in mixed precision also an fp32 copy. A split vocabulary has one more, less the maximum.
+    Large logits exist in parts alone.
+    """
+    profile, tensor, product = job.profile, layout.tensor_parallel_size, job.numbers(layout).product
     saved, loss = profile.last_bytes * micro / tensor, profile.loss_bytes * micro / tensor
+    logits = profile.logits * micro / tensor
     if not in_parts(job, layout, micro):
-        return saved, loss
+        copied = tensor > 1 or job.precision.endswith("-mixed")
+        return saved, logits * (product + LOSS_BYTES * copied), loss
     sums = 4 * (profile.tied_parameters or profile.last_parameters - profile.last_whole) / tensor
-    return max(0.0, saved - 4 * profile.logits * micro / tensor), LOGITS_IN_USE * LOGITS_PART + sums
+    return max(0.0, saved - 4 * logits), 0.0, LOGITS_IN_USE * LOGITS_PART + sums
 
 
 def in_parts(job: Job, layout: Layout, micro: int) -> bool:
@@ -216,45 +249,29 @@ def _whole_states(job: Job, layout: Layout, stage: int) -> StateBytes:
     return job.states(rank_parameters(job.profile, layout, stage), rank_trained(job.profile, layout, stage))
 
 
-def shards(layout: Layout) -> int:
-    """Data ranks among which states are divided; 1 where nothing is."""
-    ranks = layout.zero_shard_size or layout.data_parallel_size
-    return ranks if layout.zero_stage else 1
-
-
-def streams_weights(layout: Layout) -> bool:
-    """Return True if full weights exist only block by block. A pipeline gathers them once for its step."""
-    return layout.zero_stage == 3 and shards(layout) > 1 and layout.pipeline_parallel_size == 1
-
-
 def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> StateBytes:
     """The states when backward begins, and when it ends. Stages 1 and 2 have gathered weights and their shards.
 
     Gradients are those of the step before, or those of earlier microbatches. Each block's are reduced and freed when
     they are computed, or once in a step if they accumulate.
     """
-    whole, ranks = _whole_states(job, layout, stage), shards(layout)
+    whole, ranks = _whole_states(job, layout, stage), layout.shards
     present = whole.gradients - job.per_parameter.gradients * absent_experts(job, layout, stage)
-    gradients = present if accumulates(layout, microbatches) else whole.gradients / ranks
+    gradients = present if layout.accumulates(microbatches) else whole.gradients / ranks
     return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
-
-
-def accumulates(layout: Layout, microbatches: int) -> bool:
-    """Return True if a rank adds up gradients of several microbatches before it reduces them."""
-    return layout.pipeline_parallel_size > 1 or (layout.zero_stage <= 1 and microbatches > 1)
 
 
 def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
     """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
-    return _whole_states(job, layout, stage).of(1 / shards(layout))
+    return _whole_states(job, layout, stage).of(1 / layout.shards)
 
 
 def _weights(job: Job, layout: Layout, stage: int) -> float:
     """Bytes of shards, and of gathered weights."""
-    sharded = _whole_states(job, layout, stage).weights / shards(layout)
-    if shards(layout) == 1:
+    sharded = _whole_states(job, layout, stage).weights / layout.shards
+    if layout.shards == 1:
         return sharded - job.per_parameter.weights * absent_experts(job, layout, stage)
-    if streams_weights(layout):
+    if layout.streams_weights:
         return sharded
     return sharded + gathered_bytes(job, layout, stage)
 
@@ -271,55 +288,31 @@ def offloaded(states: StateBytes, layout: Layout, options: Options = Options()) 
     return states.of(0), states.total
 
 
-def held_microbatches(layout: Layout, stage: int, microbatches: int) -> float:
-    """Microbatches whose activations a pipeline rank has at once: one without a pipeline."""
-    if layout.pipeline_parallel_size == 1:
-        return 1
-    held = microbatches_held(
-        layout.schedule,
-        stages=layout.pipeline_parallel_size,
-        chunks=layout.stages_per_rank,
-        microbatches=microbatches,
-    )
-    fewer = SCHEDULES[layout.schedule].fewer_on_later_ranks
-    return max(1, min(microbatches, held - stage)) if stage and fewer else held
-
-
-def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
-    """Bytes saved for backward at the peak. Recompute has those of one block while it computes them again."""
-    tensor, split, profile = layout.tensor_parallel_size, layout.sequence_parallel, job.profile
-    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
-    flying = held_microbatches(layout, stage, microbatches)
-    blocks, first = (
-        layers_on_rank(profile.layers, layout, stage) * flying,
-        0.0 if stage else profile.first_bytes * micro,
-    )
-    if layout.recompute == "none":
-        return block * blocks + first * flying
+def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> tuple[float, float]:
+    """Bytes saved for backward after the last forward, and more while one block is computed again."""
+    profile, flying = job.profile, layout.held(stage, microbatches)
+    tensor, split = layout.tensor_parallel_size, profile.divides(layout)
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
+    unsaved += split * (1 - 1 / tensor) * profile.region_bytes * micro  # each region saves what it gathers
+    block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
+    blocks, share = layers_on_rank(profile, layout, stage) * flying, job.recomputed(layout, selective=True)
+    kept = blocks * (share * block + (1 - share) * unsaved) + (0.0 if stage else profile.first_bytes * micro * flying)
     if layout.recompute == "selective":
-        again = max(0.0, unsaved - block + profile.region_bytes * micro)
-        return block * blocks + again + first * flying
-    share = job.options.recomputed
-    return blocks * (share * block + (1 - share) * unsaved) + (unsaved if share else 0) + first * flying
+        unsaved = max(0.0, unsaved - block + profile.region_bytes * micro)
+    # the sum of uneven shards is one of the full stream, and of a copy
+    uneven = 2 * micro * profile.boundary_elements * profile.element_bytes * (split and profile.positions % tensor > 0)
+    return kept, (unsaved if share else 0.0) + uneven
 
 
 def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int) -> float:
     """One microbatch on its way in each direction of each virtual stage: a buffer is taken when its receive starts.
     (torch's own `PipelineStage` takes one per microbatch for the whole step.)"""
-    return transfers(layout, stage) * micro * profile.boundary_elements * profile.element_bytes
-
-
-def transfers(layout: Layout, stage: int) -> int:
-    """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
-    own, count = layout.stages[stage], len(layout.stages) * len(layout.stages[0])
-    next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
-    return sum(0 <= near < count and near not in own for near in next_to)
+    return layout.transfers(stage) * micro * profile.boundary_elements * profile.element_bytes
 
 
 def gathered_weights(job: Job, layout: Layout, *, backward: bool = False) -> float:
     """Bytes of full weights on a device that has only shards: of a block and the head, or of two blocks in backward."""
-    if not streams_weights(layout) and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
+    if not layout.streams_weights and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
         return 0.0
     profile, numbers = job.profile, job.numbers(layout)
     freed = layout.zero_stage == 3

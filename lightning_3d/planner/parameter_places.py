@@ -16,9 +16,9 @@ def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[
     `called` has the modules around the blocks, and True for those first called after a block. A module that was not
     called stays behind the one declared before it. A tied parameter may stand at several places.
     """
-    inside, found, outside = _inside(chain), dict[nn.Parameter, set[str]](), "first"
+    found, outside = dict[nn.Parameter, set[str]](), "first"
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name.startswith(inside):
+        if name.startswith(inside(chain)):
             place = outside = "block"
         else:
             late = called.get(name.rpartition(".")[0], outside != "first")
@@ -29,11 +29,11 @@ def places(module: nn.Module, chain: Chain, called: Mapping[str, bool]) -> dict[
 
 def around(module: nn.Module, chain: Chain) -> dict[nn.Module, str]:
     """The modules with parameters of their own outside of the blocks, with their names."""
-    named = {part: name for name, part in module.named_modules() if not f"{name}.".startswith(_inside(chain))}
+    named = {part: name for name, part in module.named_modules() if not f"{name}.".startswith(inside(chain))}
     return {part: name for part, name in named.items() if any(True for _ in part.parameters(recurse=False))}
 
 
-def _inside(chain: Chain) -> str | tuple[str, ...]:
+def inside(chain: Chain) -> str | tuple[str, ...]:
     """Beginnings of the names that are in the blocks."""
     return f"{chain.name}." if chain.name else tuple(f"{block}." for block in chain.blocks)
 

@@ -56,7 +56,7 @@ def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
 
 def recompute_name(plan: Plan) -> str:
     """`full`, or with the blocks of the first pipeline rank that are computed again: `full 3/8`."""
-    share, blocks = plan.job.options.recomputed, layers_on_rank(plan.job.profile.layers, plan.layout)
+    share, blocks = plan.job.options.recomputed, layers_on_rank(plan.job.profile, plan.layout)
     part = f" {round(share * blocks)}/{blocks}" if plan.layout.recompute == "full" and share < 1 else ""
     return plan.layout.recompute + part
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_3d.layout import RecomputeMode
+from lightning_3d.layout import Layout, RecomputeMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class Profile:
     """Of `last_parameters`, those of large heads: ZeRO 3 frees them when their gradients are reduced."""
     rows: tuple[tuple[str, int, float], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
+    units: tuple[tuple[str, float, float], ...] = ()
+    """Place, cost and unsplit elements of the modules that a pipeline places; without them it cuts between blocks."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
     block_frozen: float = 0
@@ -80,6 +82,8 @@ class Profile:
     """Positions of the stream between blocks: tokens of a text, patches of an image."""
     block_regions: int = 2
     """Regions of a block that tensor ranks split, with one sum each in forward and in backward."""
+    saves_last: bool = False
+    """True where a block saves something after its last product."""
     first_bytes: float = 0
     """Saved before the blocks: images."""
     last_bytes: float = 0
@@ -143,6 +147,11 @@ class Profile:
         """Products of forward and backward over those of the forward: three where everything is trained."""
         return 1 + self.backward_share + self.weight_share
 
+    @property
+    def repeated_sums(self) -> int:
+        """Sums of regions in a block that is computed again: it ends with the last result that backward needs."""
+        return self.block_regions - (not self.saves_last)
+
     def model_flops(self, samples: float) -> float:
         """Forward and backward, nothing recomputed: the FLOPs of MFU."""
         return self.passes * self.forward_flops * samples
@@ -166,6 +175,10 @@ class Profile:
         sums = self.region_bytes / parts if tensor > 1 else 0.0
         gathered = self.region_bytes if sequence_parallel else 0.0
         return enters + (self.kept_bytes - self.region_bytes) / tensor + self.region_bytes + sums + gathered
+
+    def divides(self, layout: Layout) -> bool:
+        """Return True if tensor ranks divide the positions of the stream, if it has some for each."""
+        return layout.sequence_parallel and not 0 < self.positions < layout.tensor_parallel_size
 
     def can_split(self, tensor: int) -> bool:
         """Return True if a tensor axis of this size divides the model."""

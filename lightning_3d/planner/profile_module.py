@@ -23,6 +23,7 @@ from lightning_3d.activations.kept_results import is_kept
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.anatomy import Anatomy, Chain
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.pipeline.units import units_by_place
 from lightning_3d.planner import parameter_places
 from lightning_3d.planner.module_source import FAILURES, build_inputs, build_module, error_line
 from lightning_3d.planner.parameter_places import PLACES
@@ -53,6 +54,8 @@ class CostTrace:
     """Of the largest tensor saved outside the blocks: the logits, where there are some."""
     kept_bytes: float = 0
     """Results of products and attention in the blocks."""
+    saves_last: bool = False
+    """True where a block saved something after its last product."""
     boundary_elements: float = 0
     boundary_bytes: float = 0
     width: int = 1
@@ -99,16 +102,22 @@ def count_module(
             block_frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
         )
     placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
+    words = parameter_places.vocabulary(module, chain)
     apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
     kinds = {
         "half": {id(parameter) for parameter in parameter_places.products(module)},
         "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
         "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
         "unsplit": parameter_places.unsplit(module, chain),
-        "words": parameter_places.vocabulary(module, chain),
+        "words": words,
         "apart": {id(parameter) for part in apart for parameter in part.parameters()},
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
+
+    found = units_by_place(module, anatomy, chain, called)
+
+    def whole(unit: str) -> int:
+        return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
 
     def elements(place: str, kind: str | None = None) -> int:
         here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
@@ -136,6 +145,7 @@ def count_module(
         first_freed=elements("first", "looked up"),
         last_freed=elements("last", "apart"),
         rows=tuple((place, height, size) for (place, height), size in rows.items()),
+        units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
         first_frozen=first_frozen,
@@ -166,6 +176,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         * trace.boundary_elements
         / trace.samples
         * number_bytes(trace.precision).product,
+        saves_last=trace.saves_last,
         first_bytes=half * trace.first_bytes / trace.samples,
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
@@ -191,7 +202,7 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
     chain = main_chain(Anatomy.of(module))
     blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
     owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0}
+    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0, "saved": -1}
     count = OperationCount(owned, is_kept)
 
     outside = parameter_places.around(module, chain) if chain else {}
@@ -214,8 +225,10 @@ def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
         trace.block_flops += count.flops - state["before"]
         trace.block_kernels += count.kernels - state["started"]
         trace.kept_bytes += count.kept - state["kept"]
+        trace.saves_last = state["saved"] == count.kept
 
     def pack(tensor: Tensor) -> Tensor:
+        state["saved"] = count.kept
         storage = tensor.untyped_storage()._cdata
         if storage not in owned and storage not in count.casts and storage not in trace.seen:
             trace.seen[storage] = tensor

@@ -179,7 +179,7 @@ def fewest_recomputed(job: Job, cluster: Cluster, layout: Layout, family: Family
     """`job` with the fewest blocks computed again that fit. All of them fit."""
     if layout.recompute != "full":
         return job
-    fits, misfits = layers_on_rank(job.profile.layers, layout), 0
+    fits, misfits = layers_on_rank(job.profile, layout), 0
     blocks = fits
 
     def with_share(count: int) -> Job:

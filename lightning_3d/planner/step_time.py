@@ -9,11 +9,9 @@ from lightning_3d.planner.hardware import Accelerator, Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
     in_parts,
-    last_rank,
     layers_on_rank,
     rank_parameters,
     rank_trained,
-    shards,
     stage_activations,
 )
 from lightning_3d.planner.profile import Profile
@@ -90,7 +88,7 @@ def step_time(job: Job, layout: Layout, cluster: Cluster, *, micro: int, microba
         return sustained_step(job, layout, cluster.devices)
     useful, again = compute_seconds(job, layout, cluster, micro)
     traffic, launching = traffic_seconds(job, layout, cluster, micro)
-    if splits_backward(layout):
+    if layout.splits_backward:
         traffic += SPLIT_COST * useful
     parts = pass_times(job.profile, layout, useful=useful + traffic + launching, again=again)
     bubble = bubble_time(
@@ -128,19 +126,11 @@ def least_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, mic
     return (busy + sums) * microbatches + idle + overhead_seconds(job, layout, cluster, microbatches)
 
 
-def splits_backward(layout: Layout) -> bool:
-    """Return True if gradients of weights are computed separately.
-
-    Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
-    """
-    return layout.schedule in HALVED_BACKWARD and layout.pipeline_parallel_size > 1 and layout.recompute == "none"
-
-
 def pass_times(profile: Profile, layout: Layout, *, useful: float, again: float) -> PassTimes:
     """Seconds of each pass of a microbatch on a rank: `useful` ones and `again` seconds of recomputing."""
     unit = useful / profile.passes
     backward, weights = unit * profile.backward_share + again, unit * profile.weight_share
-    if layout.schedule in HALVED_BACKWARD and not splits_backward(layout):
+    if layout.schedule in HALVED_BACKWARD and not layout.splits_backward:
         return PassTimes(forward=unit, backward_input=backward + weights, backward_weight=0.0)
     return PassTimes(forward=unit, backward_input=backward, backward_weight=weights)
 
@@ -160,13 +150,13 @@ def compute_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     rate = device.peak(job.precision) * share
     core = profile.attention_flops / rate
     block = core + (profile.block_flops - profile.attention_flops) / (device.fp8 * share if job.options.fp8 else rate)
-    layers, head = layers_on_rank(profile.layers, layout), profile.last_flops / rate
+    layers, head = layers_on_rank(profile, layout), profile.last_flops / rate
     if in_parts(job, layout, micro):  # backward multiplies once more
         head *= 1 + 1 / profile.passes
-    ends = layers_on_rank(profile.layers, layout, last_rank(layout)) * block + head
+    ends = layers_on_rank(profile, layout, layout.last_rank) * block + head
     moved = max((layers + 1) * block, (profile.layers * block + head) / pipeline)  # a block of the last rank, elsewhere
     forward = max(layers * block, min(ends, moved))
-    share, core_again = recomputed_share(job, layout), profile.attention_again / rate
+    share, core_again = job.recomputed(layout), profile.attention_again / rate
     return profile.passes * forward, layers * (share * block + (1 - share) * core_again)
 
 
@@ -177,12 +167,12 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     """
     profile, device = job.profile, cluster.accelerator
     tensor = layout.tensor_parallel_size
-    kept = profile.block_activations(tensor=tensor, sequence_parallel=layout.sequence_parallel, recompute="none")
+    kept = profile.block_activations(tensor=tensor, sequence_parallel=profile.divides(layout), recompute="none")
     passes = WEIGHT_PASSES - GRADIENT_PASSES * profile.frozen_share
     present = profile.block_parameters - (1 - 1 / job.options.experts) * profile.expert_parameters
     weights = passes * job.numbers(layout).product * present / tensor
-    layers = layers_on_rank(profile.layers, layout)
-    again = recomputed_share(job, layout)
+    layers = layers_on_rank(profile, layout)
+    again = job.recomputed(layout)
     if layout.recompute == "selective":  # all but products and attention
         again = 1 - min(1.0, profile.kept_bytes / (profile.whole_bytes + profile.split_bytes + profile.attention_bytes))
     crossings = KEPT_PASSES * (1 + again / 3)
@@ -194,17 +184,12 @@ def traffic_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> t
     return (bus, 0.0) if bus >= launches - useful else (0.0, launches - useful)
 
 
-def recomputed_share(job: Job, layout: Layout) -> float:
-    """Share of the blocks that backward computes again, with their products."""
-    return job.options.recomputed if layout.recompute == "full" else 0.0
-
-
 def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
     """Seconds that the host takes to start the kernels of one microbatch. What is outside of blocks runs on any rank of
     a pipeline, as the step's own code does.
     """
     profile = job.profile
-    blocks = layers_on_rank(profile.layers, layout) * (profile.block_kernels or USUAL_KERNELS)
+    blocks = layers_on_rank(profile, layout) * (profile.block_kernels or USUAL_KERNELS)
     return (blocks + profile.outside_kernels) / USUAL_KERNELS * device.block_launch_us * 1e-6
 
 
@@ -215,7 +200,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> fl
     sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in stages) if tensor > 1 else 0.0
     keys, routed = block_exchange_bytes(job, layout, micro=micro)
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
-    return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile.layers, layout) * seconds
+    return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds
 
 
 def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
@@ -231,9 +216,8 @@ def expert_rate(job: Job, layout: Layout, cluster: Cluster) -> float:
 
 def tensor_sums(job: Job, layout: Layout) -> float:
     """Sums over tensor ranks for one microbatch, on the busiest rank."""
-    regions = job.profile.block_regions
-    sums = 2 * regions + recomputed_share(job, layout) * (regions - 1)
-    return layers_on_rank(job.profile.layers, layout) * sums
+    sums = 2 * job.profile.block_regions + job.recomputed(layout) * job.profile.repeated_sums
+    return layers_on_rank(job.profile, layout) * sums
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
@@ -250,7 +234,7 @@ def data_seconds(job: Job, layout: Layout, cluster: Cluster, *, busy: float, mic
 
     `busy` is the time of one microbatch behind which they travel.
     """
-    ranks, group, stride = layout.data_parallel_size, shards(layout), layout.tensor_parallel_size
+    ranks, group, stride = layout.data_parallel_size, layout.shards, layout.tensor_parallel_size
     if ranks == 1:
         return 0.0
     inside = group if group > 1 else ranks
@@ -278,10 +262,10 @@ def offload_seconds(job: Job, layout: Layout, cluster: Cluster, *, micro: int, m
     per, link = job.per_parameter, cluster.accelerator.host_link_gb_per_s * 1e9
     updated = updated_parameters(job, layout)
     if job.options.offload == "activations":
-        ends = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
-        return max(0.0, 2 * ends / link - busy) * microbatches
+        kept, _ = stage_activations(job, layout, stage=0, micro=micro, microbatches=1)
+        return max(0.0, 2 * kept / link - busy) * microbatches
     passes = 2 * microbatches if layout.offload == "all" else 1
-    held = rank_parameters(job.profile, layout, 0) / shards(layout)
+    held = rank_parameters(job.profile, layout, 0) / layout.shards
     moved = updated * per.gradients + held * passes * per.weights
     return moved / link + updated * 2 * per.optimizer / HOST_ADAM_BYTES
 
@@ -292,7 +276,7 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
     if tensor > 1:
         sums = tensor_sums(job, layout) * microbatches
         ring = ring_latency(cluster, span=tensor, stride=1)  # sequence parallelism gathers and scatters instead
-        seconds += sums * (2 * ring if layout.sequence_parallel else sum_latency(cluster, span=tensor, stride=1))
+        seconds += sums * (2 * ring if job.profile.divides(layout) else sum_latency(cluster, span=tensor, stride=1))
     if layout.pipeline_parallel_size > 1:
         neighbour = layout.data_parallel_size * tensor
         hop = ring_latency(cluster, span=2, stride=neighbour)
@@ -302,7 +286,7 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
 
 def updated_parameters(job: Job, layout: Layout) -> float:
     """Trained parameters whose optimizer states this rank owns."""
-    return rank_trained(job.profile, layout, 0) / shards(layout)
+    return rank_trained(job.profile, layout, 0) / layout.shards
 
 
 def link_rate(cluster: Cluster, *, span: int, stride: int) -> float:

@@ -4,27 +4,22 @@ from lightning_3d.layout import COMPRESSED_BYTES, POWERSGD_RANK, Layout
 from lightning_3d.planner.formulas import powersgd_elements, ring_all_reduce, ring_reduce_scatter
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import (
+    LOSS_BYTES,
     absent_experts,
     block_bytes,
     gathered_bytes,
-    last_rank,
     layers_on_rank,
     rank_trained,
-    shards,
-    streams_weights,
     tied_copy,
-    transfers,
 )
 
 LOSS_SUMS = 3
 """Numbers that a vocabulary split over ranks sums for each token: maximum, exponentials, the target's logit."""
-LOSS_BYTES = 4
-"""Of such a number, which is fp32 in every precision."""
 
 
 def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
     """Bytes of gathered weights and reduced gradients: among ranks that share a sharded copy, and between copies."""
-    ranks, group, apart = layout.data_parallel_size, shards(layout), absent_experts(job, layout, stage)
+    ranks, group, apart = layout.data_parallel_size, layout.shards, absent_experts(job, layout, stage)
     reduced = (rank_trained(job.profile, layout, stage) - apart) * gradient_bytes(job, layout)
     if group == 1:
         return ring_all_reduce(reduced, ranks), 0.0
@@ -67,15 +62,15 @@ def block_exchange_bytes(job: Job, layout: Layout, *, micro: int) -> tuple[float
 def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> float:
     """Bytes that are gathered in a step. Stage 3 gathers blocks for forward and for backward, the rest once."""
     weights = gathered_bytes(job, layout, stage)
-    if not streams_weights(layout):
+    if not layout.streams_weights:
         return weights
     return microbatches * (weights + job.profile.layers * block_bytes(job, layout))
 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
     """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
-    units, piped = layers_on_rank(job.profile.layers, layout) + 1, layout.pipeline_parallel_size > 1
-    if shards(layout) == 1:
+    units, piped = layers_on_rank(job.profile, layout) + 1, layout.pipeline_parallel_size > 1
+    if layout.shards == 1:
         return 1
     if piped or layout.zero_stage == 1:
         return 2 * units
@@ -87,19 +82,23 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
     profile, tensor, numbers = job.profile, layout.tensor_parallel_size, job.numbers(layout)
     elements = micro * profile.boundary_elements
     product = min(numbers.product, profile.element_bytes)
-    regions, layers = profile.block_regions, layers_on_rank(profile.layers, layout, stage)
-    # a block that is computed again ends before its last sum, or the scatter of it, which backward does not need
-    last = 0.5 if layout.sequence_parallel else 1
-    again = job.options.recomputed * (regions - last) if layout.recompute == "full" else 0
-    sent = layers * ((regions + again) * product + regions * profile.element_bytes) * elements
-    if layout.sequence_parallel:
+    regions, layers = profile.block_regions, layers_on_rank(profile, layout, stage)
+    split, rest = profile.divides(layout), profile.positions % tensor
+    # a sum is a scatter and a gather; uneven shards are filled up to be gathered, and summed in full to be scattered
+    gather, scatter = (1 + (tensor - rest) / profile.positions, 2.0) if split and rest else (1.0, 1.0)
+    sent = layers * regions * (product + profile.element_bytes) * (gather + scatter) / 2 * elements
+    again = float(profile.repeated_sums * product)
+    if split:
+        again = (again * scatter + regions * profile.element_bytes * gather) / 2
+    sent += job.recomputed(layout) * layers * again * elements
+    if split:
         # after the blocks of a stage the stream is gathered, before them its gradient; each rank's norms see a part
-        sent += len(layout.stages[stage]) * elements * profile.element_bytes
+        sent += len(layout.stages[stage]) * elements * profile.element_bytes * gather
         sent += layers * (profile.block_parameters - profile.half_parameters) * numbers.gradient
     if stage == 0 and profile.first_parameters > profile.first_whole:
         sent += elements * profile.element_bytes
     splits_head = profile.last_parameters > profile.last_whole or profile.tied_parameters > 0
-    if stage == last_rank(layout) and splits_head:
+    if stage == layout.last_rank and splits_head:
         sent += elements * (profile.head_bytes or profile.element_bytes)
         sent += LOSS_SUMS * LOSS_BYTES * micro * profile.positions
     return ring_all_reduce(sent, tensor)
@@ -108,6 +107,6 @@ def tensor_bytes(job: Job, layout: Layout, *, stage: int, micro: int) -> float:
 def pipeline_bytes(job: Job, layout: Layout, *, stage: int, micro: int, microbatches: int) -> float:
     """Bytes on the pipeline axis: activations forward, their gradients backward, gradients of tied weights."""
     profile = job.profile
-    ties = tied_copy(profile, layout) / layout.tensor_parallel_size if stage in (0, last_rank(layout)) else 0
+    ties = tied_copy(profile, layout) / layout.tensor_parallel_size if stage in (0, layout.last_rank) else 0
     boundary = micro * profile.boundary_elements * profile.element_bytes
-    return transfers(layout, stage) * microbatches * boundary + ties * job.numbers(layout).gradient
+    return layout.transfers(stage) * microbatches * boundary + ties * job.numbers(layout).gradient

@@ -91,7 +91,7 @@ def test_every_rank_has_its_place_blocks_and_the_bytes_of_the_planner(sizes):
     blocks = [block for stage in stages for block in numbers(stage.blocks)]
     assert sorted(blocks) == list(range(32))
     own = [len(numbers(stage.blocks)) for stage in stages]
-    assert own == [layers_on_rank(32, layout, stage) for stage in range(layout.pipeline_parallel_size)]
+    assert own == [layers_on_rank(given.job.profile, layout, stage) for stage in range(layout.pipeline_parallel_size)]
     assert stages[0].blocks.startswith("before + 0-")
     assert stages[-1].blocks.endswith("-31 + after")
 

@@ -13,6 +13,7 @@ from lightning_3d.planner.job import Job, usual_batch
 from lightning_3d.planner.memory import LOGITS_IN_USE, layers_on_rank
 from lightning_3d.planner.model_names import named_model
 from lightning_3d.planner.priced_layout import LOST_SECONDS, price_layout, slowest
+from lightning_3d.planner.profile import Profile
 from lightning_3d.planner.search import Pins, search
 from lightning_3d.planner.states import number_bytes
 
@@ -81,7 +82,10 @@ def test_sizes_that_are_tried():
 
 def test_uneven_stages():
     blocks, layers, ranks = (int(one) for one in numbers(r"(\d+) blocks for (\d+) over (\d+)"))
-    assert layers_on_rank(layers, Layout(pipeline_parallel_size=ranks)) == blocks
+    assert (
+        layers_on_rank(Profile(name="", layers=layers, block_parameters=1), Layout(pipeline_parallel_size=ranks))
+        == blocks
+    )
 
 
 def test_latency_failures_and_slow_machines():

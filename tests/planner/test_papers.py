@@ -7,7 +7,6 @@ from lightning_3d.planner.formulas import (
     RULE_HOURS,
     bubble_share,
     bubble_time,
-    microbatches_held,
     powersgd_elements,
     ring_all_reduce,
     training_seconds,
@@ -199,10 +198,12 @@ def test_activations_per_layer(shape, printed):
 
 
 def test_microbatches_on_the_first_stage():
-    assert microbatches_held("1f1b", stages=8, microbatches=24) == 8
-    assert microbatches_held("1f1b", stages=8, microbatches=2) == 2
-    assert microbatches_held("interleaved_1f1b", stages=8, chunks=3, microbatches=64) == 8 * (1 + 7 / 24)
-    assert microbatches_held("gpipe", stages=8, microbatches=24) == 24
+    assert Layout(schedule="1f1b", pipeline_parallel_size=8).held(0, 24) == 8
+    assert Layout(schedule="1f1b", pipeline_parallel_size=8).held(0, 2) == 2
+    assert Layout(schedule="interleaved_1f1b", pipeline_parallel_size=8, stages_per_rank=3).held(0, 64) == 8 * (
+        1 + 7 / 24
+    )
+    assert Layout(schedule="gpipe", pipeline_parallel_size=8).held(0, 24) == 24
 
 
 # Korthikanti et al. 2022, table 5: layers, hidden, batch, GPUs, seconds with sequence parallelism and

@@ -5,9 +5,9 @@ from itertools import accumulate, product
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.layout import PassTimes
+from lightning_3d.layout import Layout, PassTimes
 from lightning_3d.pictures.timetable import timetable
-from lightning_3d.planner.formulas import bubble_time, microbatches_held
+from lightning_3d.planner.formulas import bubble_time
 from lightning_3d.planner.search import ANYTHING, schedules
 from tests.planner.closed_forms import idle
 
@@ -62,7 +62,8 @@ def test_bubbles_of_long_forwards_are_near(schedule, chunks):
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_activations_that_are_kept(schedule, chunks, stages, microbatches):
     played = timetable(schedule, stages=stages, microbatches=microbatches, chunks=chunks, times=TIMES[0])
-    said = microbatches_held(schedule, stages=stages, chunks=chunks, microbatches=microbatches)
+    layout = Layout(schedule=schedule, pipeline_parallel_size=stages, stages_per_rank=chunks)
+    said = layout.held(0, microbatches)
     most = [most_kept(played, rank) for rank in range(stages)]
     assert most[0] / chunks == said
     assert max(most) == most[0]

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
 
 from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout, balanced_cut
 from lightning_3d.planner.job import Job, Options
-from lightning_3d.planner.profile import Profile
+from lightning_3d.planner.profile import Profile, Units
 from lightning_3d.planner.states import StateBytes
 
 LOSS_BYTES = 4
@@ -137,19 +139,34 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
 
 def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
     """Blocks of pipeline rank `stage`, by default of the one with most."""
-    ranks = layout.stages if stage is None else (layout.stages[stage],)
-    return max(sum(layers_on_stage(profile, layout, virtual) for virtual in own) for own in ranks)
+    by_rank = _layers_by_rank(profile.layers, profile.units, layout.stages)
+    return max(by_rank) if stage is None else by_rank[stage]
 
 
 def layers_on_stage(profile: Profile, layout: Layout, virtual: int) -> int:
-    """Blocks of virtual stage `virtual`: as a run cuts the units of a module; else, early stages have one more."""
-    if profile.units:
-        return sum(place == "block" for place, *_ in _units_on_stage(profile, layout, virtual))
-    least, more = divmod(profile.layers, sum(map(len, layout.stages)))
-    return least + (virtual < more)
+    """Blocks of virtual stage `virtual`."""
+    return _layers_by_stage(profile.layers, profile.units, layout.stages)[virtual]
 
 
-def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> tuple[tuple[str, float, float], ...]:
+@cache
+def _layers_by_rank(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """A search of layouts asks a million times."""
+    of = _layers_by_stage(layers, units, stages)
+    return tuple(sum(of[virtual] for virtual in own) for own in stages)
+
+
+@cache
+def _layers_by_stage(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Blocks of each virtual stage: as a run cuts the units of a module; else, early stages have one more."""
+    count = sum(map(len, stages))
+    if units:
+        bounds = pairwise(balanced_cut(tuple(cost for _, cost, _ in units), count))
+        return tuple(sum(place == "block" for place, *_ in units[start:stop]) for start, stop in bounds)
+    least, more = divmod(layers, count)
+    return tuple(least + (virtual < more) for virtual in range(count))
+
+
+def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> Units:
     bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), sum(map(len, layout.stages)))
     return profile.units[bounds[virtual] : bounds[virtual + 1]]
 

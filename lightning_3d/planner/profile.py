@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 from lightning_3d.layout import Layout, RecomputeMode
 
+Units = tuple[tuple[str, float, float], ...]
+"""Place, cost and unsplit elements of the modules that a pipeline places, in running order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -36,7 +39,7 @@ class Profile:
     """Of `last_parameters`, those of large heads: ZeRO 3 frees them when their gradients are reduced."""
     rows: tuple[tuple[str, int, float], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
-    units: tuple[tuple[str, float, float], ...] = ()
+    units: Units = ()
     """Place, cost and unsplit elements of the modules that a pipeline places; without them it cuts between blocks."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""

@@ -179,8 +179,10 @@ class ShardedData(DataParallel):
         weak_group, weak_module = weakref.ref(group), weakref.ref(self.module)
 
         def end(_: Tensor) -> None:
-            outside_private.reduce_late(weak_group())
-            fsdp_private.queue_end_of_backward(weak_module())
+            group, module = weak_group(), weak_module()
+            assert module is not None
+            outside_private.reduce_late(group)
+            fsdp_private.queue_end_of_backward(module)
 
         for param in group.fsdp_params:
             full = fsdp_private.full_parameter(param)

@@ -194,7 +194,9 @@ def apply_to_fakes(apply: Any) -> Any:
         apply(module, function, recurse)
         with torch.no_grad():
             for name, parameter in fakes.items():
-                parameter.data = function(parameter).data
+                now = function(parameter)
+                if now is not parameter:
+                    parameter.data = now.data
                 module._parameters[name] = parameter
         return module
 

@@ -24,6 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_3d.dryrun.fake_cache import QuickFakeMode
 from lightning_3d.dryrun.user_collectives import UserCall, user_call
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.build_recorder import Recorded
+from lightning_3d.sandbox.deferred import Deferred
+from lightning_3d.sandbox.recorded_value import Operation, Step
 from lightning_3d.sandbox.shapes_only import value_of
 
 LARGE = 1 << 20
@@ -145,6 +148,19 @@ class FakeDevice(TorchDispatchMode):
             self.flops, self.memory.counting = flops, True
 
 
+class DeferredFake(Deferred, FakeTensor):  # type: ignore[misc]
+    """A fake parameter whose memory does not count until its value is used."""
+
+    plain = FakeTensor
+
+    @staticmethod
+    def unrecorded(parameter: Tensor) -> Recorded:
+        with parameter.fake_mode:  # type: ignore[attr-defined]
+            like = torch.empty(parameter.shape, dtype=parameter.dtype)
+        made = Operation(torch.ops.aten.empty_like.default, (like,), {}, None, None)
+        return Recorded(Step(made, None, 0, b"of shapes", 0), parameter.numel() * parameter.element_size())
+
+
 class Memory:
     """Bytes of live storages, and their peak."""
 
@@ -165,6 +181,11 @@ class Memory:
                     self._sizes[id(storage)] = 0
                     self.resize(storage)
                     weakref.finalize(storage, self._forget, id(storage))
+
+    def add_unused(self, parameters: Sequence[Tensor]) -> None:
+        """Count the memory of deferred parameters from now on, which is none yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.add(parameters)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Count the new size of `storage`: FSDP2 frees and allocates gathered parameters by resizing."""

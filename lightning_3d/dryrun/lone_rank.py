@@ -9,8 +9,8 @@ good: a simulated rank is a process of its own that ends with its report.
 
 import fcntl
 import pickle
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from lightning_3d import auto_layout
 from lightning_3d.auto_layout import Decided, Situation, decide
 from lightning_3d.dryrun import lone_proof
 from lightning_3d.dryrun.cluster import World, apply_to_fakes
-from lightning_3d.dryrun.fake_device import FakeDevice
+from lightning_3d.dryrun.fake_device import DeferredFake, FakeDevice
 from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
@@ -36,6 +36,7 @@ from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.ranks import talk
+from lightning_3d.sandbox import deferred
 from lightning_3d.tensor import block_calls, plan_module, sample
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
@@ -59,16 +60,20 @@ def become_lone_rank(world: World, strategy: Any) -> None:
     def empty(spec: wire.Spec, device: torch.device) -> Tensor:
         return pretend.fake_like(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
 
+    deferred.KINDS[FakeTensor] = DeferredFake
     replacements: Sequence[tuple[Any, str, Any]] = [
+        (strategy, "_in_parts", _uncounted(pretend, strategy)),
         (torch.UntypedStorage, "resize_", resize),
         (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
         (dist, "broadcast_object_list", _nothing),  # each rank keeps its own objects
         (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
+        (type(strategy), "_divides", property(lambda self: self.world_size > 1)),
         (type(strategy), "_streams", property(lambda _: world.streams)),
         (talk, "failed_everywhere", _no),
         (talk, "meet", _nothing),
         (strategy, "_resume", None),  # loads no checkpoint, and writes no note of the run
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
+        (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
         (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
         (auto_layout, "decide", decision.decide),
@@ -119,6 +124,20 @@ def _largest_run(run: Callable[[Any, int], Any], batch: Any, sizes: list[int], *
     if len(sizes) > 1:
         run(batch, 3)
     return MEAN
+
+
+def _uncounted(pretend: Any, strategy: Any) -> Any:
+    """Build modules in parts whose memory counts once it is used. A real rank has one parameter at a time."""
+    in_parts = strategy._in_parts
+
+    @contextmanager
+    def building() -> Iterator[None]:
+        with pretend.aside(), in_parts():
+            yield
+        for built in strategy._built:
+            pretend.memory.add_unused(built.deferred)
+
+    return building
 
 
 def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ class RankReport:
     peak: int = 0
     """Most bytes alive at once in a training step."""
     setup_peak: int = 0
-    """Most bytes alive at once before training: each rank has the unsplit module until it is sharded."""
+    """Most bytes alive at once before training: a module that `__init__` builds is unsplit until it is sharded."""
     flops: int = 0
     """Of matrix products, convolutions and attention in one optimizer step."""
     offloaded: bool = False
@@ -129,7 +129,8 @@ class DryRunReport:
 
 
 _REMEDIES = {
-    "before training": 'Each rank builds the unsplit module before it is sharded. precision="bf16-true" halves that.',
+    "before training": "Of a module that configure_model() builds, a rank builds only its parts, one parameter at a"
+    ' time. precision="bf16-true" halves them.',
     "in a training step": "Raise zero_stage, tensor_parallel_size, pipeline_parallel_size or num_microbatches, or use"
     " a smaller batch. `lightning-3d plan` searches for layouts that fit.",
 }

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class Deferred(WithoutValues, nn.Parameter):
     """A parameter whose memory is freed. The first function that needs its value makes it an `nn.Parameter` again."""
 
     lightning_3d_recorded: Recorded
+    plain: ClassVar[type] = nn.Parameter
+    """Class of the parameter once it has a value."""
+
+    @staticmethod
+    def unrecorded(parameter: Tensor) -> Recorded | None:
+        """A record for a `plain` parameter whose operations were not recorded. None where its value matters."""
+        return None
 
     @classmethod
     def use_values(cls, func: Any, args: Any, kwargs: Any) -> None:
@@ -69,6 +76,10 @@ class Deferred(WithoutValues, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         realize([self])
         return self.__reduce_ex__(protocol)
+
+
+KINDS: dict[type, type[Deferred]] = {nn.Parameter: Deferred}
+"""Class of a parameter -> its class while it is deferred. A dry run adds that of its parameters."""
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
@@ -105,7 +116,7 @@ def deferring(around: Callable[[Recorder], AbstractContextManager[None]] | None 
     registered: dict[int, nn.Parameter] = {}
 
     def register(module: nn.Module, name: str, parameter: Any) -> None:
-        if type(parameter) is nn.Parameter and not parameter.is_meta and parameter.nbytes >= SMALL:
+        if type(parameter) in KINDS and not parameter.is_meta and parameter.nbytes >= SMALL:
             registered[id(parameter)] = parameter
             recorder.free_at_need(parameter)
 
@@ -139,7 +150,7 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
     for parameter, memory in zip(parameters, memories, strict=True):
         if memory is None:
             continue
-        recorded = recorder.known.get(memory)
+        recorded = recorder.known.get(memory) or KINDS[type(parameter)].unrecorded(parameter)
         if recorded is None:
             why = "its memory was filled outside of the context"
         elif users[memory] > 1 or _shared(memory):
@@ -167,7 +178,7 @@ def _shared(memory: torch.UntypedStorage) -> bool:
 def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
     """Free the memory of `parameter`, whose value is `recorded`."""
     parameter.untyped_storage().resize_(0)
-    parameter.__class__ = Deferred
+    parameter.__class__ = KINDS[type(parameter)]
     parameter.lightning_3d_recorded = recorded  # type: ignore[attr-defined]
 
 
@@ -303,7 +314,7 @@ def empty(parameter: nn.Parameter) -> None:
 
 def _plain(parameter: Deferred) -> Recorded:
     recorded: Recorded = parameter.__dict__.pop(RECORDED)
-    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    parameter.__class__ = parameter.plain  # type: ignore[assignment]
     return recorded
 
 

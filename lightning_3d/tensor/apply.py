@@ -181,7 +181,7 @@ def _shard(full: nn.Parameter, split: TensorSplit, mesh: DeviceMesh) -> nn.Param
     if isinstance(full, Deferred):
         shape = list(full.shape)
         shape[split.dim] = split.local_size(rank)
-        memory = torch.empty(shape, dtype=full.dtype, device=full.device)
+        memory = full.new_empty(shape)
         shard = nn.Parameter(_on_mesh(memory, full, split, mesh), requires_grad=trained)
         cut_later(full, split.dim, split.boxes(rank), shard)
     else:

@@ -1,5 +1,6 @@
 """ZeRO stages 1, 2 and 3 and hybrid shard: FSDP2 with the knobs of the table in docs/zero.md."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -174,10 +175,14 @@ class ShardedData(DataParallel):
 
     def _end_with_reduction(self, group: Any) -> None:
         """Have every backward that reaches the group's parameters end with the reduction, whoever calls it."""
+        # a hook is kept where the collector does not look: it would keep a module in shards alive
+        weak_group, weak_module = weakref.ref(group), weakref.ref(self.module)
 
         def end(_: Tensor) -> None:
+            group, module = weak_group(), weak_module()
+            assert module is not None
             outside_private.reduce_late(group)
-            fsdp_private.queue_end_of_backward(self.module)
+            fsdp_private.queue_end_of_backward(module)
 
         for param in group.fsdp_params:
             full = fsdp_private.full_parameter(param)

@@ -1,6 +1,8 @@
-"""A module of 70 billion parameters on 1024 ranks, on the machine that runs the tests."""
+"""Modules of 70 billion parameters on the machine that runs the tests."""
 
 import resource
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,32 +10,59 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
+from lightning_3d.comm import ring
 from lightning_3d.dryrun import in_world, parse_cluster
+from lightning_3d.sandbox import build_recorder, deferred
+from lightning_3d.zero import shard_units
+from tests.dryrun.compare import FLAGS, real_rank
 from tests.parity import QUIET
+from tests.workers import run
+
+SIZES = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672}
+"""Of a Llama with 80 layers: a block has 855,654,400 parameters."""
 
 
 class Lit(LightningModule):
     def __init__(self):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         super().__init__()
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128256,
-                hidden_size=8192,
-                intermediate_size=28672,
-                num_hidden_layers=80,
-                num_attention_heads=64,
-                num_key_value_heads=8,
-                use_cache=False,
-            )
-        )
+        self.model = _llama(1)
 
     def training_step(self, batch, batch_idx):
         return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
+
+
+class Late(Lit):
+    """Built for the ranks that get their parts. Each width, and the tokens, are `scale` times smaller."""
+
+    scale = 1
+
+    def __init__(self):
+        LightningModule.__init__(self)
+        self.model = None
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = _llama(self.scale)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(256, 4096 // self.scale, dtype=torch.int64), batch_size=1)
+
+
+class Small(Late):
+    """Weights, activations and messages are 1024 times smaller: each grows with the product of two widths."""
+
+    scale = 32
+
+
+def _llama(scale):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {name: size // scale for name, size in SIZES.items()}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=80, use_cache=False))
 
 
 @pytest.mark.long
@@ -57,3 +86,47 @@ def test_seventy_billion_parameters_take_little_memory_and_time():
     assert spent.ru_maxrss < 4e6, "kilobytes of the largest child"
     took = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
     assert took < 110, "seconds of CPU for all eight stages: under a minute on two cores"
+
+
+FOUR = {"tensor_parallel_size": 2, "zero_stage": 3}
+LIMITS = ((build_recorder, "ROOM"), (deferred, "SMALL"), (shard_units, "APART_BYTES"), (ring, "SMALL_BYTES"))
+"""Bytes by which code decides, as much smaller in the small run as everything else."""
+
+
+def _small_rank():
+    with ExitStack() as changes:
+        for module, name in LIMITS:
+            changes.enter_context(patch.object(module, name, getattr(module, name) // Small.scale**2))
+        return real_rank("tests.dryrun.test_large:Small", FOUR, {})
+
+
+def _dry_rank(cluster, strategy):
+    """The report of rank 0, and the memory of the process and of the simulated rank."""
+    with in_world(parse_cluster(cluster)) as world:
+        world.ranks = [0]
+        Trainer(**FLAGS, strategy=Strategy3D(**strategy)).fit(Late())
+        (report,) = world.reports
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return report.ranks[0], sum(1024 * resource.getrusage(kind).ru_maxrss for kind in kinds)
+
+
+@pytest.mark.long
+def test_seventy_billion_parameters_peak_as_real_ranks_do_in_the_small():
+    """On the same four ranks: states, and the peaks of set-up and of a step."""
+    ((said, _),) = run(_dry_rank, "1x4xcpu", FOUR, world=1, timeout=900, fresh=True)
+    assert said.error is None
+    found = run(_small_rank, world=4, timeout=900, fresh=True)[-1]  # rank 0 proves the plan too
+    for what in ("parameters", "gradients", "optimizer", "setup_peak", "peak"):
+        assert getattr(said, what) == pytest.approx(found[what] * Small.scale**2, rel=0.02), what
+
+
+@pytest.mark.long
+def test_seventy_billion_parameters_are_built_in_parts_in_little_memory():
+    """Tensor 8 and ZeRO 3 on 64 ranks. Before training a rank has at most its shards and one matrix."""
+    ((said, own),) = run(_dry_rank, "8x8xh100", {**FOUR, "tensor_parallel_size": 8}, world=1, timeout=900, fresh=True)
+    assert said.error is None
+    matrix = 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    ends, blocks = 2 * matrix, 4 * 70_553_706_496 - 2 * matrix  # the embedding and the head: not over tensor ranks
+    assert said.parameters == pytest.approx(ends / 8 + blocks / 64, rel=0.01)
+    assert said.setup_peak < 1.02 * (said.parameters + matrix)
+    assert own < 4e9

@@ -1,9 +1,11 @@
 """`teardown`: after a run the module stays in shards, and the next run goes on with them."""
 
 import copy
+import gc
 import io
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -259,6 +261,28 @@ def _after_error():
     with pytest.raises(ZeroDivisionError):
         _trainer(2, {"zero_stage": 3, "teardown": "sharded"}).fit(module)
     return shards_of(module) is None
+
+
+def _gone(world, strategy):
+    """Return True if nothing keeps a module in shards once its user has gone."""
+
+    def user():
+        module = Net()
+        _trainer(world, {**strategy, "teardown": "sharded"}).fit(module)
+        return weakref.ref(module)
+
+    warnings.simplefilter("ignore")
+    module = user()
+    gc.collect()
+    return module() is None
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "zero3" else pytest.mark.long) for name in LAYOUTS]
+)
+def test_shards_are_freed_with_their_module(layout):
+    world, strategy = LAYOUTS[layout]
+    assert all(run(_gone, world, strategy, world=world))
 
 
 def test_after_an_error_there_are_no_shards_to_go_on_with():

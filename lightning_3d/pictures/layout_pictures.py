@@ -7,7 +7,7 @@ from lightning_3d.layout import Coordinate
 from lightning_3d.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.pictures.page import TableCell
 from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
-from lightning_3d.planner.memory import PlannedMemory, layers_on_stage
+from lightning_3d.planner.memory import PlannedMemory, layers_by_stage
 from lightning_3d.planner.priced_layout import Plan, stages_memory
 from lightning_3d.planner.show import show_bytes
 
@@ -88,11 +88,10 @@ def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[C
 def _blocks(plan: Plan, rank: int) -> str:
     """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
     layout, profile = plan.layout, plan.job.profile
-    own = layout.stages[rank]
+    own, blocks = layout.stages[rank], layers_by_stage(profile.layers, profile.units, layout.stages)
     spans = []
     for stage in own:
-        first = sum(layers_on_stage(profile, layout, earlier) for earlier in range(stage))
-        count = layers_on_stage(profile, layout, stage)
+        first, count = sum(blocks[:stage]), blocks[stage]
         spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
     before = ["before"] if 0 in own else []
     after = ["after"] if rank == layout.last_rank else []

@@ -42,10 +42,9 @@ def bubble_time(
 ) -> float:
     """Time that a rank idles per step. The number of microbatches does not change it.
 
-    Schedules that halve the backward need as many microbatches as ranks for it.
-
-    For schedules that halve the backward the formulas give the idle time of torch's orders. They are exact if backward
-    for the inputs takes at least as long as forward, else approximate. `times` are those of a rank for one microbatch.
+    Schedules that halve the backward need as many microbatches as ranks for it. Their formulas give the idle time of
+    torch's orders: exact if backward for the inputs takes at least as long as forward, else approximate. `times` are
+    those of a rank for one microbatch.
 
     `joined` is True where ranks wait for the last one before the next step, for example to clip gradients. Without that
     wait, ranks of `zbv_zero_bubble` that begin late end late and lose nothing.

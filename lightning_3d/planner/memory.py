@@ -139,31 +139,19 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
 
 def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
     """Blocks of pipeline rank `stage`, by default of the one with most."""
-    by_rank = _layers_by_rank(profile.layers, profile.units, layout.stages)
-    return max(by_rank) if stage is None else by_rank[stage]
-
-
-def layers_on_stage(profile: Profile, layout: Layout, virtual: int) -> int:
-    """Blocks of virtual stage `virtual`."""
-    return _layers_by_stage(profile.layers, profile.units, layout.stages)[virtual]
+    blocks = layers_by_stage(profile.layers, profile.units, layout.stages)
+    ranks = layout.stages if stage is None else (layout.stages[stage],)
+    return max(sum(map(blocks.__getitem__, own)) for own in ranks)
 
 
 @cache
-def _layers_by_rank(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """A search of layouts asks a million times."""
-    of = _layers_by_stage(layers, units, stages)
-    return tuple(sum(of[virtual] for virtual in own) for own in stages)
-
-
-@cache
-def _layers_by_stage(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+def layers_by_stage(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Blocks of each virtual stage: as a run cuts the units of a module; else, early stages have one more."""
     count = sum(map(len, stages))
-    if units:
-        bounds = pairwise(balanced_cut(tuple(cost for _, cost, _ in units), count))
-        return tuple(sum(place == "block" for place, *_ in units[start:stop]) for start, stop in bounds)
-    least, more = divmod(layers, count)
-    return tuple(least + (virtual < more) for virtual in range(count))
+    if not units:
+        return tuple(layers // count + (stage < layers % count) for stage in range(count))
+    bounds = pairwise(balanced_cut(tuple(cost for _, cost, _ in units), count))
+    return tuple(sum(place == "block" for place, *_ in units[start:stop]) for start, stop in bounds)
 
 
 def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> Units:

@@ -24,8 +24,7 @@ _SIZE = re.compile(r"\d+(?:\.\d+)?[mbt]", re.IGNORECASE)
 
 def named_model(name: str) -> Transformer:
     """The model called `name`, or a GPT of exactly the parameters that a size such as `7.5b` says."""
-    key = name.lower()
-    key = ALIASES.get(key, key)
+    key = ALIASES.get(name.lower(), name.lower())
     if key in MODELS:
         return MODELS[key]
     if _SIZE.fullmatch(key):
@@ -42,8 +41,7 @@ def sized_model(size: str) -> Transformer:
     hidden = max(128, round((parameters / (12 * nearest.layers)) ** 0.5 / 128) * 128)
     shape = _named(size, "gpt2", 2048, layers=nearest.layers, hidden=hidden, heads=hidden // 128, vocabulary=51200)
     while shape.embedding_parameters > parameters / 2 and shape.hidden > 128:
-        hidden -= 128
-        shape = replace(shape, hidden=hidden, heads=hidden // 128)
+        shape = replace(shape, hidden=shape.hidden - 128, heads=shape.heads - 1)
     if parameters < shape.embedding_parameters * 2:
         # Its blocks would have next to no parameters, or fewer than none.
         raise PlannerError(

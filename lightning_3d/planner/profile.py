@@ -40,7 +40,7 @@ class Profile:
     rows: tuple[tuple[str, int, float], ...] = ()
     """Place, first dimension and elements of parameters: data ranks that do not divide the first dimension pad it."""
     units: Units = ()
-    """Place, cost and unsplit elements of the modules that a pipeline places; without them it cuts between blocks."""
+    """Without them a pipeline cuts between blocks."""
     tied_parameters: float = 0
     """Of `first_parameters`, those that the last stage needs a copy of."""
     block_frozen: float = 0

@@ -1,7 +1,6 @@
 """Bytes of weights, gradients and optimizer states: of one number in each precision, and per rank and ZeRO stage.
 
-From Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020). The paper's GB
-is 1e9.
+From Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020); its GB is 1e9.
 """
 
 from dataclasses import dataclass, replace

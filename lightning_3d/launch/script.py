@@ -210,10 +210,10 @@ class SpawnLauncher(MultiProcessingLauncher):
         return super().launch(partial(self._guard, function), *args, trainer=trainer, **kwargs)
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        strategy: Any = self._strategy
+        strategy: Any = trainer.strategy
         return {**super().get_extra_results(trainer), "measured": pickle.dumps(strategy.measured)}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
-        strategy: Any = self._strategy
+        strategy: Any = trainer.strategy
         strategy.measured = pickle.loads(extra["measured"])  # else None where `fit` was called, as in a notebook

@@ -1,7 +1,7 @@
 """`PlannedMemory`: the memory of one rank of a layout at its peak."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -41,7 +41,8 @@ class PlannedMemory:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.head + self.casts + self.buffers + self.reserved
 
 
 def tied_copy(profile: Profile, layout: Layout) -> float:
@@ -139,15 +140,18 @@ def cast_bytes(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
 
 def layers_on_rank(profile: Profile, layout: Layout, stage: int | None = None) -> int:
     """Blocks of pipeline rank `stage`, by default of the one with most."""
-    blocks = layers_by_stage(profile.layers, profile.units, layout.stages)
-    ranks = layout.stages if stage is None else (layout.stages[stage],)
-    return max(sum(map(blocks.__getitem__, own)) for own in ranks)
+    blocks = _layers_by_rank(profile.layers, profile.units, layout.stages)
+    return max(blocks) if stage is None else blocks[stage]
 
 
 @cache
-def layers_by_stage(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+def _layers_by_rank(layers: int, units: Units, stages: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    blocks = layers_by_stage(layers, units, sum(map(len, stages)))
+    return tuple(sum(blocks[stage] for stage in own) for own in stages)
+
+
+def layers_by_stage(layers: int, units: Units, count: int) -> tuple[int, ...]:
     """Blocks of each virtual stage: as a run cuts the units of a module; else, early stages have one more."""
-    count = sum(map(len, stages))
     if not units:
         return tuple(layers // count + (stage < layers % count) for stage in range(count))
     bounds = pairwise(balanced_cut(tuple(cost for _, cost, _ in units), count))
@@ -209,7 +213,7 @@ def _before_end(
             buffers=buffers + piped * FRESH_GRADIENTS * fresh,
         )  # fmt: skip
         # without earlier microbatches, backward begins with the gradients of the step before dropped
-        begun = replace(kept, gradients=gradients if piped or microbatches > 1 else 0.0)
+        begun = kept if piped or microbatches > 1 else replace(kept, gradients=0.0)
         yield replace(kept, head=saved + result)
         yield replace(begun, head=saved + loss)
         if streams:  # the next block is gathered, and one has new gradients
@@ -260,25 +264,21 @@ def states_in_step(job: Job, layout: Layout, stage: int, microbatches: int) -> S
     Gradients are those of the step before, or those of earlier microbatches. Each block's are reduced and freed when
     they are computed, or once in a step if they accumulate.
     """
-    whole, ranks = _whole_states(job, layout, stage), layout.shards
-    present = whole.gradients - job.per_parameter.gradients * absent_experts(job, layout, stage)
-    gradients = present if layout.accumulates(microbatches) else whole.gradients / ranks
-    return StateBytes(weights=_weights(job, layout, stage), gradients=gradients, optimizer=whole.optimizer / ranks)
+    whole, absent = _whole_states(job, layout, stage), absent_experts(job, layout, stage)
+    shard = whole.of(1 / layout.shards)
+    weights, gradients = shard.weights, shard.gradients
+    if layout.accumulates(microbatches):
+        gradients = whole.gradients - job.per_parameter.gradients * absent
+    if layout.shards == 1:
+        weights -= job.per_parameter.weights * absent
+    elif not layout.streams_weights:
+        weights += gathered_bytes(job, layout, stage)
+    return StateBytes(weights=weights, gradients=gradients, optimizer=shard.optimizer)
 
 
 def states_between_steps(job: Job, layout: Layout, stage: int) -> StateBytes:
     """Weights and optimizer states between steps, and gradients when the optimizer steps: those of a dry run."""
     return _whole_states(job, layout, stage).of(1 / layout.shards)
-
-
-def _weights(job: Job, layout: Layout, stage: int) -> float:
-    """Bytes of shards, and of gathered weights."""
-    sharded = _whole_states(job, layout, stage).weights / layout.shards
-    if layout.shards == 1:
-        return sharded - job.per_parameter.weights * absent_experts(job, layout, stage)
-    if layout.streams_weights:
-        return sharded
-    return sharded + gathered_bytes(job, layout, stage)
 
 
 def offloaded(states: StateBytes, layout: Layout, options: Options = Options()) -> tuple[StateBytes, float]:  # noqa: B008

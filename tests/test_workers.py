@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.ranks import talk
 from tests.workers import WorkerError, WorkerHang, run
 
 
@@ -27,8 +28,18 @@ def _hang_on_one():
     dist.barrier()
 
 
+def _patience(seconds=None):
+    before, talk.PATIENCE = talk.PATIENCE, seconds or talk.PATIENCE
+    return before
+
+
 def test_every_rank_returns():
     assert run(_total, 10, world=3, group=True) == [33, 33, 33]
+
+
+def test_a_constant_that_a_job_sets_is_back_for_the_next():
+    first = run(_patience, 1.5, world=2)
+    assert run(_patience, world=2) == first != [1.5, 1.5]
 
 
 def test_an_error_on_one_rank_is_the_test_error():

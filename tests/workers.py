@@ -6,6 +6,7 @@ environment of a rank is that of a torchrun job, so a `Trainer` inside finds it;
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import importlib
@@ -19,7 +20,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,18 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
         gc.collect()
 
 
+@contextlib.contextmanager
+def _constants_kept() -> Iterator[None]:
+    """Give the package's constants back what they were: the next job may run on some of these ranks and on others."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "lightning_3d"]
+    before = [(module, name, value) for module in modules for name, value in vars(module).items() if name.isupper()]
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
 def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank: int, world: int) -> Any:
     import random
     from datetime import timedelta
@@ -191,7 +204,8 @@ def _call(module: str, name: str, args: bytes, group: bool, timeout: float, rank
         if group:
             dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
             dist.barrier()  # a rank that has nothing to send would leave before the others have connected to it
-        return function(*pickle.loads(args))
+        with _constants_kept():
+            return function(*pickle.loads(args))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

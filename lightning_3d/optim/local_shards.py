@@ -26,7 +26,7 @@ class LocalShards:
 
     Args:
         optimizer: its parameters are DTensors, or plain and left as they are.
-        keep: use the same plain states in the next step. States that go to a disk would stay in memory by that.
+        keep: use the same plain tensors in the next step. Those that go to a disk would stay in memory by that.
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:
@@ -80,8 +80,9 @@ class _LocalShard:
         """The state after the last step, as others see it and as the optimizer does."""
 
     def forget(self) -> None:
-        """Leave the state to the optimizer alone."""
+        """Leave the state to the optimizer alone, and the values to the parameter, whose memory a disk takes back."""
         self.sharded, self.local = _Entries({}), _Entries({})
+        self.values = self.stand_in.data = torch.empty(0, dtype=self.values.dtype)
 
     def take_values(self, values: Tensor) -> None:
         if values is not self.values or values.data_ptr() != self.stand_in.data_ptr():  # offload moves a shard's memory

@@ -80,15 +80,10 @@ def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluste
 def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
     if args.gpus_for is None and args.max_cost is None:
         return plan_cluster(args, profile, catalogue, cluster)
-    deadline = deadline_of(args)
     if args.cluster is None:
-        most, node = MOST_DEVICES, cluster.accelerator.devices_per_node
-        cluster = Cluster.of(cluster.accelerator, most)
-    else:
-        most, node = cluster.devices, cluster.devices_per_node
-    wish = Wish(deadline=deadline, budget=args.max_cost, most=most)
-    machine = replace(cluster, nodes=1, devices_per_node=node)
-    fit = smallest(wish, machine, lambda devices: job_of(args, profile, devices), pins_of(args))
+        cluster = Cluster.of(cluster.accelerator, MOST_DEVICES)
+    wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
+    fit = smallest(wish, replace(cluster, nodes=1), lambda devices: job_of(args, profile, devices), pins_of(args))
     return plan_cluster(args, profile, catalogue, cluster if fit is None else fit.cluster)
 
 

@@ -202,7 +202,8 @@ def _before_end(
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
     saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
-    fresh, piped = (1 + streams) * block, layout.pipeline_parallel_size > 1
+    # with streams the next block is gathered, and one has new gradients, before those of another one are reduced
+    fresh, piped = 2 * streams * block_bytes(job, layout), layout.pipeline_parallel_size > 1
     times = [(states.gradients, 1.0)]
     if piped and layout.held(stage, microbatches) >= microbatches:
         # the first gradients come with the first activations gone
@@ -210,18 +211,17 @@ def _before_end(
     for gradients, share in times:
         kept = replace(
             states, gradients=gradients, activations=activations * share, casts=casts * share, host=host,
-            buffers=buffers + piped * FRESH_GRADIENTS * fresh,
+            buffers=buffers + piped * FRESH_GRADIENTS * block,
         )  # fmt: skip
         # without earlier microbatches, backward begins with the gradients of the step before dropped
         begun = kept if piped or microbatches > 1 else replace(kept, gradients=0.0)
         yield replace(kept, head=saved + result)
         yield replace(begun, head=saved + loss)
-        if streams:  # the next block is gathered, and one has new gradients
-            yield replace(begun, head=saved, buffers=buffers + fresh)
         if layout.recompute == "none":
+            yield replace(begun, head=saved, activations=kept.activations + again, buffers=buffers + fresh)
             continue
         yield replace(
-            begun, activations=kept.activations + again, casts=kept.casts + casts_again, buffers=buffers + fresh
+            begun, activations=kept.activations + again, casts=kept.casts + casts_again, buffers=buffers + fresh + block
         )
         others = states.gradients - (0.0 if streams else block)
         yield replace(begun, gradients=others, activations=again, casts=casts_again, buffers=buffers + block)
@@ -298,7 +298,8 @@ def stage_activations(job: Job, layout: Layout, *, stage: int, micro: int, micro
     profile, flying = job.profile, layout.held(stage, microbatches)
     tensor, split = layout.tensor_parallel_size, profile.divides(layout)
     unsaved = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute="none") * micro
-    unsaved += split * (1 - 1 / tensor) * profile.region_bytes * micro  # each region saves what it gathers
+    gathered = profile.region_bytes * profile.region_inputs / profile.block_regions
+    unsaved += split * (1 - 1 / tensor) * gathered * micro  # each region saves what it gathers
     block = profile.block_activations(tensor=tensor, sequence_parallel=split, recompute=layout.recompute) * micro
     blocks, share = layers_on_rank(profile, layout, stage) * flying, job.recomputed(layout, selective=True)
     kept = blocks * (share * block + (1 - share) * unsaved) + (0.0 if stage else profile.first_bytes * micro * flying)

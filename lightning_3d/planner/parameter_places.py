@@ -81,15 +81,16 @@ def products(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from (p for part in parts for p in part.parameters(recurse=False) if id(p) not in others)
 
 
-def regions(block: nn.Module) -> int:
-    """The number of matrix products whose output is added to the stream between blocks.
+def regions(block: nn.Module) -> tuple[int, int]:
+    """The numbers of matrix products whose output is added to the stream between blocks, and of those that read it.
 
-    Of several square ones (queries, keys, values, output) only the last is.
+    Of several square ones (queries, keys, values, output) only the last is added.
     """
     linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
     back = [part for part in linears if part.out_features == linears[-1].out_features]
     square = sum(part.in_features == part.out_features for part in back)
-    return max(1, len(back) - square + (square > 0))
+    added = max(1, len(back) - square + (square > 0))
+    return added, max(added, len(linears) - added)
 
 
 def splits(block: nn.Module) -> bool:

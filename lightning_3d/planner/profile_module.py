@@ -114,7 +114,8 @@ def count_module(
         "looked up": {id(part.weight) for part in apart if looks_up(part)},
     }
 
-    found = units_by_place(module, anatomy, chain, called)
+    found, block = units_by_place(module, anatomy, chain, called), module.get_submodule(chain.blocks[0])
+    regions, inputs = parameter_places.regions(block)
 
     def whole(unit: str) -> int:
         return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
@@ -128,7 +129,6 @@ def count_module(
     for parameter, where in placed.items():
         place = min(where, key=PLACES.index)
         rows[place, len(parameter) if parameter.ndim else 1] += parameter.numel() / (count if place == "block" else 1)
-    first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
         layers=count,
@@ -148,12 +148,15 @@ def count_module(
         units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
-        first_frozen=first_frozen,
+        first_frozen=elements("first", "frozen"),
         last_frozen=elements("last", "frozen"),
-        backward_share=parameter_places.backward_share(module, chain, before=elements("first") > first_frozen),
-        block_regions=parameter_places.regions(module.get_submodule(chain.blocks[0])),
+        backward_share=parameter_places.backward_share(
+            module, chain, before=elements("first") > elements("first", "frozen")
+        ),
+        block_regions=regions,
+        region_inputs=inputs,
         element_bytes=number_bytes(precision).stream,
-        tensor_divides=parameter_places.heads(module.get_submodule(chain.blocks[0])),
+        tensor_divides=parameter_places.heads(block),
         tensor_splits=any(parameter_places.splits(module.get_submodule(name)) for name in chain.blocks),
     )
 
@@ -162,6 +165,7 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
     """The profile of `module` with what `trace` measured, per sample."""
     counted = count_module(module, name=name, precision=trace.precision, called=trace.called)
     blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
+    stream, mixed = trace.boundary_elements / trace.samples, trace.precision.endswith("-mixed")
     return replace(
         counted,
         block_flops=trace.block_flops / blocks,
@@ -172,16 +176,14 @@ def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profi
         whole_bytes=half * trace.whole_bytes / blocks,
         split_bytes=half * trace.split_bytes / blocks,
         kept_bytes=half * trace.kept_bytes / blocks,
-        region_bytes=counted.block_regions
-        * trace.boundary_elements
-        / trace.samples
-        * number_bytes(trace.precision).product,
+        region_bytes=counted.block_regions * stream * number_bytes(trace.precision).product,
+        region_inputs=counted.region_inputs if mixed else counted.block_regions,
         saves_last=trace.saves_last,
         first_bytes=half * trace.first_bytes / trace.samples,
         last_bytes=half * trace.last_bytes / trace.samples,
         loss_bytes=2 * half * trace.largest_bytes / trace.samples,
-        boundary_elements=trace.boundary_elements / trace.samples,
-        positions=trace.boundary_elements / trace.width / trace.samples,
+        boundary_elements=stream,
+        positions=stream / trace.width,
         element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
         head_bytes=int(half * trace.head_bytes),
         logits=trace.logits / trace.samples,

@@ -165,7 +165,7 @@ class Transformer:
         blocks = counted if self.nominal is None else counted + self.nominal - self.parameters
         core = 2 * self.sequence**2 * (self.query_width + self.value_width)
         active = self.matrices(self.active_experts) / self.matrix_parameters
-        mlp = 3 if self.gated else 2
+        mlp, products = 3 if self.gated else 2, 5 if self.gated and numbers.cast else 2
         words, places = self.vocabulary * self.hidden, self.positions * self.hidden
         scores = self.heads * self.sequence**2 * (2 * numbers.product + 1 if self.dropout else numbers.product)
         statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
@@ -192,8 +192,11 @@ class Transformer:
             attention_again=core if attention == "checkpointed" else 0,
             kept_bytes=self._kept_bytes(numbers.product) + statistics,
             region_bytes=2 * self.sequence * self.hidden * numbers.product,
+            region_inputs=products,
             last_flops=2 * self.sequence * words,
-            whole_bytes=self.sequence * self.hidden * (self._norm_bytes(numbers) + (2 if self.dropout else 0)),
+            whole_bytes=self.sequence
+            * self.hidden
+            * (self._norm_bytes(numbers, products) + (2 if self.dropout else 0)),
             split_bytes=self._split_bytes(numbers.product) + statistics,
             attention_bytes=scores if attention == "eager" else 0,
             boundary_elements=self.sequence * self.hidden,
@@ -207,16 +210,13 @@ class Transformer:
             tensor_divides=(self.heads, self.kv_heads or self.heads, self.expert_width or self.mlp_width),
         )
 
-    def _norm_bytes(self, numbers: NumberBytes) -> int:
+    def _norm_bytes(self, numbers: NumberBytes, products: int) -> int:
         """Bytes that the two norms of a block save for each number of the stream.
 
         A LayerNorm saves its input, and products save its output. An RMSNorm of Hugging Face also saves the normalized
         input, and computes in fp32. Autocast casts the output once for each product.
         """
-        products = 5 if self.gated and numbers.cast else 2
-        if self.norm_bias:
-            return 2 * numbers.stream + products * numbers.product
-        return 2 * (4 + numbers.stream) + products * numbers.product
+        return 2 * ((0 if self.norm_bias else 4) + numbers.stream) + products * numbers.product
 
     def _kept_bytes(self, size: int) -> float:
         """Bytes of the results of products and attention in a block. Attention with dropout is computed again."""

@@ -79,8 +79,8 @@ def assert_as_planned(plan, place, found, counters):
     states, sent = plan.states(stage), plan.sent(stage)
     assert (states.weights, states.gradients) == (found["parameters"], found["gradients"])
     even = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, rows=()))).states(stage).optimizer
-    # the second of two data ranks has the rows that are left; optimizers have no states of padding
-    moments = 2 * even - states.optimizer if place.data else states.optimizer
+    # the second of two shards has the rows that are left; optimizers have no states of padding
+    moments = 2 * even - states.optimizer if place.data % plan.layout.shards else states.optimizer
     assert 0 <= found["optimizer"] - moments <= COUNTER * counters
     seen = {}
     for row in found["sent"]:

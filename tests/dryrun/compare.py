@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d import Strategy3D
+from lightning_3d.comm.replicate import Bucket
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.dryrun.measure import RankMeter
@@ -37,7 +38,7 @@ def real_rank(name, strategy, flags):
     own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [meter], "max_steps": 2}
     trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=Strategy3D(**strategy))
     # ranks that seeded alike have nothing to tell each other; a dry run sends no random streams that it could count
-    with pretend, patch.object(processes, "share_seeded_state", lambda: None):
+    with pretend, patch.object(processes, "share_seeded_state", lambda: None), _packed_counted(pretend):
         trainer.fit(build(name))
     return found
 
@@ -53,6 +54,18 @@ def _count_resizes(pretend):
 
     resize.original = original
     torch.UntypedStorage.resize_ = resize
+
+
+def _packed_counted(pretend):
+    """Have `pretend` count the buffers of small gradients, which real ranks make in another thread than it sees."""
+    original = Bucket._pack
+
+    def pack(bucket, gradients):
+        buffer, views = original(bucket, gradients)
+        pretend.memory.add(buffer)
+        return buffer, views
+
+    return patch.object(Bucket, "_pack", pack)
 
 
 def real(name, world, strategy, flags=None, timeout=120):

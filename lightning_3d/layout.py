@@ -255,7 +255,7 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        return self.pipeline_parallel_size * self.stages_per_rank
+        return sum(map(len, self.stages))
 
     @property
     def shards_data(self) -> bool:
@@ -293,7 +293,7 @@ class Layout:
 
     def transfers(self, stage: int) -> int:
         """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
-        own, count = self.stages[stage], sum(map(len, self.stages))
+        own, count = self.stages[stage], self.num_stages
         next_to = (near for virtual in own for near in (virtual - 1, virtual + 1))
         return sum(0 <= near < count and near not in own for near in next_to)
 

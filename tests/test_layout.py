@@ -14,6 +14,17 @@ def test_rank_and_coordinate_are_inverse_and_tensor_is_innermost():
     assert layout.coordinate(12).pipeline == 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "stages"),
+    [({}, 1), ({"pipeline_parallel_size": 3}, 3), ({"pipeline_parallel_size": 3, "schedule": "zbv_zero_bubble"}, 6),
+     ({"pipeline_parallel_size": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 4}, 12)],
+)  # fmt: skip
+def test_stages_are_those_of_all_ranks(sizes, stages):
+    layout = Layout(**sizes)
+    assert layout.num_stages == stages
+    assert sorted(stage for own in layout.stages for stage in own) == list(range(stages))
+
+
 def test_fit_gives_the_data_axis_what_is_left():
     assert Layout(tensor_parallel_size=2, pipeline_parallel_size=2).fit(12).data_parallel_size == 3
 

@@ -82,7 +82,7 @@ class _LocalShard:
     def forget(self) -> None:
         """Leave the state to the optimizer alone, and the values to the parameter, whose memory a disk takes back."""
         self.sharded, self.local = _Entries({}), _Entries({})
-        self.values = self.stand_in.data = torch.empty(0, dtype=self.values.dtype)
+        self.values = self.stand_in.data = self.values.new_empty(0)
 
     def take_values(self, values: Tensor) -> None:
         if values is not self.values or values.data_ptr() != self.stand_in.data_ptr():  # offload moves a shard's memory

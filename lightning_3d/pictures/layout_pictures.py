@@ -88,7 +88,7 @@ def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[C
 def _blocks(plan: Plan, rank: int) -> str:
     """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
     layout, profile = plan.layout, plan.job.profile
-    own, blocks = layout.stages[rank], layers_by_stage(profile.layers, profile.units, sum(map(len, layout.stages)))
+    own, blocks = layout.stages[rank], layers_by_stage(profile.layers, profile.units, layout.num_stages)
     spans = []
     for stage in own:
         first, count = sum(blocks[:stage]), blocks[stage]

@@ -159,7 +159,7 @@ def layers_by_stage(layers: int, units: Units, count: int) -> tuple[int, ...]:
 
 
 def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> Units:
-    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), sum(map(len, layout.stages)))
+    bounds = balanced_cut(tuple(cost for _, cost, _ in profile.units), layout.num_stages)
     return profile.units[bounds[virtual] : bounds[virtual + 1]]
 
 
@@ -167,7 +167,7 @@ def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
     """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
     if layout.pipeline_parallel_size == 1 or not profile.units:
         return profile.last_whole if stage == layout.last_rank else 0.0
-    head = sum(map(len, layout.stages)) - 1
+    head = layout.num_stages - 1
     units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
     early = [sum(size for place, _, size in own if place == "last") for own in units]
     return early[stage] + (profile.last_whole - sum(early) if stage == layout.last_rank else 0.0)
@@ -194,7 +194,7 @@ def rank_memory(
 def _before_end(
     job: Job, layout: Layout, states: PlannedMemory, *, stage: int, micro: int, microbatches: int
 ) -> Iterator[PlannedMemory]:
-    """The end of the last forward, the backward of the loss, and of the first and the last block computed again."""
+    """The end of the last forward; the backward of the loss, of the last block, and of blocks computed again."""
     profile, host, block, streams = job.profile, states.host, _block_gradients(job, layout), layout.streams_weights
     activations, again = stage_activations(job, layout, stage=stage, micro=micro, microbatches=microbatches)
     if job.options.offload == "activations":
@@ -202,8 +202,8 @@ def _before_end(
     buffers = receive_buffers(profile, layout, stage=stage, micro=micro) + gathered_weights(job, layout)
     saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
-    # with streams the next block is gathered, and one has new gradients, before those of another one are reduced
-    fresh, piped = 2 * streams * block_bytes(job, layout), layout.pipeline_parallel_size > 1
+    # the next block is gathered, and one has new gradients, before those of another one are reduced
+    streamed, piped = 2 * streams * block_bytes(job, layout), layout.pipeline_parallel_size > 1
     times = [(states.gradients, 1.0)]
     if piped and layout.held(stage, microbatches) >= microbatches:
         # the first gradients come with the first activations gone
@@ -218,11 +218,12 @@ def _before_end(
         yield replace(kept, head=saved + result)
         yield replace(begun, head=saved + loss)
         if layout.recompute == "none":
-            yield replace(begun, head=saved, activations=kept.activations + again, buffers=buffers + fresh)
+            yield replace(begun, head=saved, activations=kept.activations + again, buffers=buffers + streamed)
             continue
         yield replace(
-            begun, activations=kept.activations + again, casts=kept.casts + casts_again, buffers=buffers + fresh + block
-        )
+            begun, activations=kept.activations + again, casts=kept.casts + casts_again,
+            buffers=buffers + streamed + block,
+        )  # fmt: skip
         others = states.gradients - (0.0 if streams else block)
         yield replace(begun, gradients=others, activations=again, casts=casts_again, buffers=buffers + block)
 

@@ -43,6 +43,7 @@ def sized_model(size: str) -> Transformer:
     while shape.embedding_parameters > parameters / 2 and shape.hidden > 128:
         shape = replace(shape, hidden=shape.hidden - 128, heads=shape.heads - 1)
     if parameters < shape.embedding_parameters * 2:
+        # Its blocks would have next to no parameters, or fewer than none.
         raise PlannerError(
             f"a GPT of {size} parameters would be little more than its embeddings: give at least"
             f" {show_count(2 * shape.embedding_parameters)}, or --layers --hidden --heads --vocabulary --sequence."

@@ -85,7 +85,7 @@ class Profile:
     """Positions of the stream between blocks: tokens of a text, patches of an image."""
     block_regions: int = 2
     """Regions of a block that tensor ranks split, with one sum each in forward and in backward."""
-    region_inputs: float = 2
+    region_inputs: int = 2
     """Tensors that the products of a block save of what regions gather: under autocast a copy for each product."""
     saves_last: bool = False
     """True where a block saves something after its last product."""

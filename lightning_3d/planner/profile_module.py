@@ -129,6 +129,7 @@ def count_module(
     for parameter, where in placed.items():
         place = min(where, key=PLACES.index)
         rows[place, len(parameter) if parameter.ndim else 1] += parameter.numel() / (count if place == "block" else 1)
+    first_frozen = elements("first", "frozen")
     return Profile(
         name=name,
         layers=count,
@@ -148,11 +149,9 @@ def count_module(
         units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
         tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
         block_frozen=elements("block", "frozen") / count,
-        first_frozen=elements("first", "frozen"),
+        first_frozen=first_frozen,
         last_frozen=elements("last", "frozen"),
-        backward_share=parameter_places.backward_share(
-            module, chain, before=elements("first") > elements("first", "frozen")
-        ),
+        backward_share=parameter_places.backward_share(module, chain, before=elements("first") > first_frozen),
         block_regions=regions,
         region_inputs=inputs,
         element_bytes=number_bytes(precision).stream,

@@ -166,6 +166,7 @@ class Transformer:
         core = 2 * self.sequence**2 * (self.query_width + self.value_width)
         active = self.matrices(self.active_experts) / self.matrix_parameters
         mlp, products = 3 if self.gated else 2, 5 if self.gated and numbers.cast else 2
+        stream = self.sequence * self.hidden
         words, places = self.vocabulary * self.hidden, self.positions * self.hidden
         scores = self.heads * self.sequence**2 * (2 * numbers.product + 1 if self.dropout else numbers.product)
         statistics = 4 * self.heads * self.sequence if attention == "flash" else 0
@@ -191,15 +192,13 @@ class Transformer:
             attention_flops=core,
             attention_again=core if attention == "checkpointed" else 0,
             kept_bytes=self._kept_bytes(numbers.product) + statistics,
-            region_bytes=2 * self.sequence * self.hidden * numbers.product,
+            region_bytes=2 * stream * numbers.product,
             region_inputs=products,
             last_flops=2 * self.sequence * words,
-            whole_bytes=self.sequence
-            * self.hidden
-            * (self._norm_bytes(numbers, products) + (2 if self.dropout else 0)),
+            whole_bytes=stream * (self._norm_bytes(numbers, products) + (2 if self.dropout else 0)),
             split_bytes=self._split_bytes(numbers.product) + statistics,
             attention_bytes=scores if attention == "eager" else 0,
-            boundary_elements=self.sequence * self.hidden,
+            boundary_elements=stream,
             key_elements=2 * self.sequence * self.key_width,
             last_bytes=self.sequence * (4 * self.vocabulary + (numbers.stream + numbers.product) * self.hidden),
             logits=self.sequence * self.vocabulary,

@@ -222,7 +222,7 @@ def _candidates(layout: Layout, windows: int, world: int, blocks: int | None) ->
 def _can_cut(layout: Layout, pipeline: int, blocks: int | None) -> bool:
     """True where a pipeline of another size is certain to work."""
     most = layout.num_stages if blocks is None else max(blocks, 1)
-    return pipeline == 1 or pipeline * layout.stages_per_rank <= most
+    return pipeline == 1 or replace(layout, pipeline_parallel_size=pipeline).num_stages <= most
 
 
 def _changes(wanted: Layout, layout: Layout) -> tuple[float, ...]:

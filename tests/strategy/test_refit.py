@@ -37,6 +37,15 @@ def test_where_nothing_fits_it_says_what_would():
         refit(Layout(), 4, 5, blocks=2)
 
 
+@pytest.mark.parametrize("blocks", [4, 5])
+def test_a_v_needs_two_blocks_for_each_rank(blocks):
+    v = Layout(pipeline_parallel_size=2, schedule="zbv_zero_bubble")
+    assert sizes(refit(v, 4, 4, blocks)[0]) == (2, 1, 2)
+    with pytest.raises(LayoutError, match="3 ranks cannot resume"):
+        refit(v, 4, 3, blocks)
+    assert sizes(refit(v, 4, 3, blocks=6)[0]) == (1, 1, 3)
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 24), st.integers(1, 48), st.integers(1, 12))
 def test_every_answer_keeps_the_global_batch(tensor, pipeline, windows, world, blocks):
     wanted = Layout(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, zero_stage=2)

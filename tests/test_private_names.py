@@ -30,6 +30,9 @@ PRIVATE = {
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model": "usercode/averages_private",
     },
+    "lightning.pytorch.profilers.PyTorchProfiler": {
+        "_register": "usercode/profiler_private",
+    },
     "lightning.fabric.strategies.launchers.subprocess_script": {
         "_ChildProcessObserver": "launch/lightning_private",
         "_basic_subprocess_cmd": "launch/lightning_private",

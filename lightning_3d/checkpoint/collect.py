@@ -136,7 +136,9 @@ def to_numbers(state: Mapping[str, Any], aliases: Sequence[Sequence[str]], what:
             + ". Build the optimizers for the same parameters as when the checkpoint was saved."
         )
     entries = {number.get(key, key): value for key, value in state["state"].items()}
-    numbered = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
+    numbered = [{**group, "params": sorted(number[name] for name in group["params"])} for group in groups]
+    if [index for group in numbered for index in group["params"]] != list(range(len(aliases))):
+        raise CheckpointError(f"{what} was saved with its parameters in other groups. Build the same groups as then.")
     return {**state, "state": entries, "param_groups": numbered}
 
 

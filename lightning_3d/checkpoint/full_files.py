@@ -105,6 +105,8 @@ def numbered(optimizer: NamedOptimizer) -> dict[str, Any]:
 CONFIGS = "lightning_3d_configs"
 """Under this key a checkpoint has the configurations of the Hugging Face models in the module."""
 SHARD_BYTES = 5 * 10**9
+COMPILED = "_orig_mod."
+"""What `torch.compile(module)` puts before the names of the module."""
 
 
 def configs_of(module: nn.Module) -> dict[str, str]:
@@ -121,7 +123,7 @@ def configs_of(module: nn.Module) -> dict[str, str]:
 def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", prefix: str | None = None) -> list[Path]:
     """Write the weights of the checkpoint `directory`, of either format, to the folder `out`; returns the files.
 
-    If the module had a Hugging Face model, `from_pretrained` loads `out`.
+    If the module had a Hugging Face model, `from_pretrained` loads `out`. Names are those of the uncompiled module.
 
     Args:
         to: only "safetensors".
@@ -130,11 +132,15 @@ def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", p
     if to != "safetensors":
         raise ConfigurationError(f'to={to!r} is not a format to export to; there is "safetensors".')
     state = _state(existing(directory))
-    configs = state.get(CONFIGS, {})
+    configs = {f"{name}.".replace(COMPILED, ""): text for name, text in state.get(CONFIGS, {}).items()}
     if prefix is None:
-        prefix = f"{next(iter(configs))}." if len(configs) == 1 else ""
+        prefix = next(iter(configs)) if len(configs) == 1 else ""
+    prefix = prefix.replace(COMPILED, "")
     weights = state.get(WEIGHTS, {})
-    stored = {key: weights.stored(key) if isinstance(weights, StoredDict) else weights[key] for key in weights}
+    stored = {
+        key.replace(COMPILED, ""): weights.stored(key) if isinstance(weights, StoredDict) else weights[key]
+        for key in weights
+    }
     wanted = {
         key.removeprefix(prefix): tensor
         for key, tensor in stored.items()
@@ -145,8 +151,9 @@ def export(directory: str | Path, out: str | Path, *, to: str = "safetensors", p
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     written = _write(out, wanted)
-    if prefix.rstrip(".") in configs:
-        written.append(_put(out / "config.json", configs[prefix.rstrip(".")]))
+    config = configs.get(f"{prefix.rstrip('.')}.")
+    if config is not None:
+        written.append(_put(out / "config.json", config))
     return written
 
 

@@ -19,7 +19,7 @@ from lightning_3d.checkpoint.background import Background, Gather
 from lightning_3d.checkpoint.collect import Collected, Collector
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
-from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory
+from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory, without_manifest
 from lightning_3d.checkpoint.placement import Split, Splits
 from lightning_3d.checkpoint.save import (
     CopyBuffer,
@@ -252,6 +252,8 @@ class Keeper:
             opened = Opened.open(Path(path))
             opened.verify(_rank(), _world())
             return opened.state(weights_only)
+        if local and Path(path).is_dir() and type(io) is TorchCheckpointIO:
+            raise CheckpointError(without_manifest(Path(path)))
         return load_file(io, path, weights_only, local=local)
 
     def remove(self, path: Any, io: CheckpointIO) -> None:

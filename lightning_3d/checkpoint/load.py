@@ -106,11 +106,12 @@ def load_optimizer(
     optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module, splits: Splits, what: str
 ) -> None:
     """Give `optimizer` a state by name, of which this rank reads its own part only."""
-    if not isinstance(state, NamedOptimizer):
-        optimizer.load_state_dict(dict(state))  # full, from a single file
-        return
     names, parameters = parameter_names(module), parameters_of(optimizer)
     aliases = [names.get(p, (f"(parameter {index})",)) for index, p in enumerate(parameters)]
+    if not isinstance(state, NamedOptimizer):  # full, from a single file
+        by_name = any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])  # FSDP's
+        optimizer.load_state_dict(to_numbers(state, aliases, what) if by_name else dict(state))
+        return
     numbered = to_numbers({key: state.stored(key) for key in state}, aliases, what)
     numbered["state"] = {
         key: _entry(value, parameters[key], splits.get(parameters[key])) if isinstance(key, int) else value

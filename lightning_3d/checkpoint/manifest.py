@@ -171,6 +171,21 @@ def is_sharded(path: Path) -> bool:
     return path.is_dir() and ((path / NAME).exists() or any(_OURS.fullmatch(file.name) for file in path.iterdir()))
 
 
+def without_manifest(directory: Path) -> str:
+    """Message about a directory that is no checkpoint of this package, with the remedy if another strategy wrote it."""
+    if (directory / ".metadata").exists():
+        return (
+            f"{directory} is a sharded checkpoint of torch, such as FSDPStrategy writes. Make one file of it first:"
+            f" python -m lightning.pytorch.utilities.consolidate_checkpoint {directory}"
+        )
+    if (directory / "checkpoint").is_dir() or (directory / "zero_to_fp32.py").exists():
+        return (
+            f"{directory} is a checkpoint of DeepSpeed. Make one file of its weights first, with"
+            " lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict."
+        )
+    return f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours."
+
+
 def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
     """The manifest, if the files it names exist with the right sizes. Raises a CheckpointError otherwise.
 
@@ -179,7 +194,7 @@ def read_manifest(directory: Path, held: Reading | None = None) -> Manifest:
     """
     path = directory / NAME
     if not path.is_file():
-        raise CheckpointError(f"{directory} has no {NAME}: the save was interrupted, or it is no checkpoint of ours.")
+        raise CheckpointError(without_manifest(directory))
     if path.stat().st_size > MAX_BYTES:
         raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no manifest is larger than {MAX_BYTES}.")
     content = parse((held or Reading(None)).read(path), str(path))

@@ -84,13 +84,17 @@ class DryRunReport:
         if rank.error is not None:
             alike = all(rank.error == other.error for other in self.ranks)
             yield rank.error if alike else f"rank {rank.rank} ({rank.where}): {rank.error}"
-        step = rank.activations if rank.offloaded else rank.peak
-        for what, needed in (("before training", rank.setup_peak), ("in a training step", step)):
+        for what, needed in (("before training", rank.setup_peak), ("in a training step", self._in_step(rank))):
             if needed > self.room:
                 yield (
                     f"rank {rank.rank} ({rank.where}) does not fit: {show_bytes(needed)} {what}, and a"
                     f" {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors. {_REMEDIES[what]}"
                 )
+
+    @staticmethod
+    def _in_step(rank: RankReport) -> int:
+        """Bytes on the device at the peak of a step."""
+        return rank.activations if rank.offloaded else rank.peak
 
     def data(self) -> dict[str, Any]:
         """For `--json`."""
@@ -118,6 +122,9 @@ class DryRunReport:
             yield ""
             yield f"memory per rank (a {self.cluster.accelerator.name} has {show_bytes(self.room)} for tensors)"
             yield from _table(_MEMORY, [_memory_row(rank) for rank in ranks])
+            if not self.errors:
+                step, before = max(map(self._in_step, ranks)), max(rank.setup_peak for rank in ranks)
+                yield f"these ranks fit: at most {show_bytes(step)} in a step, {show_bytes(before)} before training"
             yield ""
             yield "sent per rank in one optimizer step"
             yield from _table(_SENT, [row for rank in ranks for row in _sent_rows(rank)])

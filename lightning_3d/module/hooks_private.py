@@ -1,6 +1,6 @@
 """Hooks of modules, which torch keeps in private dicts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -28,5 +28,6 @@ def restored_hooks(module: nn.Module) -> Iterator[None]:
                 hooks.update(items)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def backward_hooks(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """The hooks, now and later, that get gradients of inputs or results."""
+    return module._backward_hooks, module._backward_pre_hooks

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_3d.errors import ConfigurationError, LayoutError, UnsupportedError
 from lightning_3d.layout import Layout
-from lightning_3d.module.autograd_private import is_compiled_in_place
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
 
@@ -116,10 +117,14 @@ def check_compiled(module: nn.Module, layout: Layout) -> None:
     """Raise for modules that are compiled with the hooks by which a pipeline runs blocks on their stages."""
     if layout.pipeline_parallel_size == 1:
         return
+    chains = Anatomy.of(module).chains
+    around = f"{chains[0].name}." if chains else ""  # names of all modules with the blocks begin it
     for name, inner in module.named_modules():
-        if is_compiled_in_place(inner):
+        in_place = is_compiled_in_place(inner)
+        if in_place or (in_wrapper(inner) is not None and around.startswith(f"{name}.")):
+            how = "by its own compile()" if in_place else "as a whole"
             raise UnsupportedError(
-                f"{name or type(module).__name__} is compiled by its own compile(), together with its hooks. A pipeline"
+                f"{name or type(module).__name__} is compiled {how}, together with the hooks inside. A pipeline"
                 f" decides in a hook of each block whether its stage computes it ({layout}). Compiled code would repeat"
                 " the decisions of the first step. Wrap the blocks instead: blocks[i] = torch.compile(blocks[i])."
             )

@@ -1,5 +1,6 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -67,6 +68,7 @@ from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.window import Window
 from lightning_3d.usercode.averages_private import shard_averages
 from lightning_3d.usercode.hooks import wrap_hooks
+from lightning_3d.usercode.profiler_private import without_module_ranges
 from lightning_3d.verify.first_step import FirstStep, Verify
 from lightning_3d.verify.replicas import ReplicaCheck
 
@@ -267,10 +269,11 @@ class Strategy3D(Placing):
             parallel = ParallelModule(module)
             self._undo.callback(self._leave_module, parallel)
             self._place_unsplit(parallel, fitting)
-            first = FirstStep(module, plugin.forward_context) if self._verifies_first(fitting) else None
-            self._plan = plan = parallel_plan.make_plan(
-                trainer, module, self.layout, self._choices, self._to_device, plugin
-            )
+            with self._without_module_ranges(trainer):
+                first = FirstStep(module, plugin.forward_context) if self._verifies_first(fitting) else None
+                self._plan = plan = parallel_plan.make_plan(
+                    trainer, module, self.layout, self._choices, self._to_device, plugin
+                )
             self._announce(plan, fitting)
             self._parallel, keeps = parallel, fitting or self._stays_in_shards  # a later run may train with shards
             parallelize(
@@ -299,9 +302,12 @@ class Strategy3D(Placing):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         if self._auto is not None and self._in_shards is None:
-            with self._users_alone(), computed_on_use(self._module):
+            with self._users_alone(), computed_on_use(self._module), self._without_module_ranges(trainer):
                 self._auto.choose(trainer, self._module, self, self._to_device)
             self._open_axes()
+
+    def _without_module_ranges(self, trainer: Trainer) -> AbstractContextManager[None]:
+        return without_module_ranges(trainer.profiler)  # type: ignore[attr-defined]
 
     def _check_user_code(self, trainer: Trainer, fitting: bool) -> None:
         """Refuse what cannot work in this layout."""

@@ -1,14 +1,14 @@
 """Output heads that no rank divides: large logits are computed when they are used."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_3d.module.hooks_private import has_backward_hooks
+from lightning_3d.module.hooks_private import backward_hooks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_product import Product, is_large
@@ -49,32 +49,37 @@ class LateHead:
     """The forward of the `nn.Linear` called `name` in `root`."""
 
     def __init__(self, root: nn.Module, name: str) -> None:
-        self.around, self.note = modules_around(root, name), LateNote(name)
-        self.module: Any = self.around[0]
+        self.module: Any = root.get_submodule(name)
+        self.hooks, self.note = hooks_around(root, name), LateNote(name)
         self.__signature__ = inspect.signature(self.module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
-        if not (expects_loss(self.around) and may_wait() and is_large(input, module.out_features)):
+        if not (expects_loss(module, self.hooks) and may_wait() and is_large(input, module.out_features)):
             return type(module).forward(module, input)  # type: ignore[no-any-return]
         rows, product = Product.of(compute_late(input), module.weight, module.bias)
         split = TensorSplit.even(rows.dim() - 1, module.out_features, 1)
         return self.note.once(LateTensor.of(rows, split, None, product=product))
 
 
-def modules_around(root: nn.Module, name: str) -> list[nn.Module]:
-    """The module called `name` in `root`, and those that contain it."""
+def hooks_around(root: nn.Module, name: str) -> list[Mapping[int, object]]:
+    """The backward hooks of the module called `name` in `root`, and of those that contain it.
+
+    Not the modules: Dynamo cannot reach the wrapper of `torch.compile(model)` from inside of it.
+    """
     parts = name.split(".") if name else []
-    return [root.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+    modules = [root.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
+    return [hooks for module in modules for hooks in backward_hooks(module)]
 
 
-def expects_loss(around: Sequence[nn.Module]) -> bool:
-    """Return True in a training step without backward hooks of modules, which get the gradient of full results.
+def expects_loss(head: nn.Module, hooks: Sequence[Mapping[int, object]]) -> bool:
+    """Return True in a training step without backward hooks, which get the gradient of full results.
 
     Args:
-        around: a head, and the modules that contain it.
+        head: the module that computes results.
+        hooks: those of `hooks_around`.
     """
-    return around[0].training and torch.is_grad_enabled() and not any(map(has_backward_hooks, around))
+    return head.training and torch.is_grad_enabled() and not any(hooks)
 
 
 def _is_plain(module: nn.Module) -> bool:

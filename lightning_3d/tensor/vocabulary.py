@@ -12,7 +12,7 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_head import LateNote, expects_loss, modules_around
+from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
 from lightning_3d.tensor.overlap import defer, early_sum
@@ -146,14 +146,14 @@ class ShardedHead:
 
     def __init__(self, root: nn.Module, split: TensorSplit, axis: Axis, name: str) -> None:
         self.split, self.axis, self.note = split, axis, LateNote(name)
-        self.around = modules_around(root, name)
-        self.module: Any = self.around[0]
+        self.hooks = hooks_around(root, name)
+        self.module: Any = root.get_submodule(name)
         self.__signature__ = inspect.signature(self.module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
         input = compute_late(input)
         split = TensorSplit(input.dim() - 1, self.split.pieces)
-        late = self.axis.lazy and expects_loss(self.around)
+        late = self.axis.lazy and expects_loss(self.module, self.hooks)
         if late and may_wait() and is_large(input, self.split.size, self.axis.size):
             bias = None if self.module.bias is None else local_shard(self.module.bias)
             rows, product = Product.of(copy(input, self.axis), local_shard(self.module.weight), bias)

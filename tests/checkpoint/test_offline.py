@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from lightning_3d.checkpoint.full_files import consolidate, export
+from lightning_3d.checkpoint.full_files import consolidate, export, with_configs
 from lightning_3d.commands import consolidate as consolidate_command
 from lightning_3d.commands import export as export_command
 from lightning_3d.errors import CheckpointError
 from tests.checkpoint.made import save
-from tests.checkpoint.trainings import train
+from tests.checkpoint.trainings import build, train
 from tests.workers import run
 
 
@@ -66,6 +66,21 @@ def test_export_loads_with_from_pretrained(tmp_path):
         assert torch.equal(tensor, result["weights"][f"model.{name}"])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_export_of_compiled_models_has_their_own_names(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    module = build("Llama")
+    layers = module.model.model.layers
+    layers[0] = torch.compile(layers[0])
+    module.model = torch.compile(module.model)
+    torch.save(with_configs({"state_dict": module.state_dict()}, module), tmp_path / "x.ckpt")
+    export(tmp_path / "x.ckpt", tmp_path / "hf")
+    assert (tmp_path / "hf" / "config.json").is_file()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    weights = {name.replace("_orig_mod.", ""): value for name, value in module.model.state_dict().items()}
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+
 def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
@@ -85,7 +100,7 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
 PROBE = """
 import resource, sys, threading, time
 import torch
-from lightning_3d.checkpoint.full_files import consolidate, export
+from lightning_3d.checkpoint.full_files import consolidate, export, with_configs
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
 peak, done = anonymous(), False

@@ -1,6 +1,7 @@
 """`lightning-3d dry-run script.py`."""
 
 import json
+import re
 import textwrap
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_script_runs_unchanged_until_its_fit_is_over(script, capfd):
     )  # of 16 x 8 and 16 two rows, of 1 x 16 and 1 the only one
     assert not script.with_name("after").exists()
     assert not script.with_name("logs").exists()
+
+
+def test_the_report_says_that_ranks_fit(script, capfd):
+    """The bytes are the largest of their columns."""
+    assert main(["dry-run", str(script), "--cluster", "2xh100", "--args", "--tensor 2"]) == 0
+    text = capfd.readouterr().out
+    *_, step, before, _ = re.split(" {2,}", next(line for line in text.splitlines() if "pipeline 0, data" in line))
+    assert f"these ranks fit: at most {step} in a step, {before} before training" in text
 
 
 def test_the_exit_code_says_whether_the_job_would_fail(script, capfd):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch.autograd import profiler
 
 from lightning_3d import Strategy3D
@@ -100,6 +101,27 @@ def test_every_collective_of_a_step_is_named(tmp_path, case):
     assert both <= first[0]
     assert (last or both) <= second[0]
     assert first[1] == second[1] == []
+
+
+def _with_lightnings_profiler(folder):
+    flags = {**QUIET, "max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, "default_root_dir": folder}
+    strategy = Strategy3D(**TENSOR, timeout=60, quiet=True)
+    named = PyTorchProfiler(dirpath=folder, filename="step")
+    trainer = Trainer(**flags, devices=2, strategy=strategy, profiler=named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(MODULES["MLP"]())
+
+
+def test_the_profiler_of_lightning_leaves_the_tensor_plan(tmp_path):
+    """Its hooks cannot be copied, so that no block had a plan: the trace was one of an unsplit module."""
+    run(_with_lightnings_profiler, str(tmp_path), world=2)
+    files = [*tmp_path.glob("*training_step*.json")]
+    assert len(files) == 2
+    for file in files:
+        names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+        assert "all_reduce on tensor_parallel" in names
+        assert any(name.startswith("[pl][module]") for name in names if name)
 
 
 def test_ranges_of_the_background_thread_are_there_where_a_trace_has_all_threads():

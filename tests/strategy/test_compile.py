@@ -55,6 +55,14 @@ class CompiledLlama(Llama):
             block.compile(backend=BACKEND)
 
 
+class InsideModule(Llama):
+    """The form of torch's tutorials: the model is one attribute of the LightningModule."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.compile(self.model, backend=BACKEND)
+
+
 class Dropout(GPT):
     """With masks that differ by tensor rank, and some that do not."""
 
@@ -155,11 +163,14 @@ ONE_GRAPH = [
         ("Wrapped", PIPELINE),
         pytest.param("Inductor", ZERO_3, marks=pytest.mark.long),
         pytest.param("CompiledLlama", {"zero_stage": 2}, marks=pytest.mark.long),
+        ("InsideModule", {"zero_stage": 2}),
+        pytest.param("InsideModule", ZERO_3, marks=pytest.mark.long),
+        pytest.param("InsideModule", TENSOR, marks=pytest.mark.long),
     ],
 )
 def test_it_trains_as_uncompiled_on_one_device(kind, strategy):
     attributes, flags = {"optimizer": "plain_sgd"}, {"max_epochs": 2}  # ZeRO compiles after three steps
-    wanted = reference("Llama" if kind == "CompiledLlama" else "GPT", attributes, flags)
+    wanted = reference("Llama" if kind in ("CompiledLlama", "InsideModule") else "GPT", attributes, flags)
     world = 4 if strategy in (TENSOR_ZERO_3, TENSOR_PIPELINE) else 2
     got = run(_compiled, kind, world, strategy, attributes, flags, world=world, timeout=300)
     assert_same([each for each, _, _ in got], wanted, 1e-4)
@@ -211,7 +222,7 @@ def _fit(kind, strategy):
     Trainer(**QUIET, devices=2, strategy=Strategy3D(**strategy, quiet=True), max_steps=1).fit(module)
 
 
-@pytest.mark.parametrize("kind", ["InPlace", "AsAWhole"])
+@pytest.mark.parametrize("kind", ["InPlace", "AsAWhole", "InsideModule"])
 def test_a_pipeline_refuses_hooks_in_compiled_code(kind):
     run(_refused, kind, world=2)
 

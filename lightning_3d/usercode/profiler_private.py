@@ -1,0 +1,26 @@
+"""Hooks by which Lightning's `PyTorchProfiler` names modules in a trace, suspended while modules are copied.
+
+Such a hook has open ranges of the trace, which nothing can copy. A block with them could not be run alone, and would
+have no tensor plan.
+
+Reads `_register` of the profiler (Lightning 2.6).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+
+
+@contextmanager
+def without_module_ranges(profiler: Profiler) -> Iterator[None]:
+    """Remove the hooks of `profiler` inside, and put them back."""
+    ranges = profiler._register if isinstance(profiler, PyTorchProfiler) else None
+    if ranges is None:
+        yield
+        return
+    ranges.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        ranges.__enter__()

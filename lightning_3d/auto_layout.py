@@ -216,7 +216,7 @@ def _tensor_share(situation: Situation, size: int) -> float:
 
     def prove() -> float:
         plan = plan_tensor(module, size, calls=calls)
-        blocks = tuple(f"{name}." for chain in Anatomy.of(module).chains for name in chain.blocks)
+        blocks = tuple(f"{name}." for name in Anatomy.of(module).blocks)
         sizes = {name: p.numel() for name, p in module.named_parameters() if name.startswith(blocks)}
         return sum(count for name, count in sizes.items() if name in plan.splits) / max(1, sum(sizes.values()))
 

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.offloaded_block import offload_activations
+from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_blocks import recompute_blocks
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
@@ -28,7 +29,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.groups import has_peers
-from lightning_3d.sandbox.deferred import computed_on_use, empty
+from lightning_3d.sandbox.deferred import empty
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import pass_late
@@ -67,7 +68,7 @@ def parallelize(
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
     if training:
-        parallel.recomputed = recompute_blocks(module, plan.anatomy, plan.recompute, undo)
+        parallel.recomputed = recompute_blocks(module, plan.anatomy.blocks, plan.recompute, undo)
     if training and plan.offload.activations is not None and has_peers():
         offload_activations(module, plan.anatomy, undo)
     disk = _reserve_disk(parallel, plan, layout)
@@ -75,7 +76,7 @@ def parallelize(
         module, plan.anatomy, layout, mesh, data_axis, undo, training=training, half=plugin.half_dtype(), disk=disk
     )
     if training:
-        patch_heads(module, [name for chain in plan.anatomy.chains for name in chain.blocks], undo)
+        patch_heads(module, plan.anatomy.blocks, undo)
     if parallel.tensor is not None:
         parallel.splits = parallel.tensor.by_parameter()
         sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
@@ -108,8 +109,9 @@ def _proven_pipeline(
         ledger=data_axis.ledger,
     )
     if plan.uncut_run is not None and plan.uncut_run.compared:
-        with computed_on_use(parallel.module):
-            prove_stages(pipeline, plan.uncut_run, StepCallbacks(context=plugin.forward_context))
+        blocks = [unit.name for unit in split.units]
+        with one_block_at_a_time(parallel.module, blocks, plugin.forward_context) as context:
+            prove_stages(pipeline, plan.uncut_run, StepCallbacks(context=context))
     if plan.tensor is not None or layout.schedule in HALVED_BACKWARD:
         pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves
     return pipeline

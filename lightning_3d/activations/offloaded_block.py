@@ -84,7 +84,7 @@ def _memory(tensor: Tensor) -> int:
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
     """Put an `OffloadedForward` around each block of `module` that this rank owns and that has parameters."""
     done = set()
-    for name in (name for chain in anatomy.chains for name in chain.blocks):
+    for name in anatomy.blocks:
         block = module.get_submodule(name)
         here = any(not parameter.is_meta for parameter in block.parameters())
         if here and id(block) not in done and type(block).forward is not nn.Module.forward:

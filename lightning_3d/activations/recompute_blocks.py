@@ -1,13 +1,12 @@
 """`recompute_blocks`: have the blocks of a module computed again in backward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_3d.activations.recompute_choice import Recompute
 from lightning_3d.activations.recomputed_block import RecomputedForward
-from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.undo import UndoStack
 
 
@@ -19,11 +18,10 @@ class RecomputedBlocks:
     choice: Recompute
 
 
-def recompute_blocks(module: nn.Module, anatomy: Anatomy, choice: Recompute, undo: UndoStack) -> RecomputedBlocks:
-    """Put a `RecomputedForward` around each block of `module` that this rank owns and that has parameters."""
+def recompute_blocks(module: nn.Module, names: Sequence[str], choice: Recompute, undo: UndoStack) -> RecomputedBlocks:
+    """Put a `RecomputedForward` around each block of `names` that this rank owns and that has parameters."""
     blocks: dict[int, RecomputedForward] = {}
-    names = [name for chain in anatomy.chains for name in chain.blocks] if choice.mode is not None else []
-    for name in names:
+    for name in names if choice.mode is not None else ():
         block = module.get_submodule(name)
         here = any(not parameter.is_meta for parameter in block.parameters())
         if here and id(block) not in blocks and type(block).forward is not nn.Module.forward:

@@ -1,6 +1,7 @@
-"""Compare the jobs of a Hydra sweep: layout, loss, seconds per step, memory, cost."""
+"""Compare the jobs of Hydra sweeps and single runs: layout, loss, seconds per step, memory, cost."""
 
 import json
+import os
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ examples:
   lightning-3d compare multirun/2026-01-31/12-00-00
   lightning-3d compare multirun/2026-01-31/12-00-00 --metric val_loss --price 2.5 --plot comparison.png
   lightning-3d compare multirun/2026-01-31/12-00-00 --html comparison.html
+  lightning-3d compare outputs/2026-01-31/12-00-00 outputs/2026-01-31/13-00-00
 """
 OVERRIDES = "overrides.yaml"
 """File that Hydra writes into `.hydra` of each job."""
@@ -69,7 +71,9 @@ class JobReport:
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", help="directory of a sweep, such as multirun/2026-01-31/12-00-00")
+    parser.add_argument(
+        "folder", nargs="+", help="directories of sweeps or of single runs, such as multirun/2026-01-31/12-00-00"
+    )
     parser.add_argument("--metric", metavar="NAME", help="logged value to show (default: the loss)")
     parser.add_argument("--price", type=real, metavar="DOLLARS", help="price of a device-hour (default: catalogue)")
     parser.add_argument("--plot", metavar="FILE", help='also draw a picture (pip install "lightning-3d[plots]")')
@@ -78,7 +82,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line for each job, also for those that failed."""
-    jobs = read_jobs(Path(args.folder))
+    jobs = read_jobs(*map(Path, args.folder))
     print(compared(jobs, metric=args.metric, price=args.price))
     for line in _failures(jobs):
         print(printable(line))
@@ -90,22 +94,29 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def read_jobs(folder: Path) -> list[JobReport]:
-    """The jobs in `folder`, in the order they were numbered."""
+def read_jobs(*folders: Path) -> list[JobReport]:
+    """The jobs in each of `folders`, in the order they were numbered. Their names begin where the folders differ."""
+    top = folders[0] if len(folders) == 1 else Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    homes = [home if len(folders) == 1 else home.absolute() for folder in folders for home in _homes(folder)]
+    jobs = [_read(home, top) for home in dict.fromkeys(homes)]
+    if all(job.report is None for job in jobs):
+        raise ConfigurationError(
+            f"none of the {len(jobs)} jobs in {', '.join(map(str, folders))} left a {FILE}: Strategy3D writes it when"
+            f" `fit` ends. {next(_failures(jobs))}"
+        )
+    devices = {name: _device(name) for name in {job.report["device"] for job in jobs if job.report is not None}}
+    return [job if job.report is None else replace(job, device=devices[job.report["device"]]) for job in jobs]
+
+
+def _homes(folder: Path) -> list[Path]:
+    """Directories of the jobs in `folder`."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no directory: give that of a sweep, such as multirun/DATE/TIME.")
     started = {path.parents[1] for path in folder.rglob(f".hydra/{OVERRIDES}")}
     homes = started | {path.parent for path in folder.rglob(FILE)}
     if not homes:
         raise ConfigurationError(f"{folder} has no job of a Hydra sweep (no .hydra/{OVERRIDES} below it).")
-    jobs = [_read(home, folder) for home in sorted(homes, key=_in_order)]
-    if all(job.report is None for job in jobs):
-        raise ConfigurationError(
-            f"none of the {len(jobs)} jobs in {folder} left a {FILE}: Strategy3D writes it when `fit` ends."
-            f" {next(_failures(jobs))}"
-        )
-    devices = {name: _device(name) for name in {job.report["device"] for job in jobs if job.report is not None}}
-    return [job if job.report is None else replace(job, device=devices[job.report["device"]]) for job in jobs]
+    return sorted(homes, key=_in_order)
 
 
 def compared(jobs: Sequence[JobReport], *, metric: str | None = None, price: float | None = None) -> str:

@@ -34,6 +34,11 @@ class Anatomy:
     parameters: int
     """Elements of all parameters, tied ones counted once."""
 
+    @property
+    def blocks(self) -> list[str]:
+        """Dotted names of the blocks of all chains."""
+        return [name for chain in self.chains for name in chain.blocks]
+
     @classmethod
     def of(cls, module: nn.Module) -> "Anatomy":
         chains = sorted(_chains(module, ""), key=lambda chain: -chain.parameters)

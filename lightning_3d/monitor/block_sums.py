@@ -33,7 +33,7 @@ class BlockSums:
     """Notes sums while it is attached. It reads nothing from the device before `losses` and `first_bad`."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.blocks = [name for chain in Anatomy.of(module).chains for name in chain.blocks]
+        self.blocks = Anatomy.of(module).blocks
         self.batches: deque[BatchSums] = deque(maxlen=MOST)
         self._now: BatchSums | None = None
         self._hooks: list[RemovableHandle] = []

@@ -84,7 +84,8 @@ class Monitor3D(Callback):
         peak = device_peak(self._device, str(strategy.precision_plugin.precision))
         self._peak = self._given_peak * 1e12 if self._given_peak is not None else peak
         self._utilisation = "hfu" if strategy.recomputes else "mfu"
-        self._clock, self._batches, self._steps = StepClock(strategy.data_axis.ledger), 0, trainer.global_step
+        self._clock, self._batches = StepClock(strategy.data_axis.ledger), 0
+        self._steps = self._first_step = trainer.global_step
         self._size = BatchSize()
         self._flops: int | None = None
         self._all = Spent()
@@ -228,13 +229,13 @@ class Monitor3D(Callback):
         values = {name.removeprefix(PREFIX): value for name, value in metrics.items()}
         speed = f"{values[f'{self._size.unit}_per_second']:,.0f} {self._size.unit}/s"
         if "tflops_per_device" in values:
-            speed += f", {values['tflops_per_device']:.3g} TFLOP/s on a device"
+            speed += f", {_rate(values['tflops_per_device'])} on a device"
         if self._utilisation in values:
             speed += f" ({self._utilisation.upper()} {values[self._utilisation]:.1%})"
         shares = {name.partition("/")[2]: share for name, share in values.items() if name.startswith("share/")}
         parts = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items() if share >= 0.005)
         memory = show_bytes(values["memory_gb"] * 1e9)
-        steps = f"{trainer.global_step:,} steps, {show_seconds(values['step_seconds'])} each"
+        steps = f"{trainer.global_step - self._first_step:,} steps, {show_seconds(values['step_seconds'])} each"
         return f"{steps}: {speed}; {parts}; {memory} on the fullest rank"
 
 
@@ -280,6 +281,11 @@ def _watch_action(profiler: Any, name: str, mark: Callable[[str], None]) -> Call
 
     vars(profiler)[name] = watched
     return back
+
+
+def _rate(tflops: float) -> str:
+    size, unit = next((each for each in ((1.0, "T"), (1e-3, "G")) if tflops >= each[0]), (1e-6, "M"))
+    return f"{tflops / size:.3g} {unit}FLOP/s"
 
 
 def _trains(trainer: Trainer) -> bool:

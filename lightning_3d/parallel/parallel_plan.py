@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError
@@ -81,9 +82,9 @@ def make_plan(
     if split is not None and cut:
         units = [unit.name for unit in split.units]
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
-        with computed_on_use(module):
+        with one_block_at_a_time(module, units, plugin.forward_context) as context:
             uncut_run = observe_one_batch(
-                trainer, module, units, layout, to_device, plugin.forward_context, choices.loss_scope,
+                trainer, module, units, layout, to_device, context, choices.loss_scope,
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)

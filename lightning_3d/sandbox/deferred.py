@@ -318,6 +318,11 @@ def _plain(parameter: Deferred) -> Recorded:
     return recorded
 
 
+def is_deferred(module: nn.Module) -> bool:
+    """Return True for a module of which some parameters are deferred."""
+    return any(isinstance(parameter, Deferred) for parameter in module.parameters())
+
+
 @contextmanager
 def computed_on_use(module: nn.Module) -> Iterator[None]:
     """Let the code inside use `module` as if its deferred parameters were there. A few are, at any time.

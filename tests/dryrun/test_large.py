@@ -93,17 +93,20 @@ LIMITS = ((build_recorder, "ROOM"), (deferred, "SMALL"), (shard_units, "APART_BY
 """Bytes by which code decides, as much smaller in the small run as everything else."""
 
 
-def _small_rank():
+STAGED = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+
+
+def _small_rank(strategy):
     with ExitStack() as changes:
         for module, name in LIMITS:
             changes.enter_context(patch.object(module, name, getattr(module, name) // Small.scale**2))
-        return real_rank("tests.dryrun.test_large:Small", FOUR, {})
+        return real_rank("tests.dryrun.test_large:Small", strategy, {})
 
 
-def _dry_rank(cluster, strategy):
-    """The report of rank 0, and the memory of the process and of the simulated rank."""
+def _dry_rank(cluster, strategy, rank=0):
+    """The report of a rank, and the memory of the process and of the simulated rank."""
     with in_world(parse_cluster(cluster)) as world:
-        world.ranks = [0]
+        world.ranks = [rank]
         Trainer(**FLAGS, strategy=Strategy3D(**strategy)).fit(Late())
         (report,) = world.reports
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -111,11 +114,12 @@ def _dry_rank(cluster, strategy):
 
 
 @pytest.mark.long
-def test_seventy_billion_parameters_peak_as_real_ranks_do_in_the_small():
+@pytest.mark.parametrize("strategy", [FOUR, STAGED], ids=["zero3", "pipeline"])
+def test_seventy_billion_parameters_peak_as_real_ranks_do_in_the_small(strategy):
     """On the same four ranks: states, and the peaks of set-up and of a step."""
-    ((said, _),) = run(_dry_rank, "1x4xcpu", FOUR, world=1, timeout=900, fresh=True)
+    ((said, _),) = run(_dry_rank, "1x4xcpu", strategy, 3, world=1, timeout=900, fresh=True)
     assert said.error is None
-    found = run(_small_rank, world=4, timeout=900, fresh=True)[-1]  # rank 0 proves the plan too
+    found = run(_small_rank, strategy, world=4, timeout=900, fresh=True)[-1]  # rank 0 proves the plan too
     for what in ("parameters", "gradients", "optimizer", "setup_peak", "peak"):
         assert getattr(said, what) == pytest.approx(found[what] * Small.scale**2, rel=0.02), what
 

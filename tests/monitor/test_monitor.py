@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import warnings
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -117,25 +118,31 @@ class Kept(CSVLogger):
         pass
 
 
-def watched(faults, strategy, world, steps=12, every=5, monitor=True, **trainer):
-    """Fit; what was logged, warned of and said on this rank."""
-    logger, said = Kept(), []
-    for took in TOOK.values():
-        took.clear()
-    handler = logging.Handler()
+@contextmanager
+def heard():
+    """What is said meanwhile."""
+    said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+
+
+def watched(faults, strategy, world, steps=12, every=5, monitor=True, **trainer):
+    """Fit; what was logged, warned of and said on this rank."""
+    logger = Kept()
+    for took in TOOK.values():
+        took.clear()
     flags = {"devices": world, "max_steps": steps, "log_every_n_steps": every, "limit_val_batches": 0, **trainer}
     flags |= {"logger": logger, "callbacks": [Monitor3D()] if monitor else []}
     fit = Trainer(**{**QUIET, **flags}, strategy=Strategy3D(**strategy, timeout=60))
     module = Net(**faults)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit.fit(module)
-    finally:
-        log.removeHandler(handler)
+    with heard() as said, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(module)
     kinds = [type(callback).__name__ for callback in fit.callbacks]
     hooks = sum(len(each._forward_hooks) for each in module.modules())
     own = [str(w.message) for w in caught if "monitor" in w.filename]
@@ -194,7 +201,7 @@ def test_names_steps_and_what_is_left_after_the_run():
     assert results[1]["logged"] == {}
     (line,) = summaries(results[0])
     assert "samples/s" in line
-    assert "TFLOP/s on a device" in line  # in a log once the notes of all ranks have come
+    assert "MFLOP/s on a device" in line  # in a log once the notes of all ranks have come
     assert all(result["hooks"] == 0 and result["started"] is None for result in results)
 
 
@@ -205,6 +212,20 @@ def test_a_quiet_monitor_is_added_and_removed():
     assert not any("Monitor" in name for name in result["callbacks"])
     (silent,) = run(watched, {}, {"quiet": True}, 1, 12, 5, False, world=1)
     assert summaries(silent) == []
+
+
+def two_fits():
+    fit = Trainer(**QUIET, devices=1, max_steps=5, limit_val_batches=0, strategy=Strategy3D())
+    module = Net()
+    with heard() as said:
+        fit.fit(module)
+        fit.fit_loop.epoch_loop.max_steps = 11
+        fit.fit(module)
+    return [text.split(",")[0] for text in said if " each: " in text]
+
+
+def test_a_later_fit_counts_its_own_steps():
+    assert run(two_fits, world=1) == [["5 steps", "6 steps"]]
 
 
 def flops_of(strategy, world):

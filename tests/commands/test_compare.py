@@ -72,13 +72,23 @@ def test_jobs_that_keep_no_overrides_are_found_by_their_reports(tmp_path):
 
 def test_several_folders_are_in_one_table(tmp_path, capsys):
     for folder, step in (("outputs/few", 0.5), ("outputs/many", 0.25)):
-        job(tmp_path, folder, ["lr=1", f"devices={folder[-1]}"], step_seconds=step, memory_bytes=2e9, metrics={"loss": 3.5})
+        job(
+            tmp_path,
+            folder,
+            ["lr=1", f"devices={folder[-1]}"],
+            step_seconds=step,
+            memory_bytes=2e9,
+            metrics={"loss": 3.5},
+        )
     job(tmp_path, "multirun/7", ["lr=1"], step_seconds=1.0, memory_bytes=2e9, metrics={"loss": 3.5})
     folders = [str(tmp_path / name) for name in ("outputs/many", "outputs/few", "multirun", "multirun/7")]
     assert main(["compare", *folders]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["job", "outputs/many", "outputs/few", "multirun/7"]
     assert main(["compare", *folders[:2]]) == 0
-    assert [(row[0], row[-1]) for row in rows(capsys.readouterr().out)[1:]] == [("many", "devices=y"), ("few", "devices=w")]
+    assert [(row[0], row[-1]) for row in rows(capsys.readouterr().out)[1:]] == [
+        ("many", "devices=y"),
+        ("few", "devices=w"),
+    ]
 
 
 @pytest.mark.parametrize(

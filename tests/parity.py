@@ -29,7 +29,7 @@ QUIET = {
 }
 
 
-GATHERED = 5
+GATHERED = 2
 """Steps whose gradients are gathered, which takes longer than the steps. What is wrong in a later one shows in its norm,
 the losses after it and the weights."""
 

@@ -22,8 +22,8 @@ from lightning_3d.errors import PeerError
 PATIENCE = 300.0
 """Seconds, at least, that ranks have to start: a queue, an import from a slow disk or a download takes minutes."""
 LAST_WORDS = 2.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
-"""Seconds between two looks at the store. They grow, since ranks mostly start together."""
+SHORTEST_PAUSE, LONGEST_PAUSE, GROWTH = 0.001, 0.1, 1.2
+"""Seconds between two looks at the store. They grow with the time that has passed: most ranks start together."""
 HERE = "all are here"
 
 
@@ -101,7 +101,7 @@ def _pauses() -> Iterator[float]:
     pause = SHORTEST_PAUSE
     while True:
         yield pause
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause = min(GROWTH * pause, LONGEST_PAUSE)
 
 
 def _late(missing: list[int], world: int) -> str:

@@ -149,11 +149,13 @@ class Training(Resuming):
         return self._norm_of(self._module.parameters(), norm_type)
 
     def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
-        return grad_norm(parameters, self._counted, norm_type, self.root_device)
+        layout, place = self.layout, self.coordinate  # they are computed on use: once, not for each parameter
+        shard = layout.zero_shard_size or layout.data_parallel_size
 
-    def _counted(self, parameter: nn.Parameter) -> bool:
-        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
-        return counted_here(parameter, self.coordinate, shard) and self._applied.counts(parameter)
+        def counted(parameter: nn.Parameter) -> bool:
+            return counted_here(parameter, place, shard) and self._applied.counts(parameter)
+
+        return grad_norm(parameters, counted, norm_type, self.root_device)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

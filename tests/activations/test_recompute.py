@@ -188,10 +188,17 @@ def test_a_budget_is_no_slower_than_full():
         assert min(ratios) < 1.0, ratios
 
 
-def test_a_budget_changes_no_number():
-    for world, layout in ((1, {}), (2, {"zero_stage": 3}), (2, {"pipeline_parallel_size": 2, "num_microbatches": 4})):
-        strategy = {"recompute": "auto", "recompute_budget": 0.3e6}
-        assert_identical(results(TOKENS, world, {**layout, **strategy}), results(TOKENS, world, layout))
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.long),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),
+        (2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+    ],
+)
+def test_a_budget_changes_no_number(world, layout):
+    strategy = {"recompute": "auto", "recompute_budget": 0.3e6}
+    assert_identical(results(TOKENS, world, {**layout, **strategy}), results(TOKENS, world, layout))
 
 
 class Checkpointed(Tokens):

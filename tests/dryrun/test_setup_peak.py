@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Few(LightningModule):
-    count = 8
+    count = 4
 
     def configure_model(self):
         if not hasattr(self, "blocks"):
@@ -44,7 +44,7 @@ class Few(LightningModule):
 
 
 class Many(Few):
-    count = 48
+    count = 24
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -52,7 +52,7 @@ def test_memory_before_training_does_not_grow_with_the_blocks(precision, monkeyp
     monkeypatch.setattr(build_recorder, "ROOM", 4 * BLOCK)
     above = []
     for name in ("Few", "Many"):
-        strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        strategy = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
         report = dry(f"tests.dryrun.test_setup_peak:{name}", "1x4xcpu", strategy, {"precision": precision}, [0])
         (rank,) = report.ranks
         assert rank.error is None

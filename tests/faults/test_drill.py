@@ -13,7 +13,7 @@ def _check(report, kills):
 
 
 def test_short(tmp_path):
-    _check(rounds(tmp_path, kills=2, steps=12, seed=0), 2)
+    _check(rounds(tmp_path, kills=1, steps=12, seed=0), 1)
 
 
 @pytest.mark.long

@@ -109,7 +109,9 @@ def test_plan_dry_run_and_real_ranks_agree(name, layout):
     assert_account(name, layout, "bf16-mixed", run_real=True)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("BERT", "4 both"), ("Encoder", "1"), ("ViT", "2 zero3")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param("BERT", "4 both", marks=pytest.mark.long), ("Encoder", "1"), ("ViT", "2 zero3")]
+)
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""
     assert_account(name, layout, "32", run_real=False)

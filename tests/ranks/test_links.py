@@ -46,9 +46,14 @@ def _over_links(name, world, strategy):
             {"pipeline_parallel_size": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
             marks=pytest.mark.long,
         ),
-        (4, {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble", "zero_stage": 2}),
+        pytest.param(
+            4,
+            {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble", "zero_stage": 2},
+            marks=pytest.mark.long,
+        ),
+        (2, {"pipeline_parallel_size": 2, "schedule": "zbv_zero_bubble"}),
     ],
-    ids=["looped", "v-shaped"],
+    ids=["looped", "v-shaped-zero2", "v-shaped"],
 )
 def test_a_pipeline_over_links_trains_the_same(world, strategy):
     name = "tests.checkpoint.trainings:DeepGPT"

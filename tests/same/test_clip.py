@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,6 +55,31 @@ class Watched(GPT):
     def on_after_backward(self):
         if self.planted is not None and self.head.weight.grad is not None:
             self.planted(self)
+
+
+class Counting(Strategy3D):
+    """Counts how often its layout is computed."""
+
+    asked = 0
+
+    @property
+    def layout(self):
+        self.asked += 1
+        return super().layout
+
+
+def _asked(layers):
+    """How often the layout is computed in the last of four clipped steps."""
+    module, strategy, counts = MLP(), Counting(zero_stage=1), []
+    module.net = nn.Sequential(nn.Linear(8, 24), *(nn.Linear(24, 24) for _ in range(layers)), nn.Linear(24, 1))
+    noting = LambdaCallback(on_train_batch_end=lambda *_: counts.append(strategy.asked))
+    flags = {"max_steps": 4, "gradient_clip_val": 0.1, "callbacks": [noting], "limit_val_batches": 0}
+    Trainer(**QUIET, **flags, devices=2, strategy=strategy).fit(module)
+    return counts[-1] - counts[-2]
+
+
+def test_clipping_computes_nothing_for_each_parameter():
+    assert run(_asked, 1, world=2) == run(_asked, 9, world=2)
 
 
 def _fit(strategy, world, planted=None):

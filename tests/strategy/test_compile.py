@@ -163,7 +163,7 @@ ONE_GRAPH = [
         ("Wrapped", PIPELINE),
         pytest.param("Inductor", ZERO_3, marks=pytest.mark.long),
         pytest.param("CompiledLlama", {"zero_stage": 2}, marks=pytest.mark.long),
-        ("InsideModule", {"zero_stage": 2}),
+        pytest.param("InsideModule", {"zero_stage": 2}, marks=pytest.mark.long),
         pytest.param("InsideModule", ZERO_3, marks=pytest.mark.long),
         pytest.param("InsideModule", TENSOR, marks=pytest.mark.long),
     ],

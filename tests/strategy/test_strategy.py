@@ -324,7 +324,7 @@ def _environment():
 @pytest.mark.parametrize(
     ("method", "command", "finished"),
     [
-        ("popen", [sys.executable], 2),
+        pytest.param("popen", [sys.executable], 2, marks=pytest.mark.long),  # launch/test_sweep.py starts a script too
         ("fork", [sys.executable], 1),
         pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
         pytest.param(

@@ -21,6 +21,9 @@ from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import Largest
 
+LEAST_BYTES, PARTS = 2**20, 4
+"""A module with this many times so many bytes has as many buckets."""
+
 
 class Bucket:
     """Some parameters whose gradients are reduced in one collective.
@@ -93,7 +96,11 @@ def _give(parameter: nn.Parameter, gradient: Tensor | None, average: Tensor) -> 
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Cut `parameters`, in the order their gradients are expected, into buckets of one dtype and device each."""
+    """Cut `parameters`, in the order their gradients are expected, into buckets of one dtype and device each.
+
+    Of a small module they are smaller than `bucket_bytes`: the first is sent while backward computes the others.
+    """
+    bucket_bytes = min(bucket_bytes, max(LEAST_BYTES, sum(map(_size, parameters)) // PARTS))
     buckets: list[Bucket] = []
     open_: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
     for parameter in parameters:

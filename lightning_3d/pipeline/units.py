@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.module.autograd_private import in_wrapper
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -96,7 +97,7 @@ def _walk(module: nn.Module, prefix: str, opened: set[int]) -> Iterator[Unit]:
         count = sum(parameter.numel() for parameter in child.parameters())
         if count == 0 and not isinstance(child, _NormBase):
             continue
-        if id(child) in opened or type(child) in (nn.ModuleList, nn.ModuleDict):
+        if in_wrapper(child) is None and (id(child) in opened or type(child) in (nn.ModuleList, nn.ModuleDict)):
             yield from _walk(child, full, opened)
         else:
             yield Unit(full, count, _cost(child))
@@ -110,8 +111,12 @@ def _cost(module: nn.Module) -> float:
 
 
 def _can_open(module: nn.Module) -> bool:
-    """Torch's own modules use their children's parameters directly, so only containers among them are opened."""
-    if "parametrizations" in module._modules or not any(True for _ in module.children()):
+    """Torch's own modules use their children's parameters directly, so only containers among them are opened.
+
+    What `torch.compile` wrapped stays whole: compiled code would repeat the decisions of hooks inside.
+    """
+    whole = "parametrizations" in module._modules or in_wrapper(module) is not None
+    if whole or not any(True for _ in module.children()):
         return False
     return isinstance(module, _CONTAINERS) or not type(module).__module__.startswith("torch.nn.")
 

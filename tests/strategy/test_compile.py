@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from lightning_3d import Strategy3D
 from lightning_3d.errors import UnsupportedError
-from tests.parity import QUIET, assert_same, reference, train
+from tests.parity import QUIET, assert_parity, assert_same, reference, train
 from tests.workers import run
 from tests.zoo import MODULES
 from tests.zoo.language import GPT, Llama
@@ -61,6 +61,20 @@ class InsideModule(Llama):
     def __init__(self):
         super().__init__()
         self.model = torch.compile(self.model, backend=BACKEND)
+
+
+class Beside(GPT):
+    """A compiled chain besides the blocks: compiled code with the hooks of a pipeline inside never ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), backend=BACKEND)
+
+    def forward(self, tokens):
+        x = self.before(self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class Dropout(GPT):
@@ -225,6 +239,10 @@ def _fit(kind, strategy):
 @pytest.mark.parametrize("kind", ["InPlace", "AsAWhole", "InsideModule"])
 def test_a_pipeline_refuses_hooks_in_compiled_code(kind):
     run(_refused, kind, world=2)
+
+
+def test_a_pipeline_keeps_another_compiled_chain_whole():
+    assert_parity("tests.strategy.test_compile:Beside", 2, PIPELINE, trainer={"max_epochs": 1})
 
 
 def _refused(kind):

@@ -51,7 +51,7 @@ LONG_ROUTES = [
 
 @pytest.mark.parametrize(
     ("name", "optimizer", "route"),
-    in_turn(ROUTES, 2) + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES],
+    in_turn(ROUTES, 3) + [pytest.param(*route, marks=pytest.mark.long) for route in LONG_ROUTES],
 )
 def test_tensors_survive_every_change_of_layout(tmp_path, name, optimizer, route):
     world, layout = route[0]

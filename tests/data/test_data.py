@@ -104,7 +104,7 @@ def test_different_samples_are_refused_with_the_ranks(grid):
         assert ("2 | 3" if rank > 1 else "0 | 1") in said
 
 
-@pytest.mark.parametrize("kind", ["ordered", "shuffled", "stream"])
+@pytest.mark.parametrize("kind", [pytest.param("ordered", marks=pytest.mark.long), "shuffled", "stream"])
 def test_samples_are_those_of_one_device(kind):
     """Of a plain Trainer, whose sampler is the user's own."""
     (alone,) = run(_given, kind, None, 1, True, world=1)

@@ -28,8 +28,11 @@ def test_two_ranks(name, stage):
 
 @pytest.mark.parametrize(
     ("name", "world", "stage"),
-    [("MLP", 3, stage) for stage in range(4)]
-    + [pytest.param("GPT", 4, stage, marks=() if stage == 3 else pytest.mark.long) for stage in range(4)],
+    [
+        pytest.param(name, world, stage, marks=() if stage == 3 else pytest.mark.long)
+        for name, world in (("MLP", 3), ("GPT", 4))
+        for stage in range(4)
+    ],
 )
 def test_more_ranks(name, world, stage):
     assert_parity(name, world, {"zero_stage": stage})

@@ -32,13 +32,16 @@ def fused_on_host(optimizer: Optimizer) -> Iterator[None]:
 
 
 def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Return True if the fused kernel may step `group`, whose parameters are plain tensors now."""
+    """Return True if the fused kernel may step `group`, whose parameters are plain tensors now.
+
+    Those without a gradient are not stepped: under a pipeline, those of other stages.
+    """
     if type(optimizer) not in FUSED or group["fused"] is not None or group["foreach"] is not None:
         return False
     if group["differentiable"] or group["capturable"] or isinstance(group["lr"], Tensor):
         return False
-    parameters: list[Tensor] = group["params"]
-    tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None)]
+    parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+    tensors = [tensor for parameter in parameters for tensor in (parameter, parameter.grad) if tensor is not None]
     if not {(tensor.dtype, tensor.layout, tensor.is_cpu) for tensor in tensors} <= _KERNEL_TAKES:
         return False
     states = (optimizer.state.get(parameter) for parameter in parameters)

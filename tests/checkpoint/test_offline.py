@@ -100,7 +100,7 @@ def test_export_in_several_files_is_read_by_the_library(tmp_path, monkeypatch):
 PROBE = """
 import resource, sys, threading, time
 import torch
-from lightning_3d.checkpoint.full_files import consolidate, export, with_configs
+from lightning_3d.checkpoint.full_files import consolidate, export
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
 peak, done = anonymous(), False

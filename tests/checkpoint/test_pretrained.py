@@ -248,8 +248,8 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
     for got in everywhere:
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
     vectors = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() == 1)
-    for got in everywhere:  # plans and proofs run on other numbers, but read vectors: at most eleven times
-        assert got["own"] < got["read"] <= got["own"] + 11 * vectors
+    for got in everywhere:  # plans and proofs run on other numbers, but read vectors: at most ten times
+        assert got["own"] < got["read"] <= got["own"] + 10 * vectors
     if strategy == {"zero_stage": 3}:
         assert sum(got["read"] for got in everywhere) == size  # each row once, on the rank that owns it
 

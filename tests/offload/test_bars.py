@@ -12,10 +12,8 @@ from tests.workers import run
 
 def _measured(case, folder, steps):
     world, size, strategy, offload = CASES[case]
-    fresh = True  # what another run left in the heap of a process would be counted here
-    return run(
-        measure, world, size, strategy, offload, str(folder), "0.5GB", steps, world=world, timeout=3000, fresh=fresh
-    )
+    job = (measure, world, size, strategy, offload, str(folder), "0.5GB", steps)
+    return run(*job, world=world, timeout=3000, fresh=True)  # another run's heap would be counted in the peak
 
 
 def _needs(folder, nbytes):

@@ -60,7 +60,8 @@ class Pool:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list[tuple[Any, Connection, Path]] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="workers_"))
+        self._folder = tempfile.TemporaryDirectory(prefix="workers_")
+        self.folder = Path(self._folder.name)
 
     def grow(self, world: int) -> None:
         while len(self.workers) < world:

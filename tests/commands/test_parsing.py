@@ -72,6 +72,7 @@ def test_a_printed_config_says_what_holds(capsys, flags):
     assert (chosen["tensor_parallel_size"], chosen["zero_stage"]) == (None, None)
 
 
+@pytest.mark.long
 def test_without_jsonargparse_the_error_says_what_to_install():
     script = "import sys; sys.modules['jsonargparse'] = None; from lightning_3d.cli import main"
     script += "; print([main(line.split()) for line in sys.argv[1:]])"

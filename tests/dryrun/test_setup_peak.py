@@ -47,7 +47,7 @@ class Many(Few):
     count = 24
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.long), "bf16-mixed"])
 def test_memory_before_training_does_not_grow_with_the_blocks(precision, monkeypatch):
     monkeypatch.setattr(build_recorder, "ROOM", 4 * BLOCK)
     above = []

@@ -69,6 +69,7 @@ def test_records_of_an_earlier_run_are_put_aside(tmp_path):
         assert (tmp_path / "flight_before" / "rank-00000.json").read_text() == str(number)
 
 
+@pytest.mark.long
 def test_a_run_begins_without_the_records_of_another(tmp_path):
     for attempt in (0, 1):
         (tmp_path / "fault").unlink(missing_ok=True)

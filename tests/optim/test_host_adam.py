@@ -66,4 +66,7 @@ def test_the_kernel_is_torchs_choice_unless_the_user_chose(kind, options, wanted
 )
 def test_what_the_kernel_would_round_otherwise_or_cannot_do_is_left_alone(optimizer):
     made = optimizer()
+    (group,) = made.param_groups
+    for parameter in group["params"]:
+        parameter.grad = torch.ones_like(parameter)
     assert not fusable(made, made.param_groups[0])

@@ -185,6 +185,7 @@ def test_help_shows_a_worked_example(capsys, name):
     assert f"lightning-3d {name} " in capsys.readouterr().out.partition("examples:")[2]
 
 
+@pytest.mark.long
 def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
     import shlex
 

@@ -100,7 +100,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), in_turn(CASES, 3) + [pytest.param(*case, marks=pytest.mark.long) for case in MORE]
+    ("kind", "layout"), in_turn(CASES, 4) + [pytest.param(*case, marks=pytest.mark.long) for case in MORE]
 )
 def test_trains_as_on_one_device(kind, layout):
     wanted = reference("GPT", kind)

@@ -30,7 +30,7 @@ def test_the_quick_ones_have_every_family_layout_and_optimizer():
 
 
 @pytest.mark.filterwarnings("ignore:These stay unsplit")
-@pytest.mark.parametrize(("family", "layout", "optimizer"), in_turn(cases(), 2))
+@pytest.mark.parametrize(("family", "layout", "optimizer"), in_turn(cases(), 3))
 def test_twenty_steps_are_those_of_one_device(family, layout, optimizer):
     world = layout["tensor_parallel_size"] * layout.get("data_parallel_size", 1)
     assert_parity(

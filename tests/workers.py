@@ -60,13 +60,14 @@ class Pool:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list[tuple[Any, Connection, Path]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="workers_")
-        self.folder = Path(self._folder.name)
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        """Removed at the end of the process. A worker, which imports this module too, makes none."""
 
     def grow(self, world: int) -> None:
+        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="workers_")
         while len(self.workers) < world:
             ours, theirs = self.context.Pipe()
-            stack = self.folder / f"stack{len(self.workers)}_{time.monotonic_ns()}"
+            stack = Path(self.folder.name) / f"stack{len(self.workers)}_{time.monotonic_ns()}"
             process = self.context.Process(target=_serve, args=(theirs, str(stack), sys.path), daemon=True)
             process.start()
             theirs.close()

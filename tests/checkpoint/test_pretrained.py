@@ -233,7 +233,7 @@ def _fit(folder, world, strategy):
     ("kind", "world", "strategy"),
     [
         ("llama", 2, {"zero_stage": 3}),
-        ("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        pytest.param("llama", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("llama", 4, {"tensor_parallel_size": 2, "zero_stage": 3}, marks=pytest.mark.long),
         pytest.param("llama", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param("mixtral", 2, {"zero_stage": 3}, marks=pytest.mark.long),

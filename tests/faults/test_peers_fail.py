@@ -69,7 +69,7 @@ def case(layout, how, marks=()):
 
 CASES = [
     case("zero", "kill"),
-    case("pipeline", "stop"),
+    case("pipeline", "stop", pytest.mark.long),
     case("tensor", "raise"),
     *[
         case(layout, how, pytest.mark.long)

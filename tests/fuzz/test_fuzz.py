@@ -39,12 +39,12 @@ def drawn(start, count, wanted=lambda case: True):
 
 def test_a_few_drawn_cases():
     refused = []
-    for case in drawn(1, 5):
+    for case in drawn(1, 3):
         try:
             check(case)
         except Refused as reason:
             refused.append(reason)
-    assert len(refused) <= 2, refused
+    assert len(refused) <= 1, refused
 
 
 CAN_SHOW = {
@@ -54,7 +54,7 @@ CAN_SHOW = {
 }
 
 
-@pytest.mark.parametrize("planted", CAN_SHOW)
+@pytest.mark.parametrize("planted", in_turn(CAN_SHOW, 2))
 def test_a_planted_error_is_found(planted):
     """In the first few of the drawn cases that have what it breaks: a pipeline, tensor ranks, a tie."""
     for case in drawn(2, 4, CAN_SHOW[planted]):

@@ -50,7 +50,7 @@ def _name(case):
     return "{module}-{stages}x{microbatches}-acc{accumulate}".format(**case)
 
 
-@pytest.mark.parametrize("case", in_turn(PAIRS, 3), ids=_name)
+@pytest.mark.parametrize("case", in_turn(PAIRS, 4), ids=_name)
 def test_pairs(case):
     check(case, 4)
 

@@ -104,7 +104,10 @@ def assert_account(name, layout, precision, *, run_real):
         assert_as_planned(plan, plan.layout.coordinate(index % world), found, counters)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("GPT", "2 zero1"), ("GPT", "2 zero3"), ("Words", "2 zero3")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param("GPT", "2 zero1", marks=pytest.mark.long), ("GPT", "2 zero3"), ("Words", "2 zero3")],
+)
 def test_plan_dry_run_and_real_ranks_agree(name, layout):
     assert_account(name, layout, "bf16-mixed", run_real=True)
 
@@ -122,7 +125,14 @@ def test_large_logits_are_counted_in_parts(precision):
     assert_account("ManyWords", "1", precision, run_real=False)
 
 
-@pytest.mark.parametrize("layout", ["1 selective", "2 tensor full", "2 sequence"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("1 selective", marks=pytest.mark.long),
+        pytest.param("2 tensor full", marks=pytest.mark.long),
+        "2 sequence",
+    ],
+)
 def test_recompute_and_sequence_agree(layout):
     """What is kept of a block, the sums that its recomputation sends again, and those of norms on shards."""
     assert_account("GPT", layout, "32", run_real=False)

@@ -132,7 +132,7 @@ MOVES = [
 @pytest.mark.parametrize(
     ("kind", "form", "before", "after", "step"),
     [
-        pytest.param(*move, marks=pytest.mark.long if at % 4 or move[2] == move[3] else ())
+        pytest.param(*move, marks=pytest.mark.long if at % 6 or move[2] == move[3] else ())
         for at, move in enumerate(MOVES)
     ],
 )

@@ -31,7 +31,7 @@ LAYOUTS = {
     "pipeline-zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
     "zero1": (2, {"zero_stage": 1}),
 }
-SHORT = ("zero3", "tensor-pipeline")
+SHORT = ("zero3",)
 
 
 class Net(GPT):

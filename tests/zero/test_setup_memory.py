@@ -221,7 +221,7 @@ def loaded(strategy, kind, path):
         # blocks that ran stay up to 32 MB
         pytest.param({"pipeline_parallel_size": 2}, Late, 1 / 2 + 1 / 4, marks=pytest.mark.long),
         # over the module, whose values are freed before those of the checkpoint are read
-        ({"zero_stage": 3}, Early, 1 / 4),
+        pytest.param({"zero_stage": 3}, Early, 1 / 4, marks=pytest.mark.long),
     ],
     ids=["zero3", "pipeline", "built-before"],
 )

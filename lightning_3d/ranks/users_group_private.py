@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -145,7 +146,11 @@ def users_line(calls: Iterable[tuple[FrameType, int]]) -> str | None:
 
 
 def _is_users(caller: FrameType) -> bool:
-    name = str(caller.f_globals.get("__name__"))
+    return _is_users_module(str(caller.f_globals.get("__name__")))
+
+
+@cache  # asked some hundred times in a step
+def _is_users_module(name: str) -> bool:
     if name in _C10D:
         return False
     return name.partition(".")[0] not in _OWN or name.startswith(_USERS)

@@ -51,7 +51,8 @@ def _internals() -> frozenset[str]:
 
 def own(module: Any) -> dict[str, Any]:
     """The attributes of a module or another object, without those of Lightning and torch."""
-    return {name: value for name, value in vars(module).items() if name not in _internals()}
+    internals = _internals()
+    return {name: value for name, value in vars(module).items() if name not in internals}
 
 
 def plain_attributes(module: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Memory of the machine, and of the process: its peak, and what it has freed and the system does not have back."""
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,22 @@ def own_pages() -> Iterator[None]:
         yield
     finally:
         mallopt(_MMAP_THRESHOLD, _LARGEST)
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Let collections of garbage inside look at objects that are made inside, not at all of the process.
+
+    With the packages of a user imported, one over all objects takes 0.3 s (measured with diffusers).
+    """
+    if gc.get_freeze_count():  # a forked process: objects of its parent must stay frozen
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def return_freed_memory() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.anatomy import tied_parameters
-from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
@@ -75,7 +75,8 @@ def plan_tensor(
     written = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
     vocabulary, headed = _vocabulary(module, written, calls, size)
-    with restored_streams(), torch.compiler.set_stance("force_eager"), attention_on_host():  # hooks must run
+    eager = torch.compiler.set_stance("force_eager")  # hooks must run
+    with restored_streams(), eager, attention_on_host(), quick_collections():
         torch.manual_seed(SEED)
         studied = 0
         for name in find_blocks(module):

@@ -119,6 +119,7 @@ def deepspeed(task: Task, meter: Meter, stage: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": task.rows // meter.world,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # 1.0 by default: another training than that of the others
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -154,7 +154,7 @@ def test_what_cannot_be_done_is_not_chosen_and_said(name, reason):
     [
         pytest.param({"tensor_parallel_size": 2}, (2, 2, 1, 1), marks=pytest.mark.long),
         ({"pipeline_parallel_size": 2, "zero_stage": 0}, (2, 1, 2, 0)),
-        ({"data_parallel_size": 1, "pipeline_parallel_size": 1}, (1, 4, 1, 1)),
+        pytest.param({"data_parallel_size": 1, "pipeline_parallel_size": 1}, (1, 4, 1, 1), marks=pytest.mark.long),
     ],
 )
 def test_what_is_given_is_kept(given, sizes):

@@ -28,7 +28,7 @@ SHARDED, FULL = {"checkpoint_format": "sharded"}, {"checkpoint_format": "full"}
         pytest.param(SHARDED | {"zero_stage": 3}, {"mixed": True}, marks=pytest.mark.long),
         (SHARDED | {"zero_stage": 3, "async_checkpoint": True}, {"accumulate_grad_batches": 2, "max_steps": 8}),
         pytest.param(SHARDED | {"tensor_parallel_size": 2}, {}, marks=pytest.mark.long),
-        (SHARDED | {"pipeline_parallel_size": 2}, {}),
+        pytest.param(SHARDED | {"pipeline_parallel_size": 2}, {}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -42,7 +42,7 @@ def cut_short(path):
     [
         ("sharded", lambda path: (path / "manifest.json").unlink(), "interrupted"),
         ("sharded", damage_sharded, "checksum"),
-        ("full", cut_short, "cut short"),
+        pytest.param("full", cut_short, "cut short", marks=pytest.mark.long),
     ],
 )
 def test_damaged_ones_are_passed_over(tmp_path, format, damage, says):

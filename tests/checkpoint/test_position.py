@@ -21,7 +21,7 @@ OWN = {"use_distributed_sampler": False}
         ({}, {}, 11, 2),
         pytest.param({"workers": 1}, {}, 11, 2, marks=pytest.mark.long),
         pytest.param({"workers": 2, "estimates": True}, {}, 17, 1, marks=pytest.mark.long),
-        ({"workers": 2, "persistent": True}, {}, 21, 1),
+        pytest.param({"workers": 2, "persistent": True}, {}, 21, 1, marks=pytest.mark.long),
         pytest.param({"augmented": True}, {}, 17, 1, marks=pytest.mark.long),
         ({"loader": "weighted"}, {}, 5, 2),
         pytest.param({}, {"limit_train_batches": 5}, 7, 1, marks=pytest.mark.long),

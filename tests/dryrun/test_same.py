@@ -23,6 +23,7 @@ def test_sharded_data_ranks():
     assert_same("MLP", 2, {"zero_stage": 1})
 
 
+@pytest.mark.long
 def test_tensor_and_pipeline_ranks():
     assert_same("GPT", 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2})
 

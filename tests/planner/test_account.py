@@ -106,14 +106,23 @@ def assert_account(name, layout, precision, *, run_real):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [pytest.param("GPT", "2 zero1", marks=pytest.mark.long), ("GPT", "2 zero3"), ("Words", "2 zero3")],
+    [
+        pytest.param("GPT", "2 zero1", marks=pytest.mark.long),
+        ("GPT", "2 zero3"),
+        pytest.param("Words", "2 zero3", marks=pytest.mark.long),
+    ],
 )
 def test_plan_dry_run_and_real_ranks_agree(name, layout):
     assert_account(name, layout, "bf16-mixed", run_real=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [pytest.param("BERT", "4 both", marks=pytest.mark.long), ("Encoder", "1"), ("ViT", "2 zero3")]
+    ("name", "layout"),
+    [
+        pytest.param("BERT", "4 both", marks=pytest.mark.long),
+        ("Encoder", "1"),
+        pytest.param("ViT", "2 zero3", marks=pytest.mark.long),
+    ],
 )
 def test_plan_and_dry_run_agree(name, layout):
     """A bias next to a tied weight of another stage; copied layers; parameters of one row."""

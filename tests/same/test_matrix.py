@@ -97,7 +97,7 @@ def _difference(got, wanted):
     return float((sum(d for d, _ in squares) / sum(n for _, n in squares)).sqrt())
 
 
-@pytest.mark.parametrize("case", in_turn(PAIRS, 4), ids=_name)
+@pytest.mark.parametrize("case", in_turn(PAIRS, 6), ids=_name)
 def test_pairs(case):
     check(case)
 

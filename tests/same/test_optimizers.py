@@ -341,7 +341,7 @@ def test_lr_find(layout):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)])
 def test_lr_find_is_the_same_on_all_data_ranks(stage):
     one, two = run(_find_rate, {"zero_stage": stage}, 2, world=2)
     assert one == two

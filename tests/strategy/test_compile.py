@@ -174,7 +174,7 @@ ONE_GRAPH = [
         pytest.param("Wrapped", TENSOR_ZERO_3, marks=pytest.mark.long),
         pytest.param("InPlace", TENSOR_ZERO_3, marks=pytest.mark.long),
         pytest.param("Wrapped", TENSOR_PIPELINE, marks=pytest.mark.long),
-        ("Wrapped", PIPELINE),
+        pytest.param("Wrapped", PIPELINE, marks=pytest.mark.long),
         pytest.param("Inductor", ZERO_3, marks=pytest.mark.long),
         pytest.param("CompiledLlama", {"zero_stage": 2}, marks=pytest.mark.long),
         pytest.param("InsideModule", {"zero_stage": 2}, marks=pytest.mark.long),

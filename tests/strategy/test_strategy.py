@@ -325,7 +325,7 @@ def _environment():
     ("method", "command", "finished"),
     [
         pytest.param("popen", [sys.executable], 2, marks=pytest.mark.long),  # launch/test_sweep.py starts a script too
-        ("fork", [sys.executable], 1),
+        pytest.param("fork", [sys.executable], 1, marks=pytest.mark.long),
         pytest.param("spawn", [sys.executable], 1, marks=pytest.mark.long),
         pytest.param(
             "popen",

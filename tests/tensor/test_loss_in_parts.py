@@ -477,7 +477,7 @@ def watched(name, world, strategy, attributes, trainer):
     "strategy",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"zero_stage": 3, "data_parallel_size": 2},
+        pytest.param({"zero_stage": 3, "data_parallel_size": 2}, marks=pytest.mark.long),
         {"tensor_parallel_size": 2},
         pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel_size": 2, "schedule": "interleaved_zero_bubble"}, marks=pytest.mark.long),

@@ -40,8 +40,8 @@ def fusable(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     if group["differentiable"] or group["capturable"] or isinstance(group["lr"], Tensor):
         return False
-    parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
-    tensors = [tensor for parameter in parameters for tensor in (parameter, parameter.grad) if tensor is not None]
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    tensors = [*parameters, *(parameter.grad for parameter in parameters)]
     if not {(tensor.dtype, tensor.layout, tensor.is_cpu) for tensor in tensors} <= _KERNEL_TAKES:
         return False
     states = (optimizer.state.get(parameter) for parameter in parameters)

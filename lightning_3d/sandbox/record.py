@@ -120,7 +120,7 @@ def _logged_once(pieces: list[Any], sizes: list[int]) -> Arguments:
 def _said_once(pieces: list[Any], sizes: list[int]) -> Any:
     """Arguments for a logger or a print: numbers are averaged, other values are those of the first microbatch."""
     like = form(pieces[0])
-    alike = [(list(leaves(piece)), size) for piece, size in zip(pieces, sizes, strict=True) if form(piece) == like]
+    alike = [(leaves(piece), size) for piece, size in zip(pieces, sizes, strict=True) if form(piece) == like]
     sizes, columns = [size for _, size in alike], zip(*(items for items, _ in alike), strict=True)
     return map_leaves(lambda _: _averaged(next(columns), sizes), pieces[0])
 

@@ -15,9 +15,10 @@ class Ring:
 
 def test_cycles_made_inside_are_collected_and_older_objects_are_not_looked_at():
     older, frozen = Ring(), gc.get_freeze_count()
-    gone = weakref.ref(older)
-    del older
+    gone, garbage = weakref.ref(older), weakref.ref(Ring())
     with quick_collections():
+        assert garbage() is None
+        del older
         inside = weakref.ref(Ring())
         gc.collect()
         assert inside() is None

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from lightning_3d.zero import shard_units
 
@@ -37,14 +38,14 @@ PRELOAD = [
 ]
 GRACE = 20.0
 """Seconds that the other ranks get once one has failed."""
-MANY_THREADS = 200
+MANY_THREADS = 60
 """A worker with more is replaced. Each of gloo's process groups has a thread that wakes up a hundred times a second, and
 lives as long as anything knows the group, such as DTensor's caches: after some hundred tests they take half the machine."""
 TOGETHER_BYTES = shard_units.TOGETHER_BYTES
 """The limit that users have. Here there is none: modules of tests are small, and are to be sharded block by block."""
 shard_units.TOGETHER_BYTES = 0
-HEAD_START = 0.05
-"""Seconds between rank 0 and the others: who asks for the store before rank 0 serves it asks again a second later."""
+IMPORTED = 20
+"""Modules that a job imported, from which on they are frozen too."""
 
 
 class WorkerError(AssertionError):
@@ -87,14 +88,10 @@ class Pool:
         if any(_threads(process.pid) > MANY_THREADS for process, _, _ in self.workers):
             self.kill()
         self.grow(world)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        job = (function.__module__, function.__qualname__, pickle.dumps(args), port, group, timeout)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        job = (function.__module__, function.__qualname__, pickle.dumps(args), store.port, group, timeout)
         for rank in range(world):
             self.workers[rank][1].send((*job, rank, world))
-            if rank == 0 and world > 1:
-                time.sleep(HEAD_START)
         results: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(results) < world:
@@ -157,6 +154,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (may have dataloader workers)
     gc.freeze()  # the imported modules, which would take most of the time of each collection below
+    frozen = len(sys.modules)
     while True:
         try:
             module, name, args, port, group, timeout, rank, world = pipe.recv()
@@ -165,6 +163,7 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="tests",
+            TORCHELASTIC_USE_AGENT_STORE="True",
         )  # fmt: skip
         try:
             with warnings.catch_warnings():
@@ -176,6 +175,9 @@ def _serve(pipe: Connection, stack: str, path: list[str]) -> None:
             pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
         # A Trainer is a heap of cycles, and as long as it is not collected its process groups live (see MANY_THREADS).
         gc.collect()
+        if len(sys.modules) > frozen + IMPORTED:
+            gc.freeze()
+            frozen = len(sys.modules)
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def plan_large(pretend: FakeDevice, plan_unit: Callable[..., Any]) -> Callable[.
 def _on_shapes(pretend: FakeDevice) -> Iterator[None]:
     """Make scratch copies fake, compare shapes only, and try one call in place of two of different sizes."""
 
-    def made(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+    def made(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
         return pretend.fake_like(parameter)
 
     random, size, samples = scratch._random, proof._size, plan_module._samples

@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -92,23 +93,32 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
     """
     plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...] | None, str]()
     parameters = dict(known.scratch.named_parameters())
-    for region in _regions(known, ways, parameters):
-        sites = {*region.sources, *region.sinks}
-        asked = any(name in ways for site in sites for name in site)
-        if sites & used:
+    regions = _regions(known, ways, parameters)
+    asked = {region for region in regions if any(name in ways for name in region.names)}
+    kinds = {region: _kind(known, region) for region in regions if region not in asked}
+    if regions:
+        known.prover.run_unsplit()
+    for region in regions:
+        if used.intersection(region.sites):
             continue
-        if any(ways[name].kind == "whole" for site in sites for name in site if name in ways):
+        if any(ways[name].kind == "whole" for name in region.names if name in ways):
             found, reason = None, "the tensor plan says so"
-        elif (kind := None if asked else _kind(known, region)) in failed:
+        elif (kind := kinds.get(region)) in failed:
             found, reason = None, failed[kind]
         else:
-            found, reason = _split_region(known, region, plan, ways if asked else {}, must)
+            ours = ways if region in asked else {}
+            alike = [each for each in regions if kind and kinds.get(each) == kind and each != region]
+            alike = [each for each in alike if not used.intersection(each.sites)]
+            found, reason = _split_region(known, region, alike, plan, ours, must)
+            if found is None and alike:
+                alike = []
+                found, reason = _split_region(known, region, alike, plan, ours, must)
             if found is None and kind is not None:
                 failed[kind] = reason
         if found is None:
-            unsplit.update({name: reason for site in sites for name in site if parameters[name].dim() > 1})
-        else:
-            plan, used = found, used | sites
+            unsplit.update({name: reason for name in region.names if parameters[name].dim() > 1})
+            continue
+        plan, used = found, used.union(region.sites, *(each.sites for each in alike))
     for site in known.flow.calls:
         for name in site:
             if site not in used and parameters[name].dim() > 1:
@@ -135,10 +145,10 @@ def with_sequence(known: Study, plan: UnitPlan) -> UnitPlan | None:
 
 def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping[str, nn.Parameter]) -> list[Region]:
     """Regions to try: those of a written plan, then the largest. Those that feed a result of the block are last."""
-    count = lambda region: sum(parameters[name].numel() for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
-    asked = lambda region: any(name in ways for site in (*region.sources, *region.sinks) for name in site)  # noqa: E731
+    count = lambda region: sum(parameters[name].numel() for name in region.names)  # noqa: E731
+    asked = lambda region: any(name in ways for name in region.names)  # noqa: E731
     found = sorted(known.flow.regions(), key=lambda r: (not asked(r), known.flow.leaves_block(r), -count(r)))
-    inside = {site for region in found for site in (*region.sources, *region.sinks)}
+    inside = {site for region in found for site in region.sites}
     for site in known.flow.calls:
         way = next((ways[name] for name in site if name in ways), None)
         if site not in inside and way is not None and way.kind != "whole":
@@ -148,8 +158,9 @@ def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping
 
 
 def _split_region(
-    known: Study, region: Region, base: UnitPlan, ways: Mapping[str, WrittenSplit], must: bool
+    known: Study, region: Region, alike: Sequence[Region], base: UnitPlan, ways: Mapping[str, WrittenSplit], must: bool
 ) -> tuple[UnitPlan | None, str]:
+    """`base` with `region` split, and those `alike` in the same way, so that one proof is for all. Or why not."""
     reason = "its channels depend on one another (a norm or a mix over all of them)"
     written = divide_as_written(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     inferred = () if must and written else _divisions(known, region)
@@ -157,7 +168,7 @@ def _split_region(
         refusals, broken = list[str](), list[str]()
         for candidate in _candidates(known, region, division):
             try:
-                return known.prover.prove(base.merged(candidate)), ""
+                return known.prover.prove(base.merged(_repeated(known, candidate, region, alike))), ""
             except Refused as refusal:
                 refusals.insert(0, str(refusal))
             except Exception as error:  # a wrong candidate makes the block's code fail in any way
@@ -171,9 +182,19 @@ def _split_region(
         raise Refused(reason)
     mixers = find_mixers(known, region) if region.sinks and not known.mixers else []
     if mixers:
-        found, _ = _split_region(without_mixing(known, mixers), region, base, {}, must)
+        found, _ = _split_region(without_mixing(known, mixers), region, alike, base, {}, must)
         return found, reason
     return None, reason
+
+
+def _repeated(known: Study, plan: UnitPlan, region: Region, alike: Sequence[Region]) -> UnitPlan:
+    """The plan of `region` for those `alike` too: experts, or attention layers of a UNet."""
+    prefix, places = _around(known, region), [_around(known, other) for other in alike]
+    repeated = reduce(UnitPlan.merged, (plan.renamed(prefix, place) for place in places), plan)
+    every = [
+        [at + name.removeprefix(prefix) for at in (prefix, *places) for name in begins] for begins in plan.edges[0]
+    ]
+    return replace(repeated, edges=(tuple(map(tuple, every)),))
 
 
 def _divisions(known: Study, region: Region) -> Iterator[Division]:
@@ -308,9 +329,8 @@ def _near(known: Study, region: Region) -> dict[Attribute, Any]:
 
 def _around(known: Study, region: Region) -> str:
     """The smallest module that ran and contains the region."""
-    names = [name for site in (*region.sources, *region.sinks) for name in site]
     common = []
-    for steps in zip(*(name.split(".")[:-1] for name in names), strict=False):
+    for steps in zip(*(name.split(".")[:-1] for name in region.names), strict=False):
         if len(set(steps)) > 1:
             break
         common.append(steps[0])

@@ -5,7 +5,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,11 +75,13 @@ def plan_tensor(
     written = read_plan(module, tensor_plan or {})
     declared = declared_plan(module)
     vocabulary, headed = _vocabulary(module, written, calls, size)
+    blocks = find_blocks(module)
+    large = any(is_large(module.get_submodule(name)) for name in blocks)  # then copies are freed at once
     eager = torch.compiler.set_stance("force_eager")  # hooks must run
-    with restored_streams(), eager, attention_on_host(), quick_collections():
+    with restored_streams(), eager, attention_on_host(), quick_collections() if large else nullcontext():
         torch.manual_seed(SEED)
         studied = 0
-        for name in find_blocks(module):
+        for name in blocks:
             if name in headed:
                 continue
             unit = module.get_submodule(name)
@@ -101,7 +103,7 @@ def plan_tensor(
             if plan is not None:
                 units[name] = plan if made_up is None else replace(plan, forms=())
             unsplit |= {_join(name, inner): why for inner, why in reasons.items()}
-            if len(kinds) > studied:
+            if large and len(kinds) > studied:
                 studied = len(kinds)
                 gc.collect()  # copies of the block are in cycles
                 return_freed_memory()
@@ -149,12 +151,12 @@ def _plan_unit(
         if kind.signature == signature and _reads_same(unit, kind.read):
             return kind.plan, kind.unsplit
     try:
-        samples = _samples(unit, calls[0])
+        original = scratch_copy(unit, SEED, opened=False)
+        samples = _samples(original, calls[0])
         for call in calls[1:]:
             with suppress(Exception):  # a call that cannot run alone computes unsplit
-                samples += _samples(unit, call, most=1)
+                samples += _samples(original, call, most=1)
         return_freed_memory()
-        original = scratch_copy(unit, SEED, opened=False)
         large = is_large(original)  # then runs differ in their inputs alone
         make = lambda seed: opened_copy(original) if large or not seed else scratch_copy(unit, SEED + seed)  # noqa: E731
         known = Study(make, original, samples, size)
@@ -201,7 +203,7 @@ def _like(known: Study, same: list[_Kind]) -> tuple[UnitPlan, Mapping[str, str]]
     return None
 
 
-def _samples(unit: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
+def _samples(original: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
     """Up to `most` calls of different sizes on which the block runs."""
     found: list[Sample] = []
     cuts = shortened(sample)
@@ -213,7 +215,7 @@ def _samples(unit: nn.Module, sample: Sample, most: int = 2) -> list[Sample]:
             call = drawn.fresh()
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                scratch_copy(unit, SEED)(*call.args, **call.kwargs)
+                opened_copy(original)(*call.args, **call.kwargs)
         except Exception:
             if number == len(cuts) - 1 and not found:
                 raise

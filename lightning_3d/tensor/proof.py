@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -129,13 +129,27 @@ class Prover:
         self.scratch, self.original, self.ranks = scratch, original, ranks
         self.large = is_large(scratch)
         self.sums = dims_to_sum(scratch, self.large)
-        first = samples[0].form
-        self.cases = [self._case(training, s) for training in (True, False) for s in samples if s.form == first]
-        self.others: list[list[Case]] = []
-        for form in dict.fromkeys(s.form for s in samples if s.form != first):
+        self.samples = samples
+
+    @cached_property
+    def cases(self) -> "list[Case]":
+        """The calls of the first sample's form in both modes, computed unsplit when the first candidate comes."""
+        first = self.samples[0].form
+        return [self._case(training, s) for training in (True, False) for s in self.samples if s.form == first]
+
+    @cached_property
+    def others(self) -> "list[list[Case]]":
+        """The calls of each other form, in the mode of their recorded call."""
+        found = []
+        for form in dict.fromkeys(s.form for s in self.samples if s.form != self.samples[0].form):
             with suppress(Exception):  # such a call may need an earlier one (a filled cache)
-                alike = [s for s in samples if s.form == form]
-                self.others.append([self._case(s.training, s) for s in alike])
+                alike = [s for s in self.samples if s.form == form]
+                found.append([self._case(s.training, s) for s in alike])
+        return found
+
+    def run_unsplit(self) -> None:
+        """Compute the results that candidates are compared with, now. An error is the block's own, no candidate's."""
+        _ = self.cases
 
     def prove(self, plan: UnitPlan) -> UnitPlan:
         """`plan` with the facts of the runs: gathered outputs, dropouts, proven forms. Raises `Refused`."""
@@ -230,12 +244,17 @@ def _shard(
 def _split_outputs(
     scratch: nn.Module, sample: Sample, plan: UnitPlan, ranks: int, unsplit: Outcome
 ) -> dict[int, TensorSplit]:
-    """The results that are sharded: their sizes along one dimension add up to the full size."""
+    """The results that are sharded: their sizes along one dimension add up to the full size. Others are compared."""
     shards = _quiet_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
     found: dict[int, TensorSplit] = {}
+    largest = max(map(_size, unsplit.outputs), default=0.0)
     for index, expected in enumerate(unsplit.outputs):
         shapes = [shard[index].shape for shard in shards]
         if all(shape == expected.shape for shape in shapes):
+            for rank, shard in enumerate(shards):
+                if type(shard[index]) is Tensor:  # not one that is gathered late
+                    size = max(_size(expected), FLOOR * largest)
+                    _compare_one(f"output {index} on tensor rank {rank}", expected, shard[index], size)
             continue
         for dim in range(expected.dim()):
             sizes = [shape[dim] for shape in shapes if len(shape) == expected.dim()]

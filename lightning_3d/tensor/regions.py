@@ -154,6 +154,16 @@ class Region:
     joined: tuple[Site, ...] = ()
     """Column products that only joints feed."""
 
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Its products."""
+        return *self.sources, *self.sinks
+
+    @property
+    def names(self) -> list[str]:
+        """The matrices of its products."""
+        return [name for site in self.sites for name in site]
+
 
 class Flow:
     """A map of which site feeds which, read from a trace."""

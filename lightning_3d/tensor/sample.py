@@ -13,6 +13,8 @@ from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
+SIDES = ((2, 8), (1, 4))
+"""Rows, and pixels of the longer side, that images are cut to."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ def shortened(sample: Sample) -> list[Sample]:
     batch = hidden.shape[0]
     length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
     sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
-    return [*(sample.mapped(partial(_cut_tensor, batch, length, rows, most)) for rows, most in sizes), sample]
+    cuts = [partial(_cut_tensor, batch, length, rows, most) for rows, most in sizes]
+    if hidden.dim() > 3:  # channels are in its second dimension, perhaps, and pixels in the others
+        cuts += [partial(_cut_image, hidden.shape, rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]
+    return [*map(sample.mapped, cuts), sample]
 
 
 def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, tensor: Tensor) -> Tensor:
@@ -121,6 +126,16 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
     for dim in range(tensor.dim()):
         if length is not None and tensor.shape[dim] == length and length > most > 1:
             tensor = tensor.narrow(dim, 0, most)
+    return tensor.clone()
+
+
+def _cut_image(whole: torch.Size, rows: int, parts: int, _: int, tensor: Tensor) -> Tensor:
+    """A corner of an image of any resolution, one of `parts` along each side. Of other tensors the first rows."""
+    if tensor.dim() and tensor.shape[0] == whole[0]:
+        tensor = tensor[:rows]
+    if tensor.dim() == len(whole):
+        for dim in range(2, tensor.dim()):
+            tensor = tensor.narrow(dim, 0, max(tensor.shape[dim] // parts, 1))
     return tensor.clone()
 
 

@@ -15,6 +15,8 @@ from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
 
 def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
     """A copy of `module`, which may be on meta, with random parameters.
@@ -26,9 +28,11 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
     """
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}
+    kernels = {id(child._parameters.get("weight")) for child in module.modules() if isinstance(child, CONVOLUTIONS)}
     for name, parameter in module.named_parameters():
+        terms = parameter[0].numel() if id(parameter) in kernels else parameter.shape[-1] if parameter.dim() else 1
         memo[id(parameter)] = nn.Parameter(
-            _random(name, parameter, generator), requires_grad=parameter.is_floating_point()
+            _random(name, parameter, terms, generator), requires_grad=parameter.is_floating_point()
         )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
@@ -66,12 +70,16 @@ def names_of(module: nn.Module) -> Mapping[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def _random(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+def _random(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
+    """Random values by which sums of `terms` products stay as large as what they are of.
+
+    Where each layer's results were larger, an error of an early layer would be lost in those of the last.
+    """
     if not parameter.is_floating_point():
         return parameter.detach().to("cpu", copy=True)
     values = torch.randn(parameter.shape, generator=generator).to(working_dtype(parameter.dtype))
     if parameter.dim() > 1:
-        return values / parameter.shape[-1] ** 0.5
+        return values / terms**0.5
     return values.mul_(0.1) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
 
 

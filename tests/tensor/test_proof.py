@@ -11,15 +11,16 @@ from lightning_3d.tensor import proof
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.plan_block import Study, find_plan, with_sequence
 from lightning_3d.tensor.proof import Prover, Refused
-from lightning_3d.tensor.sample import Sample, shortened
+from lightning_3d.tensor.sample import Sample
 from lightning_3d.tensor.scratch import scratch_copy
 from lightning_3d.tensor.tensor_plan import UnitPlan
 from tests.zoo import blocks, odd_attention
 
 
-def known(module, size=2):
-    call = Sample((torch.randn(2, 8, 16),), {})
-    samples = [cut.random(torch.Generator().manual_seed(n)) for n, cut in enumerate(shortened(call)[:2])]
+def known(module, size=2, shapes=((2, 8, 16), (1, 5, 16))):
+    samples = [
+        Sample((torch.full(shape, 2.0),), {}).random(torch.Generator().manual_seed(n)) for n, shape in enumerate(shapes)
+    ]
     return Study(lambda seed: scratch_copy(module, seed), scratch_copy(module, 0, opened=False), samples, size)
 
 
@@ -105,6 +106,31 @@ def test_a_bias_that_every_rank_adds_is_seen(block):
     plan, _ = find_plan(block, {}, must=False)
     with pytest.raises(Refused, match="output 0"):
         block.prover.prove(replace(plan, shared=without(plan.shared, "mlp.2.bias")))
+
+
+class Convolved(nn.Module):
+    """Layers of an MLP for each pixel and a convolution, whose results the next layer gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"mlp": blocks.MLP(16), "mix": nn.Conv2d(16, 16, 3, padding=1)}) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["mlp"](x.movedim(1, -1)).movedim(-1, 1)
+            x = x + layer["mix"](x)
+        return x
+
+
+def test_an_error_of_the_first_of_many_convolved_layers_is_seen():
+    deep = known(Convolved(), shapes=[(2, 16, 8, 8)])
+    plan, _ = find_plan(deep, {}, must=False)
+    for number in range(6):
+        bias = next(name for name in plan.shared if name.startswith(f"layers.{number}."))
+        with pytest.raises(Refused, match=r"output 0 on tensor rank 0 is off by 0\.\d"):
+            deep.prover.prove(replace(plan, shared=without(plan.shared, bias)))
 
 
 def test_sections_in_another_order_are_seen(block):

@@ -112,3 +112,31 @@ def test_layers_that_repeat_in_a_block_are_refused_once(proofs):
     layers = [{name.split(".")[1] for name in tried.splits} for tried in proofs]
     assert layers.count({"layer0"}) > 1
     assert layers.count({"layer1"}) == layers.count({"layer2"}) == 0
+
+
+class Layer(nn.Module):
+    """Two products. `way` says if hidden channels depend on one another between them."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.up, self.down = way, nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return x + self.down(hidden if self.way == "each" else hidden.cumsum(-1))
+
+
+@pytest.mark.parametrize(("ways", "split"), [(["each"] * 4, "0123"), (["each", "each", "all"], "01")])
+def test_layers_that_repeat_in_a_block_are_proven_at_once(proofs, ways, split):
+    stage = Stage(0)
+    stage.layers.update({f"layer{number}": Layer(way) for number, way in enumerate(ways)})
+    plan = planned([stage], torch.randn(2, 5, 8))
+    names = [f"blocks.0.layers.layer{number}.{name}" for number in split for name in ("up", "down")]
+    assert plan.splits.keys() == {f"{name}.weight" for name in names} | {
+        f"{name}.bias" for name in names if name.endswith("up")
+    }
+    layers = [{name.split(".")[1] for name in tried.splits} for tried in proofs]
+    if "all" in ways:
+        assert {"layer0"} in layers  # alone, as the three together were refused
+    else:
+        assert min(map(len, layers)) == len(ways)

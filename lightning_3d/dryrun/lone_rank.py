@@ -119,10 +119,10 @@ def _no(own_error: bool) -> bool:
     return False
 
 
-def _largest_run(run: Callable[[Any, int], Any], batch: Any, sizes: list[int], *_: Any) -> LossMean:
+def _largest_run(run: Callable[[Any, int, bool], Any], batch: Any, sizes: list[int], *_: Any) -> LossMean:
     """The run on the full batch, for its memory: losses without values are all alike, and taken for means."""
     if len(sizes) > 1:
-        run(batch, 3)
+        run(batch, 3, False)
     return MEAN
 
 

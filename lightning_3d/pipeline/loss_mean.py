@@ -52,8 +52,9 @@ class LossMean:
 MEAN = LossMean("mean")
 UNSEEN = LossMean("unknown", "the first batch could not be looked at before training")
 
-Run = Callable[[Any, int], StepResult | None]
-"""Runs the step on some rows of the batch, with random streams from a seed. None where it has no loss."""
+Run = Callable[[Any, int, bool], StepResult | None]
+"""Runs the step on some rows of the batch, with random streams from a seed, and marks what blocks return if that is
+True. None where the step has no loss."""
 
 
 def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUNDING, rows: Rows = TENSORS) -> LossMean:
@@ -74,7 +75,8 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUN
     cuts = sorted({0, 1, 1 + round((len(sizes) - 1) * 2 / 3), len(sizes)})
     counts = [sum(sizes[start:end]) for start, end in pairwise(cuts)]
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
-    together, *found = (run(part, seed) for seed, part in enumerate([batch, *split_batch(batch, counts, rows)], 1))
+    each = [batch, *split_batch(batch, counts, rows)]
+    together, *found = (run(part, seed, seed <= 2) for seed, part in enumerate(each, 1))
     parts = [part for part in found if part is not None]
     if together is None or len(parts) < len(counts):
         return LossMean("unknown", "the step could not be compared with itself on parts of the first batch")
@@ -83,14 +85,14 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUN
     difference = _difference(together, parts, counts, rounding)
     if difference is None:
         return MEAN
-    if _differ(together, run(batch, len(cuts) + 1), rounding):
+    if _differ(together, run(batch, len(cuts) + 1, False), rounding):
         return LossMean("random", "the loss of equal samples differs from run to run")
     return LossMean("no mean", difference, first_that_mixes(together.marks, parts[0].marks, rounding))
 
 
 def find_mixing(run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows) -> LossMean:
     """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs."""
-    first, together = run(split_batch(batch, sizes, rows)[0], 1), run(batch, 2)
+    first, together = run(split_batch(batch, sizes, rows)[0], 1, True), run(batch, 2, True)
     if first is None or together is None:
         return UNSEEN
     return LossMean("unknown", mixing=first_that_mixes(together.marks, first.marks, rounding))

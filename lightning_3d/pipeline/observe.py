@@ -192,7 +192,7 @@ class _OtherRuns:
     """Entered around runs on the full batch."""
     failed: bool = False
 
-    def __call__(self, rows: Any, seed: int) -> StepResult | None:
+    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
         args = (rows, *self.uncut.args[1:])
         parameters = parameters_of_last_block(self.module, self.uncut.calls)
         undo = UndoStack()
@@ -202,7 +202,7 @@ class _OtherRuns:
             with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
                 with around(), Interceptor(SilenceRandom()):
                     seed += self.uncut.seed
-                    other, output = _run(self.module, gates, self.uncut.step, args, self.context, seed, marked=True)
+                    other, output = _run(self.module, gates, self.uncut.step, args, self.context, seed, marked=marked)
                 result = step_result(loss_of(output), parameters, other.marks)
         except Lightning3DError:
             raise

@@ -5,34 +5,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_3d.sandbox.trees import leaves
 
-LARGEST = 2**20
-"""Elements of a tensor from which only some are used."""
+OF_AN_INDEX = 2**14
+"""Elements that are used of each index of a dimension. They depend on the other dimensions alone, so that a part of the
+batch is compared by the same elements as the full batch."""
+AT_ONCE = 2**20
+"""Elements that are copied at a time."""
+SECTIONS, SHORTEST = 16, 64
+"""Most sums of a row, and the fewest elements of one: in a sum of few, rounding would look like other samples."""
 CallMarks = tuple[tuple[Tensor, ...], ...]
-"""For each tensor that a call returns and each of its dimensions: two numbers for each index there."""
+"""For each tensor that a call returns and each of its dimensions: two numbers for each index there and each section."""
 
 
 def row_marks(output: Any) -> CallMarks:
     """Marks of the floating-point tensors in the output of a call."""
-    tensors = [leaf for leaf in leaves(output) if type(leaf) is Tensor and leaf.is_floating_point()]
-    return tuple(tuple(_marks(tensor, dim) for dim in range(tensor.dim())) for tensor in tensors)
+    return tuple(_marks(leaf.detach()) for leaf in leaves(output) if type(leaf) is Tensor and leaf.is_floating_point())
 
 
-def _marks(tensor: Tensor, dim: int) -> Tensor:
-    """A weighted sum over the other dimensions, and its scale. `asinh` keeps a mask of -1e9 from hiding the rest."""
-    sample = _sample(tensor.detach(), dim).movedim(dim, 0)
-    rows = sample.reshape(tensor.shape[dim], -1).double().nan_to_num().asinh()
-    weights = torch.arange(1, rows.shape[1] + 1, dtype=rows.dtype, device=rows.device).sin()
-    return torch.stack([rows @ weights, rows.abs() @ weights.abs()])
+def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
+    small = tensor.numel() <= AT_ONCE
+    values = _values(tensor) if small else tensor
+    found = []
+    for dim, size in enumerate(tensor.shape):
+        rows = _sample(values, dim).movedim(dim, 0).reshape(size, -1)
+        pieces = rows.split(max(1, AT_ONCE // max(1, rows.shape[1])))
+        found.append(torch.cat([_sums(piece if small else _values(piece)) for piece in pieces], dim=1))
+    return tuple(found)
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """In single precision. `asinh` keeps a mask of -1e9 from hiding the rest."""
+    return tensor.float().nan_to_num().asinh()
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """A weighted sum of each section of each row, and its scale.
+
+    A row of many elements has sections: in one sum of all, what they differ by may cancel.
+    """
+    sections = min(SECTIONS, max(1, rows.shape[1] // SHORTEST))
+    parts = F.pad(rows, (0, -rows.shape[1] % sections)).unflatten(1, (sections, -1))
+    weights = torch.arange(1, parts.shape[-1] + 1, dtype=rows.dtype, device=rows.device).sin()
+    return torch.stack([parts @ weights, parts.abs() @ weights.abs()])
 
 
 def _sample(tensor: Tensor, dim: int) -> Tensor:
     """Every so many elements of a large tensor, along the dimensions other than `dim`."""
-    elements, index = tensor.numel(), [slice(None)] * tensor.dim()
+    elements, index = tensor.numel() // max(1, tensor.shape[dim]), [slice(None)] * tensor.dim()
     for other in reversed([other for other in range(tensor.dim()) if other != dim]):
-        step = max(1, min(tensor.shape[other] // 16, elements // LARGEST))
+        step = max(1, min(tensor.shape[other] // 16, elements // OF_AN_INDEX))
         index[other] = slice(None, None, step)
         elements //= step
     return tensor[tuple(index)]
@@ -56,7 +80,8 @@ def _mixes(full: tuple[Tensor, ...], part: tuple[Tensor, ...], rounding: float) 
     """Compare along the one dimension in which the part is shorter. A value without samples has none."""
     if len(full) != len(part):
         return False
-    shorter = [at for at, (wanted, found) in enumerate(zip(full, part, strict=True)) if found.shape != wanted.shape]
+    pairs = enumerate(zip(full, part, strict=True))
+    shorter = [at for at, (wanted, found) in pairs if found.shape[1] != wanted.shape[1]]
     if len(shorter) != 1 or part[shorter[0]].shape[1] > full[shorter[0]].shape[1]:
         return False  # no rows: a list of boxes, say
     found = part[shorter[0]]

@@ -13,7 +13,7 @@ from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
-SIDES = ((2, 8), (1, 4))
+SIDES = ((1, 8), (2, 4))
 """Rows, and pixels of the longer side, that images are cut to."""
 
 

@@ -40,9 +40,14 @@ def test_a_call_that_uses_other_rows_is_found(after):
     assert first_that_mixes(alone(x), alone(x[:2]), 1e-3) is None
 
 
-def test_large_tensors_are_compared_by_some_elements():
-    x = torch.randn(4, 600, 700, generator=torch.Generator().manual_seed(0))
-    assert first_that_mixes([row_marks(centered(x))], [row_marks(centered(x[:1]))], 1e-3) == 0
+@pytest.mark.parametrize("shape", [(4, 600, 700), (64, 256, 256), (3000, 500), (8, 3, 300, 300), (700, 4, 600)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_large_tensors_are_compared_by_some_elements(shape, rows):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert first_that_mixes([row_marks(centered(x))], [row_marks(centered(x[:rows]))], 1e-3) == 0
+    assert first_that_mixes([row_marks(x)], [row_marks(x[:rows])], 1e-3) is None
+    second = lambda x: row_marks(x.transpose(0, 1))  # noqa: E731
+    assert first_that_mixes([second(x)], [second(x[:rows])], 1e-3) is None
 
 
 class Centered(nn.Module):

@@ -29,8 +29,8 @@ def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
     small = tensor.numel() <= AT_ONCE
     values = _values(tensor) if small else tensor
     found = []
-    for dim, size in enumerate(tensor.shape):
-        rows = _sample(values, dim).movedim(dim, 0).reshape(size, -1)
+    for dim in range(tensor.dim()):
+        rows = _sample(values, dim).movedim(dim, 0).unsqueeze(-1).flatten(1)
         pieces = rows.split(max(1, AT_ONCE // max(1, rows.shape[1])))
         found.append(torch.cat([_sums(piece if small else _values(piece)) for piece in pieces], dim=1))
     return tuple(found)
@@ -47,7 +47,8 @@ def _sums(rows: Tensor) -> Tensor:
     A row of many elements has sections: in one sum of all, what they differ by may cancel.
     """
     sections = min(SECTIONS, max(1, rows.shape[1] // SHORTEST))
-    parts = F.pad(rows, (0, -rows.shape[1] % sections)).unflatten(1, (sections, -1))
+    length = -(-rows.shape[1] // sections)
+    parts = F.pad(rows, (0, sections * length - rows.shape[1])).unflatten(1, (sections, length))
     weights = torch.arange(1, parts.shape[-1] + 1, dtype=rows.dtype, device=rows.device).sin()
     return torch.stack([parts @ weights, parts.abs() @ weights.abs()])
 

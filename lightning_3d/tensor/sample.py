@@ -115,7 +115,7 @@ def shortened(sample: Sample) -> list[Sample]:
     length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
     sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
     cuts = [partial(_cut_tensor, batch, length, rows, most) for rows, most in sizes]
-    if hidden.dim() > 3:  # channels are in its second dimension, perhaps, and pixels in the others
+    if hidden.dim() > 3:  # perhaps an image: rows, channels, pixels
         cuts += [partial(_cut_image, hidden.shape, rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]
     return [*map(sample.mapped, cuts), sample]
 
@@ -130,7 +130,7 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
 
 
 def _cut_image(whole: torch.Size, rows: int, parts: int, _: int, tensor: Tensor) -> Tensor:
-    """A corner of an image of any resolution, one of `parts` along each side. Of other tensors the first rows."""
+    """The corner of an image that is one of `parts` along each side. Of a tensor of other dimensions the first rows."""
     if tensor.dim() and tensor.shape[0] == whole[0]:
         tensor = tensor[:rows]
     if tensor.dim() == len(whole):

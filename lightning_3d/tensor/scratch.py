@@ -71,9 +71,9 @@ def names_of(module: nn.Module) -> Mapping[int, str]:
 
 
 def _random(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
-    """Random values by which sums of `terms` products stay as large as what they are of.
+    """Random values of a parameter whose results are sums of `terms` products. They are as large as their inputs.
 
-    Where each layer's results were larger, an error of an early layer would be lost in those of the last.
+    If each layer's results were larger than its inputs, those of the last would hide an error of the first.
     """
     if not parameter.is_floating_point():
         return parameter.detach().to("cpu", copy=True)

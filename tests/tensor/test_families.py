@@ -23,7 +23,6 @@ PARTLY = {
     # what stays whole, and so more than half of these tiny blocks
     "falcon multi-query": "a key and a value in one matrix with the queries",
     "gpt_bigcode": "a key and a value in one matrix with the queries",
-    "codegen": "an order of heads that its code has as a literal number",
     "diffllama": "lambdas and a norm of each head, large only in a tiny model",
     "dbrx": "experts as rows of one matrix",
     "recurrent_gemma": "gates block by block",

@@ -331,7 +331,7 @@ BECAUSE = {
     "gptj": "Rotary positions on a part of each head, branches in parallel.",
     "gpt_neo": "Scores without a scale, local attention in every second block.",
     "gpt_bigcode": "One key head, fused with the queries.",
-    "codegen": "Fused products in an order that the code has as a literal number.",
+    "codegen": "Fused products in sections of their own order, whose number its code reads.",
     "mpt": "Slopes of heads for positions, products without biases.",
     "mixtral": "Experts that a router chooses.",
     "qwen2_moe": "A shared expert with a gate beside the chosen ones.",

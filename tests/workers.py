@@ -88,6 +88,7 @@ class Pool:
         if any(_threads(process.pid) > MANY_THREADS for process, _, _ in self.workers):
             self.kill()
         self.grow(world)
+        # One store for the job, as torchrun's agent has: a second process group of a job needs a prefix of its own.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = (function.__module__, function.__qualname__, pickle.dumps(args), store.port, group, timeout)
         for rank in range(world):

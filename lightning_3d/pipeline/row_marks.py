@@ -9,15 +9,16 @@ from torch.nn import functional as F
 
 from lightning_3d.sandbox.trees import leaves
 
-OF_AN_INDEX = 2**14
-"""Elements that are used of each index of a dimension. They depend on the other dimensions alone, so that a part of the
-batch is compared by the same elements as the full batch."""
-AT_ONCE = 2**20
-"""Elements that are copied at a time."""
+OF_AN_INDEX, OF_ALL = 2**14, 2**18
+"""Elements that are used of each index of a dimension, and of all its first indices. They depend on the other
+dimensions alone: a part of the batch is compared by the same elements as the full batch."""
 SECTIONS, SHORTEST = 16, 64
-"""Most sums of a row, and the fewest elements of one: in a sum of few, rounding would look like other samples."""
-CallMarks = tuple[tuple[Tensor, ...], ...]
-"""For each tensor that a call returns and each of its dimensions: two numbers for each index there and each section."""
+"""Most sums of a row, and the fewest elements of one."""
+OF_THE_ROW = 1e-3
+"""Smallest scale of a section, relative to its row: it may have rounding only."""
+CallMarks = tuple[tuple[tuple[int, Tensor], ...], ...]
+"""For each tensor that a call returns and each of its dimensions: its length, and two numbers for each of its first
+indices and each section."""
 
 
 def row_marks(output: Any) -> CallMarks:
@@ -25,19 +26,17 @@ def row_marks(output: Any) -> CallMarks:
     return tuple(_marks(leaf.detach()) for leaf in leaves(output) if type(leaf) is Tensor and leaf.is_floating_point())
 
 
-def _marks(tensor: Tensor) -> tuple[Tensor, ...]:
-    small = tensor.numel() <= AT_ONCE
-    values = _values(tensor) if small else tensor
+def _marks(tensor: Tensor) -> tuple[tuple[int, Tensor], ...]:
     found = []
-    for dim in range(tensor.dim()):
-        rows = _sample(values, dim).movedim(dim, 0).unsqueeze(-1).flatten(1)
-        pieces = rows.split(max(1, AT_ONCE // max(1, rows.shape[1])))
-        found.append(torch.cat([_sums(piece if small else _values(piece)) for piece in pieces], dim=1))
+    for dim, length in enumerate(tensor.shape):
+        others = _sample(tensor, dim).movedim(dim, 0)
+        first = others[: max(1, OF_ALL // max(1, others.shape[1:].numel()))]
+        found.append((length, _sums(_values(first.unsqueeze(-1).flatten(1)))))
     return tuple(found)
 
 
 def _values(tensor: Tensor) -> Tensor:
-    """In single precision. `asinh` keeps a mask of -1e9 from hiding the rest."""
+    """The values in single precision. `asinh` keeps a mask of -1e9 from hiding the rest."""
     return tensor.float().nan_to_num().asinh()
 
 
@@ -50,7 +49,8 @@ def _sums(rows: Tensor) -> Tensor:
     length = -(-rows.shape[1] // sections)
     parts = F.pad(rows, (0, sections * length - rows.shape[1])).unflatten(1, (sections, length))
     weights = torch.arange(1, parts.shape[-1] + 1, dtype=rows.dtype, device=rows.device).sin()
-    return torch.stack([parts @ weights, parts.abs() @ weights.abs()])
+    scale = parts.abs() @ weights.abs()
+    return torch.stack([parts @ weights, scale.maximum(OF_THE_ROW * scale.sum(1, keepdim=True))])
 
 
 def _sample(tensor: Tensor, dim: int) -> Tensor:
@@ -77,14 +77,13 @@ def first_that_mixes(full: Sequence[CallMarks], part: Sequence[CallMarks], round
     return None
 
 
-def _mixes(full: tuple[Tensor, ...], part: tuple[Tensor, ...], rounding: float) -> bool:
+def _mixes(full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor], ...], rounding: float) -> bool:
     """Compare along the one dimension in which the part is shorter. A value without samples has none."""
     if len(full) != len(part):
         return False
-    pairs = enumerate(zip(full, part, strict=True))
-    shorter = [at for at, (wanted, found) in pairs if found.shape[1] != wanted.shape[1]]
-    if len(shorter) != 1 or part[shorter[0]].shape[1] > full[shorter[0]].shape[1]:
+    shorter = [pair for pair in zip(full, part, strict=True) if pair[0][0] != pair[1][0]]
+    if len(shorter) != 1 or shorter[0][1][0] > shorter[0][0][0]:
         return False  # no rows: a list of boxes, say
-    found = part[shorter[0]]
-    wanted = full[shorter[0]][:, : found.shape[1]]
+    (_, wanted), (_, found) = shorter[0]
+    wanted = wanted[:, : found.shape[1]]
     return bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())

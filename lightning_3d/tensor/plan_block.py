@@ -160,7 +160,7 @@ def _regions(known: Study, ways: Mapping[str, WrittenSplit], parameters: Mapping
 def _split_region(
     known: Study, region: Region, alike: Sequence[Region], base: UnitPlan, ways: Mapping[str, WrittenSplit], must: bool
 ) -> tuple[UnitPlan | None, str]:
-    """`base` with `region` split, and those `alike` in the same way, so that one proof is for all. Or why not."""
+    """`base` with `region` and those `alike` split in one way, by one proof. None and a reason where none passes."""
     reason = "its channels depend on one another (a norm or a mix over all of them)"
     written = divide_as_written(region, known.parameters, ways, known.modules, known.ranks) if ways else None
     inferred = () if must and written else _divisions(known, region)

@@ -278,8 +278,9 @@ def _forward(
     with UndoStack() as undo:
         patch_unit(shard, plan, axis, undo)
         call = sample.fresh()
-        with torch.no_grad(), Interceptor(RefuseNoHeads(), SilenceRandom()):
-            return tensors_in(shard(*call.args, **call.kwargs))
+        with torch.enable_grad(), Interceptor(RefuseNoHeads(), SilenceRandom()):  # as in training
+            results = tensors_in(shard(*call.args, **call.kwargs))
+        return [result.detach() if type(result) is Tensor else result for result in results]
 
 
 def _masked(plan: UnitPlan, name: str, value: Tensor, rank: int) -> Tensor:

@@ -116,7 +116,8 @@ def shortened(sample: Sample) -> list[Sample]:
     sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
     cuts = [partial(_cut_tensor, batch, length, rows, most) for rows, most in sizes]
     if hidden.dim() > 3:  # perhaps an image: rows, channels, pixels
-        cuts += [partial(_cut_image, hidden.shape, rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]
+        parts = [(rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]
+        cuts = [*(partial(_cut_image, hidden.shape, rows, count) for rows, count in parts), *cuts]
     return [*map(sample.mapped, cuts), sample]
 
 
@@ -130,12 +131,13 @@ def _cut_tensor(batch: int, length: int | None, rows: int, most: int, _: int, te
 
 
 def _cut_image(whole: torch.Size, rows: int, parts: int, _: int, tensor: Tensor) -> Tensor:
-    """The corner of an image that is one of `parts` along each side. Of a tensor of other dimensions the first rows."""
+    """The first of `parts` pieces of each side of an image. Other tensors have fewer rows."""
     if tensor.dim() and tensor.shape[0] == whole[0]:
         tensor = tensor[:rows]
     if tensor.dim() == len(whole):
         for dim in range(2, tensor.dim()):
-            tensor = tensor.narrow(dim, 0, max(tensor.shape[dim] // parts, 1))
+            size = tensor.shape[dim]
+            tensor = tensor.narrow(dim, 0, min(size, max(size // parts, 1)))
     return tensor.clone()
 
 

@@ -15,7 +15,10 @@ from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
 
-CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+GAIN = 0.5
+"""Size of a product's results, for inputs of size 1. With 1 a residual stream of 18 layers grows so much that it hides
+an error of the last one."""
+TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Module:
@@ -28,11 +31,10 @@ def scratch_copy(module: nn.Module, seed: int, *, opened: bool = True) -> nn.Mod
     """
     generator = torch.Generator().manual_seed(seed)
     memo: dict[int, Any] = {}
-    kernels = {id(child._parameters.get("weight")) for child in module.modules() if isinstance(child, CONVOLUTIONS)}
+    terms = _terms(module)
     for name, parameter in module.named_parameters():
-        terms = parameter[0].numel() if id(parameter) in kernels else parameter.shape[-1] if parameter.dim() else 1
         memo[id(parameter)] = nn.Parameter(
-            _random(name, parameter, terms, generator), requires_grad=parameter.is_floating_point()
+            _random(name, parameter, terms[name], generator), requires_grad=parameter.is_floating_point()
         )
     for buffer in module.buffers():
         memo[id(buffer)] = _buffer(buffer)
@@ -70,16 +72,27 @@ def names_of(module: nn.Module) -> Mapping[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def _random(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
-    """Random values of a parameter whose results are sums of `terms` products. They are as large as their inputs.
+def _terms(module: nn.Module) -> dict[str, int]:
+    """The number of products in a sum, for each parameter: of a matrix its columns, of a kernel all but its outputs."""
+    found = {
+        name: parameter.shape[1:].numel() if parameter.dim() > 3 else parameter.shape[-1] if parameter.dim() else 1
+        for name, parameter in module.named_parameters()
+    }
+    for name, child in module.named_modules():
+        weight = child._parameters.get("weight") if isinstance(child, (nn.Conv1d, *TRANSPOSED)) else None
+        if weight is not None:
+            channels = weight.shape[0] // child.groups if isinstance(child, TRANSPOSED) else weight.shape[1]
+            found[f"{name}.weight" if name else "weight"] = channels * weight.shape[2:].numel()
+    return found
 
-    If each layer's results were larger than its inputs, those of the last would hide an error of the first.
-    """
+
+def _random(name: str, parameter: Tensor, terms: int, generator: torch.Generator) -> Tensor:
+    """Random values of a parameter whose results are sums of `terms` products."""
     if not parameter.is_floating_point():
         return parameter.detach().to("cpu", copy=True)
     values = torch.randn(parameter.shape, generator=generator).to(working_dtype(parameter.dtype))
     if parameter.dim() > 1:
-        return values / terms**0.5
+        return values * (GAIN / max(1, terms) ** 0.5)
     return values.mul_(0.1) if "bias" in name.rsplit(".", 1)[-1] else values.mul_(0.3).add_(1.0)
 
 

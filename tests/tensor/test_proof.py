@@ -114,7 +114,7 @@ class Convolved(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"mlp": blocks.MLP(16), "mix": nn.Conv2d(16, 16, 3, padding=1)}) for _ in range(6)
+            nn.ModuleDict({"mlp": blocks.MLP(16), "mix": nn.Conv2d(16, 16, 3, padding=1)}) for _ in range(20)
         )
 
     def forward(self, x):
@@ -124,12 +124,12 @@ class Convolved(nn.Module):
         return x
 
 
-def test_an_error_of_the_first_of_many_convolved_layers_is_seen():
+def test_an_error_in_any_of_many_convolved_layers_is_seen():
     deep = known(Convolved(), shapes=[(2, 16, 8, 8)])
     plan, _ = find_plan(deep, {}, must=False)
-    for number in range(6):
+    for number in (0, 10, 19):
         bias = next(name for name in plan.shared if name.startswith(f"layers.{number}."))
-        with pytest.raises(Refused, match=r"output 0 on tensor rank 0 is off by 0\.\d"):
+        with pytest.raises(Refused, match=r"output 0 on tensor rank 0 is off by 0\.0"):
             deep.prover.prove(replace(plan, shared=without(plan.shared, bias)))
 
 

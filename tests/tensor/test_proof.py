@@ -129,7 +129,8 @@ def test_an_error_in_any_of_many_convolved_layers_is_seen():
     plan, _ = find_plan(deep, {}, must=False)
     for number in (0, 10, 19):
         bias = next(name for name in plan.shared if name.startswith(f"layers.{number}."))
-        with pytest.raises(Refused, match=r"output 0 on tensor rank 0 is off by 0\.0"):
+        ten_limits = r"output 0 on tensor rank 0 is off by 0\.(00[2-9]|0[1-9]|[1-9])"
+        with pytest.raises(Refused, match=ten_limits):
             deep.prover.prove(replace(plan, shared=without(plan.shared, bias)))
 
 

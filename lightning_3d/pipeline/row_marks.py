@@ -48,7 +48,7 @@ def _sums(rows: Tensor) -> Tensor:
     sections = min(SECTIONS, max(1, rows.shape[1] // SHORTEST))
     length = -(-rows.shape[1] // sections)
     parts = F.pad(rows, (0, sections * length - rows.shape[1])).unflatten(1, (sections, length))
-    weights = torch.arange(1, parts.shape[-1] + 1, dtype=rows.dtype, device=rows.device).sin()
+    weights = torch.arange(1, length + 1, dtype=rows.dtype, device=rows.device).sin()
     scale = parts.abs() @ weights.abs()
     return torch.stack([parts @ weights, scale.maximum(OF_THE_ROW * scale.sum(1, keepdim=True))])
 
@@ -81,9 +81,10 @@ def _mixes(full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor],
     """Compare along the one dimension in which the part is shorter. A value without samples has none."""
     if len(full) != len(part):
         return False
-    shorter = [pair for pair in zip(full, part, strict=True) if pair[0][0] != pair[1][0]]
-    if len(shorter) != 1 or shorter[0][1][0] > shorter[0][0][0]:
+    pairs = zip(full, part, strict=True)
+    shorter = [(length, wanted, rows, found) for (length, wanted), (rows, found) in pairs if rows != length]
+    if len(shorter) != 1:
         return False  # no rows: a list of boxes, say
-    (_, wanted), (_, found) = shorter[0]
+    [(length, wanted, rows, found)] = shorter
     wanted = wanted[:, : found.shape[1]]
-    return bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())
+    return rows < length and bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())

@@ -94,8 +94,7 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
     plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...] | None, str]()
     parameters = dict(known.scratch.named_parameters())
     regions = _regions(known, ways, parameters)
-    asked = {region for region in regions if any(name in ways for name in region.names)}
-    kinds = {region: _kind(known, region) for region in regions if region not in asked}
+    kinds = {region: _kind(known, region) for region in regions if not any(name in ways for name in region.names)}
     if regions:
         known.prover.run_unsplit()
     for region in regions:
@@ -106,9 +105,9 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
         elif (kind := kinds.get(region)) in failed:
             found, reason = None, failed[kind]
         else:
-            ours = ways if region in asked else {}
-            alike = [each for each in regions if kind and kinds.get(each) == kind and each != region]
-            alike = [each for each in alike if not used.intersection(each.sites)]
+            ours = {} if region in kinds else ways
+            others = [each for each, own in kinds.items() if own == kind and each != region]
+            alike = [each for each in others if not used.intersection(each.sites)]
             found, reason = _split_region(known, region, alike, plan, ours, must)
             if found is None and alike:
                 alike = []

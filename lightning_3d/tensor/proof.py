@@ -6,7 +6,7 @@ along its two longest dimensions. Where an element differs, its sums do.
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -218,7 +218,7 @@ def _prove_once(
     scratch: nn.Module, sample: Sample, unsplit: Outcome, plan: UnitPlan, ranks: int, sums: Mapping[str, Sequence[int]]
 ) -> UnitPlan:
     shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis, sums))
-    largest = max(map(_size, unsplit.parameter_grads.values()), default=0.0)
+    largest = _largest(unsplit.parameter_grads.values())
     for rank, shard in enumerate(shards):
         _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
         _compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
@@ -247,7 +247,7 @@ def _split_outputs(
     """The results that are sharded: their sizes along one dimension add up to the full size. Others are compared."""
     shards = _quiet_shards(ranks, lambda axis: _forward(scratch, sample, plan, axis))
     found: dict[int, TensorSplit] = {}
-    largest = max(map(_size, unsplit.outputs), default=0.0)
+    largest = _largest(unsplit.outputs)
     for index, expected in enumerate(unsplit.outputs):
         shapes = [shard[index].shape for shard in shards]
         if all(shape == expected.shape for shape in shapes):
@@ -313,7 +313,7 @@ def _compare(what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tens
     if expected.keys() != found.keys():
         odd = sorted(map(str, expected.keys() ^ found.keys()))
         raise Refused(f"{what.format(', '.join(odd))} exists only in the unsplit block or only in shards")
-    largest = max(map(_size, expected.values()), default=0.0)
+    largest = _largest(expected.values())
     for key, tensor in expected.items():
         _compare_one(what.format(key), tensor, found[key], max(_size(tensor), FLOOR * largest))
 
@@ -328,6 +328,11 @@ def _compare_one(what: str, expected: Tensor, found: Tensor, size: float) -> Non
     difference = _size(expected - found) / max(size, 1e-30)
     if not difference <= TOLERANCE:
         raise Refused(f"{what} is off by {difference:.2g} of its largest value")
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest magnitude of several tensors."""
+    return max(map(_size, tensors), default=0.0)
 
 
 def _size(tensor: Tensor) -> float:

@@ -25,9 +25,13 @@ class RingWire:
         """The messages of one collective, over tensors in `host` memory or on a device. Every rank must call it."""
         if not host:
             return _Messages(self, batched=True)
+        return self.shared() or _Messages(self, batched=False)
+
+    def shared(self) -> SharedMemory | None:
+        """The memory that the ranks share. None unless all are on one machine. Every rank must call it."""
         if not self._tried:
             self._tried, self._shared = True, connect(self.group, SEGMENT_BYTES)
-        return self._shared or _Messages(self, batched=False)
+        return self._shared
 
 
 class _Messages:

@@ -171,8 +171,9 @@ def connect(group: dist.ProcessGroup, slot_bytes: int) -> SharedMemory | None:
     if not linked:
         _close(memory, mouth, ear, *taken)
         return None
-    outlet = _Outlet(_mapped(memory, length), ear=ear, mouth=mouth)
-    inlet = _Inlet(_mapped(taken[0], length), ear=taken[1], mouth=taken[2])
+    with torch.inference_mode(False):  # the first collective may be one of validation, and training writes here too
+        outlet = _Outlet(_mapped(memory, length), ear=ear, mouth=mouth)
+        inlet = _Inlet(_mapped(taken[0], length), ear=taken[1], mouth=taken[2])
     return SharedMemory(outlet, inlet, timeout.total_seconds())
 
 

@@ -31,7 +31,7 @@ from lightning_3d.dryrun.fake_device import DeferredFake, FakeDevice
 from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
-from lightning_3d.pipeline import observe, prove, traced_tensor, wire
+from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
@@ -80,8 +80,8 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (auto_layout, "plan_tensor", plan_with_values),
         (parallel_plan, "make_plan", decision.make_plan),
         (parallel_plan, "plan_tensor", plan_with_values),
-        (observe, "compare_parts", _largest_run),
-        (observe, "find_mixing", _largest_run),
+        (observe_batch, "compare_parts", _largest_run),
+        (observe_batch, "find_mixing", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
         (runner, "rehearse", _outside_step(pretend, prove.rehearse)),

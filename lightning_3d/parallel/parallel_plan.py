@@ -9,20 +9,24 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.layout import Layout
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
 from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
-from lightning_3d.pipeline.observe import UncutRun, observe_one_batch
+from lightning_3d.pipeline.observe import UncutRun
+from lightning_3d.pipeline.observe_batch import observe_one_batch
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, plan_split
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import has_peers
+from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.tensor.block_calls import CallRecorder, record_one_batch, records
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
@@ -67,6 +71,7 @@ def make_plan(
     trainer: Trainer,
     module: LightningModule,
     layout: Layout,
+    mesh: DeviceMesh,
     choices: UserChoices,
     to_device: Callable[[Any], Any],
     plugin: Precision3D,
@@ -85,13 +90,18 @@ def make_plan(
         with one_block_at_a_time(module, units, plugin.forward_context) as context:
             uncut_run = observe_one_batch(
                 trainer, module, units, layout, to_device, context, choices.loss_scope,
+                groups=[mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)],
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
-        with computed_on_use(module):
-            calls = record_one_batch(trainer, module, to_device, recorder)
+        # Rank 0 plans. Without a pipeline all ranks run the step, which may use collectives over all of them.
+        lone = cut and trainer.state.fn == TrainerFn.FITTING and has_peers()
+        calls = None
+        if not lone or trainer.global_rank == 0:
+            with computed_on_use(module), rank_local() if lone else nullcontext():
+                calls = record_one_batch(trainer, module, to_device, recorder)
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,

@@ -8,11 +8,13 @@ gradient differs at once. So gradients are compared too.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
@@ -27,7 +29,7 @@ class StepResult(NamedTuple):
 
     loss: float
     gradient: Tensor
-    """Of some parameters, in one row; empty where the loss depends on none."""
+    """Sums of gradients of some parameters, in one row; empty where the loss depends on none."""
     marks: Sequence[CallMarks] = ()
     """Of the outputs of all calls of blocks."""
 
@@ -55,9 +57,24 @@ UNSEEN = LossMean("unknown", "the first batch could not be looked at before trai
 Run = Callable[[Any, int, bool], StepResult | None]
 """Runs the step on some rows of the batch, with random streams from a seed, and marks what blocks return if that is
 True. None where the step has no loss."""
+Runs = Sequence[Callable[[], StepResult | None]]
+Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
+"""Makes several runs, each of some cost, on this rank or on peers."""
 
 
-def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUNDING, rows: Rows = TENSORS) -> LossMean:
+def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
+    """Make all `runs` on this rank."""
+    return [run() for run in runs]
+
+
+def compare_parts(
+    run: Run,
+    batch: Any,
+    sizes: list[int],
+    rounding: float = ROUNDING,
+    rows: Rows = TENSORS,
+    divide: Divide = run_here,
+) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 
     Takes four runs, and a fifth where they differ: a random step differs from itself too. The parts are the first
@@ -69,6 +86,7 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUN
         sizes: rows of each microbatch.
         rounding: the allowed difference of gradients, relative to them.
         rows: where the batch holds its samples.
+        divide: makes the first four runs.
     """
     if len(sizes) < 2:
         return MEAN
@@ -76,7 +94,8 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUN
     counts = [sum(sizes[start:end]) for start, end in pairwise(cuts)]
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
     each = [batch, *split_batch(batch, counts, rows)]
-    together, *found = (run(part, seed, seed <= 2) for seed, part in enumerate(each, 1))
+    runs = [partial(run, part, seed, seed <= 2) for seed, part in enumerate(each, 1)]
+    together, *found = divide(runs, [sum(counts), *counts])
     parts = [part for part in found if part is not None]
     if together is None or len(parts) < len(counts):
         return LossMean("unknown", "the step could not be compared with itself on parts of the first batch")
@@ -90,9 +109,12 @@ def compare_parts(run: Run, batch: Any, sizes: list[int], rounding: float = ROUN
     return LossMean("no mean", difference, first_that_mixes(together.marks, parts[0].marks, rounding))
 
 
-def find_mixing(run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows) -> LossMean:
+def find_mixing(
+    run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows, divide: Divide = run_here
+) -> LossMean:
     """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs."""
-    first, together = run(split_batch(batch, sizes, rows)[0], 1, True), run(batch, 2, True)
+    part = split_batch(batch, sizes, rows)[0]
+    together, first = divide([partial(run, batch, 2, True), partial(run, part, 1, True)], [sum(sizes), sizes[0]])
     if first is None or together is None:
         return UNSEEN
     return LossMean("unknown", mixing=first_that_mixes(together.marks, first.marks, rounding))
@@ -135,13 +157,30 @@ def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> fl
 def step_result(
     loss: Tensor | None, parameters: Sequence[nn.Parameter], marks: Sequence[CallMarks]
 ) -> StepResult | None:
-    """The loss, its gradient with respect to some parameters, and the `marks` of the step's blocks."""
+    """The loss, sums of its gradient with respect to some parameters, and the `marks` of the step's blocks."""
     if loss is None:
         return None
     trained = list(parameters) if loss.requires_grad else []
     grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-    flat = [grad.to_dense().flatten() for grad in grads if grad is not None]
-    return StepResult(float(loss.detach()), torch.cat(flat) if flat else torch.empty(0), marks)
+    found = [random_sums(grad.to_dense()) for grad in grads if grad is not None]
+    return StepResult(float(loss.detach()), torch.cat(found) if found else torch.empty(0), marks)
+
+
+SUMS, WIDTH = 16, 256
+"""Random sums of each of so many columns."""
+
+
+def random_sums(tensor: Tensor) -> Tensor:
+    """A few numbers whose differences are as large as those of tensors, within a fifth: peers send these.
+
+    Each is a sum of a column with random signs, which are the same wherever this runs. Small tensors are taken whole.
+    """
+    flat = tensor.detach().float().flatten()
+    if flat.numel() > SUMS * WIDTH:
+        rows = F.pad(flat, (0, -flat.numel() % WIDTH)).view(-1, WIDTH)
+        signs = torch.empty(SUMS, len(rows)).bernoulli_(generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
+        flat = ((signs.to(rows.device) @ rows) / SUMS**0.5).flatten()
+    return flat.cpu()
 
 
 def parameters_of_last_block(module: nn.Module, calls: Sequence[str]) -> list[nn.Parameter]:

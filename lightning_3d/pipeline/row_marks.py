@@ -31,7 +31,7 @@ def _marks(tensor: Tensor) -> tuple[tuple[int, Tensor], ...]:
     for dim, length in enumerate(tensor.shape):
         others = _sample(tensor, dim).movedim(dim, 0)
         first = others[: max(1, OF_ALL // max(1, others.shape[1:].numel()))]
-        found.append((length, _sums(_values(first.unsqueeze(-1).flatten(1)))))
+        found.append((length, _sums(_values(first.unsqueeze(-1).flatten(1))).cpu()))
     return tuple(found)
 
 

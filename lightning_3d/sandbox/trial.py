@@ -21,6 +21,7 @@ from lightning_3d.module.hooks_private import restored_hooks
 from lightning_3d.ranks import random_streams
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.own_generators import Generator, is_generator, restored_states, state_of
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Copies, isolated_buffers, on_copies, own
 from lightning_3d.sandbox.users_code import is_users
@@ -39,8 +40,8 @@ def trial(
 ) -> Iterator[Record]:
     """Run the user's code so that nothing remains of it; yields the record of what it logs.
 
-    Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes of modules
-    and of the user's own objects. The user's own messages reach no other rank.
+    Restored are random streams, weights, buffers, gradients and hooks of modules. So are plain attributes and random
+    generators of modules and of the user's own objects. The user's own messages reach no other rank.
 
     Args:
         gradients: True for a forward with a graph; else the code runs under `no_grad`.
@@ -54,6 +55,7 @@ def trial(
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
+        stack.enter_context(restored_states(own_states(module)))
         stack.enter_context(_restored_state(module))
         stack.enter_context(restored_hooks(module))
         if optimizers:
@@ -110,6 +112,12 @@ def holders(module: nn.Module) -> Iterator[Any]:
             visited.add(id(holder))
             yield holder
             waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users_object(item)]
+
+
+def own_states(module: nn.Module) -> dict[Generator, Any]:
+    """The states of random generators that `module` and the user's objects have as attributes."""
+    values = [item for holder in holders(module) for value in own(holder).values() for item in _inside(value)]
+    return {item: state_of(item) for item in values if is_generator(item)}
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -239,12 +239,16 @@ class Processes(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from every rank of the world, on all axes, or from `group` if given."""
+        if rank_zero.is_rank_local():
+            rank_zero.refuse("an all_gather")
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
+        if rank_zero.is_rank_local():
+            rank_zero.refuse("a decision of all ranks")
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)

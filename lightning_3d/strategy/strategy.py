@@ -272,7 +272,7 @@ class Strategy3D(Placing):
             with self._without_module_ranges(trainer):
                 first = FirstStep(module, plugin.forward_context) if self._verifies_first(fitting) else None
                 self._plan = plan = parallel_plan.make_plan(
-                    trainer, module, self.layout, self._choices, self._to_device, plugin
+                    trainer, module, self.layout, self.mesh, self._choices, self._to_device, plugin
                 )
             self._announce(plan, fitting)
             self._parallel, keeps = parallel, fitting or self._stays_in_shards  # a later run may train with shards

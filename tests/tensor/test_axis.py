@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_3d.comm import shared_memory
 from lightning_3d.tensor.axis import GroupAxis
 from tests.workers import run
 
@@ -30,8 +31,15 @@ def _numbers(shape, rank):
     return torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * rank
 
 
-def _gathered(shapes, turned):
+def _library_axis():
+    """An axis whose collectives are the library's, as on GPUs."""
     axis = GroupAxis(dist.group.WORLD)
+    axis._wire._tried = True
+    return axis
+
+
+def _gathered(shapes, turned):
+    axis = _library_axis()
     mine = _numbers(shapes[axis.rank], axis.rank)
     mine = mine.t().contiguous().t() if turned else mine
     with Passes() as passes:
@@ -56,7 +64,7 @@ def test_a_gather_sends_its_tensor_as_it_is(shapes, turned, first, last):
 
 
 def _scattered(sizes, begins):
-    axis = GroupAxis(dist.group.WORLD)
+    axis = _library_axis()
     whole = _numbers([4, sum(sizes), 3], axis.rank)
     shards = list(whole.split(sizes, dim=1))
     with Passes() as passes:
@@ -72,3 +80,30 @@ def test_shards_of_a_sum_are_copied_once(begins):
         assert passes == ["cat", "_reduce_scatter_base_"]
     for passes in run(_scattered, [3, 2], begins, world=2, group=True):
         assert "_reduce_scatter_base_" not in passes  # no backend divides a sum unevenly
+
+
+def _through_memory(linked):
+    axis, machine = GroupAxis(dist.group.WORLD), shared_memory._machine
+    if not linked and axis.rank == 1:
+        shared_memory._machine = lambda: 0  # as if this rank were elsewhere
+    mine = _numbers([5, 3], axis.rank)
+    try:
+        with torch.inference_mode(), Passes() as passes:  # validation may come before training
+            axis.all_reduce(mine)
+    finally:
+        shared_memory._machine = machine
+    total = axis.all_reduce(mine)
+    rows = axis.all_gather(mine, [[5, 3], [5, 3]])
+    shard = axis.reduce_scatter(list(_numbers([4, 3], axis.rank).split(2)))
+    assert torch.equal(mine, _numbers([5, 3], axis.rank))
+    return any(name == "allreduce_" for name in passes.found), total, rows, shard
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_ranks_of_one_machine_sum_through_shared_memory(linked):
+    whole, total = [_numbers([5, 3], rank) for rank in range(2)], _numbers([4, 3], 0) + _numbers([4, 3], 1)
+    for rank, (gloo, summed, rows, shard) in enumerate(run(_through_memory, linked, world=2, group=True)):
+        assert gloo is not linked
+        assert torch.equal(summed, sum(whole))
+        assert all(map(torch.equal, rows, whole))
+        assert torch.equal(shard, total[2 * rank : 2 * rank + 2])

@@ -142,7 +142,7 @@ PRIVATE = {
         "_current_graph_task_id": "module/autograd_private",
         "_disabled_torch_function_impl": "pipeline/absent",
         "_get_dispatch_mode": "dryrun/fake_device",
-        "_storage_Use_Count": "sandbox/deferred",
+        "_storage_Use_Count": "module/autograd_private",
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": "module/autograd_private",

@@ -7,6 +7,7 @@ several nodes need not agree on the number of restarts.
 """
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ PATIENCE = 300.0
 LAST_WORDS = 2.0
 SHORTEST_PAUSE, LONGEST_PAUSE, GROWTH = 0.001, 0.1, 1.2
 """Seconds between two looks at the store. They grow with the time that has passed: most ranks start together."""
+LONGEST_ATTEMPT = 5.0
+"""Seconds until an attempt to connect counts as failed, where a network drops it."""
 HERE = "all are here"
 
 
@@ -39,10 +42,13 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
     patience = max(timeout.total_seconds(), PATIENCE)
     deadline = time.monotonic() + patience
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank > 0:
+        _await_server(environment.main_address, environment.main_port, deadline)
     try:
         store = TCPStore(
             environment.main_address, environment.main_port, world, is_master=rank == 0 and not served,
-            timeout=timedelta(seconds=patience), wait_for_workers=False, multi_tenant=not served,
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())), wait_for_workers=False,
+            multi_tenant=not served,
         )  # fmt: skip
         name = _announce(store, world, deadline) if rank == 0 else _join(store, rank, deadline)
     except dist.DistError as error:
@@ -55,6 +61,17 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
         ) from error
     store.set_timeout(timeout)
     return {"store": PrefixStore(f"lightning_3d/attempt/{name}", store)}
+
+
+def _await_server(address: str, port: int, deadline: float) -> None:
+    """Return once the store listens, or at the deadline. torch's client (2.13) waits up to a second to try again."""
+    pauses = _pauses()
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=min(left, LONGEST_ATTEMPT)).close()
+            return
+        except OSError:
+            time.sleep(next(pauses))
 
 
 def _announce(store: TCPStore, world: int, deadline: float) -> str:

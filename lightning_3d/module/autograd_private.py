@@ -45,6 +45,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_memory_shared(memory: torch.UntypedStorage) -> bool:
+    """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
+    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if torch compiles this module: `torch.compile(module)` or `module.compile()`."""
     wrapped = type(module).__name__ == "OptimizedModule"  # its home, torch._dynamo, takes a second to import

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
+from lightning_3d.module.autograd_private import is_memory_shared
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.build_recorder import Recorded, Recorder, memory_of
@@ -153,7 +154,7 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
         recorded = recorder.known.get(memory) or KINDS[type(parameter)].unrecorded(parameter)
         if recorded is None:
             why = "its memory was filled outside of the context"
-        elif users[memory] > 1 or _shared(memory):
+        elif users[memory] > 1 or is_memory_shared(memory):
             why = "another tensor uses its memory"
         else:
             why = recorded.in_full or ""
@@ -168,11 +169,6 @@ def _defer(parameters: list[nn.Parameter], recorder: Recorder, built: Built) -> 
     for memory, recorded in list(recorder.known.items()):
         if memory not in free:  # a buffer, or what the user has besides the module
             recorded.fill(memory)
-
-
-def _shared(memory: torch.UntypedStorage) -> bool:
-    """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
-    return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]
 
 
 def defer(parameter: nn.Parameter, recorded: Recorded) -> None:
@@ -267,7 +263,7 @@ def alone_in_memory(parameter: nn.Parameter) -> bool:
     """Return True where no other tensor uses the memory of `parameter`."""
     with torch._C.DisableTorchFunction():
         memory = memory_of(parameter)
-    return memory is not None and not _shared(memory)
+    return memory is not None and not is_memory_shared(memory)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

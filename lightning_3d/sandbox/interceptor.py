@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.autograd_private import is_memory_shared
 from lightning_3d.ranks.shards import local
 
 
@@ -94,6 +95,12 @@ def storage(tensor: Tensor) -> int:
     """The identity of the memory that a tensor and its views share."""
     with torch._C.DisableTorchFunction():
         return local(tensor).untyped_storage()._cdata
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Return False for a plain tensor whose memory no other tensor uses: it is no view of a parameter."""
+    with torch._C.DisableTorchFunction():
+        return type(tensor) is not Tensor or is_memory_shared(tensor.untyped_storage())
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...]:

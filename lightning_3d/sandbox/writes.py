@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import WritesError
-from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, storage
+from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule, assigns_data, shares_memory, storage
 
 Named = Callable[[], Iterator[tuple[str, Tensor]]]
 """Gives parameters by name. Asked at each write: a module's parameters may change within a step."""
@@ -81,6 +81,7 @@ def step_writes(name: str, why: str) -> WritesError:
 
 def _owners(named: Named, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The parameters that share their memory with `tensors`."""
+    tensors = [tensor for tensor in tensors if shares_memory(tensor)]  # a search through all parameters takes longer
     if not tensors:
         return []
     owners = {storage(parameter): (name, parameter) for name, parameter in named()}

@@ -55,6 +55,8 @@ class Processes(ParallelStrategy):
     _nodes: Sequence[int] = ()
     """The node of each rank, where the launcher started another number of processes than the Trainer has devices."""
     _wants_sampler = True
+    _ran_before = False
+    """True where an earlier run of this process left its process group."""
     """The user's `use_distributed_sampler`."""
 
     def __init__(
@@ -213,7 +215,8 @@ class Processes(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
-        if not dist.is_initialized() and self._process_group_backend != "fake":
+        self._ran_before = dist.is_initialized()
+        if not self._ran_before and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
         share_seeded_state()

@@ -23,7 +23,7 @@ from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import Layout, Schedule, ZeroStage
-from lightning_3d.module.host_memory import return_freed_memory
+from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.module.undo import UndoStack
@@ -254,6 +254,11 @@ class Strategy3D(Placing):
 
     def setup(self, trainer: Trainer) -> None:
         """Check the module, place it, plan and apply the parallelisms, prepare the steps."""
+        with quick_collections(after_one=self._ran_before):
+            self._set_up(trainer)
+        return_freed_memory()
+
+    def _set_up(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         flight.at("placing the module")
         self.accelerator.setup(trainer)
@@ -292,7 +297,6 @@ class Strategy3D(Placing):
             self._count_states()
         self.setup_precision_plugin()
         self._prepare_steps(trainer, first)
-        return_freed_memory()
 
     def _check_module(self, fitting: bool) -> None:
         check_same_module(self._module)

@@ -61,7 +61,9 @@ class Meter:
         self.losses: list[float] = []
 
     def begin(self) -> None:
-        """Call it before the module is built."""
+        """Call it before the module is built. The clock starts once all ranks have imported what they need."""
+        self._send(imported=True)
+        self._pipe.recv()
         self._resident = _status("VmRSS")
         _reset_peak()
         self._began, self._cpu = time.monotonic(), time.process_time()

@@ -59,6 +59,8 @@ class Job:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+        self._listen("imported", limit)
+        self._go()
         ranks = self._listen("waits", limit)
         if not self.error:
             for key in ("started", "started_cpu", "start_peak", "sent"):
@@ -68,8 +70,7 @@ class Job:
     def turn(self, limit: float, last: bool) -> None:
         """Run the steps of one turn."""
         self._signal(signal.SIGCONT)
-        for pipe in self.pipes:
-            pipe.send("go")
+        self._go()
         ranks = self._listen("over" if last else "waits", limit)
         if self.error:
             return
@@ -82,6 +83,11 @@ class Job:
             self.end()
         else:
             self._signal(signal.SIGSTOP)
+
+    def _go(self) -> None:
+        if not self.error:
+            for pipe in self.pipes:
+                pipe.send("go")
 
     def end(self) -> None:
         for process in self.processes:

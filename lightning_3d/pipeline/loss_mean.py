@@ -32,6 +32,8 @@ class StepResult(NamedTuple):
     """Sums of gradients of some parameters, in one row; empty where the loss depends on none."""
     marks: Sequence[CallMarks] = ()
     """Of the outputs of all calls of blocks."""
+    calls: tuple[str, ...] = ()
+    """Names of the blocks that were called."""
 
 
 Verdict = Literal["mean", "random", "unknown", "no mean"]
@@ -155,15 +157,15 @@ def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> fl
 
 
 def step_result(
-    loss: Tensor | None, parameters: Sequence[nn.Parameter], marks: Sequence[CallMarks]
+    loss: Tensor | None, parameters: Sequence[nn.Parameter], marks: Sequence[CallMarks], calls: tuple[str, ...]
 ) -> StepResult | None:
-    """The loss, sums of its gradient with respect to some parameters, and the `marks` of the step's blocks."""
+    """The loss, sums of its gradient with respect to some parameters, and the `marks` of the step's `calls`."""
     if loss is None:
         return None
     trained = list(parameters) if loss.requires_grad else []
     grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
     found = [random_sums(grad.to_dense()) for grad in grads if grad is not None]
-    return StepResult(float(loss.detach()), torch.cat(found) if found else torch.empty(0), marks)
+    return StepResult(float(loss.detach()), torch.cat(found) if found else torch.empty(0), marks, calls)
 
 
 SUMS, WIDTH = 16, 256
@@ -183,12 +185,14 @@ def random_sums(tensor: Tensor) -> Tensor:
     return flat.cpu()
 
 
-def parameters_of_last_block(module: nn.Module, calls: Sequence[str]) -> list[nn.Parameter]:
-    """Trained parameters of the last block that has any: a backward to it is short."""
-    for unit in reversed(calls):
-        if trained := [item for item in module.get_submodule(unit).parameters() if item.requires_grad]:
-            return trained
-    return []
+def last_trained(module: nn.Module, blocks: Sequence[str]) -> str | None:
+    """The last of `blocks` that trains: a backward to it is short."""
+    return next((name for name in reversed(blocks) if trained_in(module, name)), None)
+
+
+def trained_in(module: nn.Module, block: str | None) -> list[nn.Parameter]:
+    """The parameters of a block that train."""
+    return [] if block is None else [item for item in module.get_submodule(block).parameters() if item.requires_grad]
 
 
 @contextmanager

@@ -115,16 +115,17 @@ def observe(
     context: Callable[[], AbstractContextManager[Any]],
     loss_of: Callable[[Any], Tensor | None],
     compared: bool,
+    seed: int,
 ) -> UncutRun:
     """Run `step` on the uncut module in a trial, and observe it.
 
     Args:
         units: names of the modules that a pipeline will place.
+        seed: of the random streams.
         context: entered around the step (autocast).
         loss_of: takes the loss from what the step returns.
         compared: also run the backward. It takes the memory of the uncut module's gradients once.
     """
-    seed = random_streams.draw()
     inside = {item for unit in units for item in module.get_submodule(unit).parameters()}
     names = {item: (name,) for name, item in module.named_parameters() if item in inside}
     with UndoStack() as undo:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,8 +13,9 @@ from torch import distributed as dist
 from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
+    ROUNDING,
     UNSEEN,
     VERDICTS,
     LossMean,
@@ -22,15 +23,17 @@ from lightning_3d.pipeline.loss_mean import (
     StepResult,
     compare_parts,
     find_mixing,
+    last_trained,
     norms_on_running_statistics,
-    parameters_of_last_block,
+    rounding_of,
     step_result,
+    trained_in,
     training_only,
 )
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe, run_step
 from lightning_3d.pipeline.peer_runs import PeerRuns
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
@@ -41,62 +44,82 @@ from lightning_3d.sandbox.writes import RefuseWrites
 
 
 @dataclass
-class _OtherRuns:
-    """Runs of the step on parts of the batch and on all of it, without dropout and noise.
+class _Runs:
+    """The runs of one observation: of the first microbatch, and of all of the batch and its parts.
 
-    Each has another seed than the first: the stages of a pipeline must know which block comes next, whatever is drawn.
+    The others run without dropout and noise. Each has another seed: the stages of a pipeline must know which block
+    comes next, whatever is drawn.
     """
 
     module: Any
-    uncut: UncutRun
+    step: str
+    args: tuple[Any, ...]
+    """The full batch, and the step's other arguments."""
+    seed: int
     units: Sequence[str]
     context: Callable[[], AbstractContextManager[Any]]
-    full_batch: Any
     on_full_batch: Callable[[], AbstractContextManager[Any]]
     """Entered around runs on the full batch."""
+    first: Callable[[], UncutRun]
+    """Observes the first microbatch."""
     peers: PeerRuns
-    failed: bool = False
-    """True once a run, here or on a peer, gave nothing to compare."""
+    block: str | None
+    """The block whose gradients are compared."""
+    uncut: UncutRun | None = None
+    results: list[StepResult | None] = field(default_factory=list)
+
+    def observed(self) -> UncutRun:
+        """The run of the first microbatch, made here unless a peer has made it."""
+        self.uncut = self.uncut or self.first()
+        return self.uncut
 
     def divide(self, runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-        """The results of `runs`, made by this rank and its peers."""
-        results = self.peers.divide(runs, costs)
-        self.failed = self.failed or None in results
+        """The results of `runs`, made by this rank and its peers. One of them also observes the first microbatch."""
+        if self.uncut is None:
+            tasks: list[Callable[[], Any]] = [runs[0], self._first_alone, *runs[1:]]
+            full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD * costs[1], *costs[1:]])
+            results = [full, *parts]
+        else:
+            results = self.peers.divide(runs, costs)
+        self.results += results
         return results
 
+    def _first_alone(self) -> UncutRun:
+        with rank_local():
+            return replace(self.first(), args=())  # peers have the batch
+
     def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
-        args = (rows, *self.uncut.args[1:])
-        parameters = parameters_of_last_block(self.module, self.uncut.calls)
+        parameters = trained_in(self.module, self.block)
         undo = UndoStack()
         gates = Gates(self.module, self.units, (), undo)
-        around = self.on_full_batch if rows is self.full_batch else nullcontext
+        around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         try:
             with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
                 with around(), Interceptor(SilenceRandom()), rank_local():
-                    seed += self.uncut.seed
-                    other, output = run_step(
-                        self.module, gates, self.uncut.step, args, self.context, seed, marked=marked
-                    )
-                result = step_result(loss_of(output), parameters, other.marks)
+                    seed += self.seed
+                    seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
+                return step_result(loss_of(output), parameters, seen.marks, tuple(seen.calls))
         except Lightning3DError:
             raise
         except Exception:  # code that needs real noise, or differentiates by other weights itself
             return None
         finally:
             undo.close()
-        self._refuse_random_order(tuple(other.calls))
-        return result
 
-    def _refuse_random_order(self, calls: tuple[str, ...]) -> None:
-        expected = self.uncut.calls
-        if self.uncut.drawn and calls != expected:
+    def refuse_random_order(self) -> None:
+        """Raise where the step draws which blocks run."""
+        uncut = self.observed()
+        other = next((each for each in self.results if each is not None and each.calls != uncut.calls), None)
+        if uncut.drawn and other is not None:
             raise UnsupportedError(
-                f"{self.uncut.step} draws at random which blocks to run: {len(expected)} calls of blocks with one seed,"
-                f" {len(calls)} with another, in another order. The stages of a pipeline must know what comes next."
-                " Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
+                f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"
+                f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
+                " next. Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
             )
 
 
+_BACKWARD = 4
+"""Cost of a forward and a full backward, with fingerprints of the gradients, beside that of a forward."""
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
     " train exactly as one device does. loss_scope='auto' or 'batch' computes it on the full batch."
@@ -149,33 +172,50 @@ def observe_one_batch(
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
         with _cut_as_rows(run, args, sizes, name):
-            first = (*pieces[:1], *args[1:])
-            uncut = observe(module, units, name, first, context=context, loss_of=loss_of, compared=fitting)
-            others = _OtherRuns(module, uncut, units, context, args[0] if cut else None, on_full_batch, peers)
-            mean = _test_for_mean(others, args[0], sizes, rows, loss_scope) if cut else UNSEEN
-            if not cut or others.failed:
+            first, seed = (*pieces[:1], *args[1:]), random_streams.draw()
+            runs = _Runs(
+                module, name, args, seed, units, context, on_full_batch,
+                lambda: observe(
+                    module, units, name, first, context=context, loss_of=loss_of, compared=fitting, seed=seed
+                ),
+                peers, last_trained(module, units),
+            )  # fmt: skip
+            mean = _test_for_mean(runs, sizes, rows, loss_scope) if cut else UNSEEN
+            uncut = runs.observed()
+            if not cut or None in runs.results:
                 for second in pieces[1:2]:  # code that counts from the start of the batch is right in the first
                     run(second)
-        return replace(uncut, loss_mean=mean)
+        return replace(uncut, args=first, loss_mean=mean)
 
     return _on_every_rank(observation, module, name, groups)
 
 
-def _test_for_mean(others: _OtherRuns, batch: Any, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
+def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
     """Test that the loss is a mean over samples, without the batch norms of blocks if it is none with them.
 
     Those normalize over a microbatch wherever the loss is computed, so they do not decide about the loss.
     """
-    if loss_scope == "batch" and (others.uncut.drawn or len(sizes) == 1):  # other numbers would look like other samples
-        return UNSEEN
+    module, batch, units = runs.module, runs.args[0], runs.units
     if loss_scope == "batch":
-        with norms_on_running_statistics(others.module, others.units):
-            return find_mixing(others, batch, sizes, others.uncut.rounding, rows, others.divide)
-    mean = compare_parts(others, batch, sizes, others.uncut.rounding, rows, others.divide)
+        uncut = runs.observed()
+        if uncut.drawn or len(sizes) == 1:  # other numbers would look like other samples
+            return UNSEEN
+        with norms_on_running_statistics(module, units):
+            mixing = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide)
+        runs.refuse_random_order()
+        return mixing
+    with runs.context():
+        rounding = ROUNDING if any(hooked_inside(module, units)) else rounding_of(module)
+    mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
+    uncut = runs.observed()
+    if runs.block not in (None, *uncut.calls):  # it has no gradient
+        runs.block = last_trained(module, uncut.calls)
+        mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
+    runs.refuse_random_order()
     if mean.verdict != "no mean":
         return mean
-    with norms_on_running_statistics(others.module, others.units) as frozen:
-        alone = compare_parts(others, batch, sizes, others.uncut.rounding, rows) if frozen else mean
+    with norms_on_running_statistics(module, units) as frozen:
+        alone = compare_parts(runs, batch, sizes, rounding, rows, runs.divide) if frozen else mean
     because_of_norms = alone.verdict == "mean"
     if because_of_norms or loss_scope == "microbatch":
         why = _NORMALIZES if because_of_norms else _NO_MEAN

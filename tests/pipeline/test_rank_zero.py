@@ -182,4 +182,4 @@ def asking():
 def test_what_other_ranks_would_not_answer_is_refused_on_all():
     with pytest.raises(WorkerError) as error:
         run(asking, world=2, timeout=120)
-    assert len(re.findall(r"PipelineSplitError: training_step asks for a broadcast of 'int'", str(error.value))) == 2
+    assert len(re.findall(r"UnsupportedError: training_step asks for a broadcast of 'int'", str(error.value))) == 2

@@ -32,7 +32,7 @@ from lightning_3d.sandbox.own_generators import drawn_from
 from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.snapshot import changed, marks
 from lightning_3d.sandbox.trees import leaves, unshared
-from lightning_3d.sandbox.trial import own_states, trial
+from lightning_3d.sandbox.trial import holders, own_states, trial
 
 Prints = list[Print]
 
@@ -133,7 +133,7 @@ def observe(
         reads = NoteReads(names, lambda *_: gates.depth == 0)
         with trial(module, gradients=compared, optimizers=False, inside_block=gates.inside_block):
             before = marks(module, [name for name, _ in module.named_buffers()])
-            states = own_states(module)
+            states = own_states(holders(module))
             with Interceptor(reads):
                 observer, output = run_step(module, gates, step, args, context, seed)
             if drawn_from(states):

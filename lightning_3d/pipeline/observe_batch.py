@@ -77,7 +77,7 @@ class _Runs:
         """The results of `runs`, made by this rank and its peers. One of them also observes the first microbatch."""
         if self.uncut is None:
             tasks: list[Callable[[], Any]] = [runs[0], self._first_alone, *runs[1:]]
-            full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD * costs[1], *costs[1:]])
+            full, self.uncut, *parts = self.peers.divide(tasks, [costs[0], _BACKWARD, *costs[1:]])
             results = [full, *parts]
         else:
             results = self.peers.divide(runs, costs)
@@ -118,8 +118,8 @@ class _Runs:
             )
 
 
-_BACKWARD = 4
-"""Cost of a forward and a full backward, with fingerprints of the gradients, beside that of a forward."""
+_BACKWARD = 2
+"""Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
     " train exactly as one device does. loss_scope='auto' or 'batch' computes it on the full batch."

@@ -5,7 +5,7 @@ Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` a
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -55,8 +55,9 @@ def trial(
     with ExitStack() as stack:
         stack.enter_context(random_streams.restored_streams())
         stack.enter_context(alone())
-        stack.enter_context(restored_states(own_states(module)))
-        stack.enter_context(_restored_state(module))
+        found = list(holders(module))
+        stack.enter_context(restored_states(own_states(found)))
+        stack.enter_context(_restored_state(module, found))
         stack.enter_context(restored_hooks(module))
         if optimizers:
             stack.enter_context(optimizers_on_demand(module))
@@ -84,7 +85,7 @@ def saved_gradients(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_state(module: Any) -> Iterator[None]:
+def _restored_state(module: Any, found: Sequence[Any]) -> Iterator[None]:
     """Put back buffers and plain attributes that a step changes, also those of the user's own objects (meters).
 
     Tensors too: a later stage would take a result that a block leaves on itself for the result of its own step.
@@ -92,7 +93,7 @@ def _restored_state(module: Any) -> Iterator[None]:
     buffers = [name for name, buffer in module.named_buffers(remove_duplicate=False) if not buffer.is_meta]
     copies = Copies()
     with ExitStack() as stack:
-        for holder in list(holders(module)):
+        for holder in found:
             stack.enter_context(on_copies(holder, copies))
         stack.enter_context(isolated_buffers(module, buffers))
         yield
@@ -114,9 +115,9 @@ def holders(module: nn.Module) -> Iterator[Any]:
             waiting += [item for value in own(holder).values() for item in _inside(value) if _is_users_object(item)]
 
 
-def own_states(module: nn.Module) -> dict[Generator, Any]:
-    """The states of random generators that `module` and the user's objects have as attributes."""
-    values = [item for holder in holders(module) for value in own(holder).values() for item in _inside(value)]
+def own_states(found: Iterable[Any]) -> dict[Generator, Any]:
+    """The states of random generators that `found`, modules and the user's objects, have as attributes."""
+    values = (item for holder in found for value in own(holder).values() for item in _inside(value))
     return {item: state_of(item) for item in values if is_generator(item)}
 
 

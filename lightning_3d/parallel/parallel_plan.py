@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.data.same_batch import compare_first_batch
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, WritesError
 from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
@@ -28,7 +28,7 @@ from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
-from lightning_3d.tensor.block_calls import CallRecorder, record_one_batch, records
+from lightning_3d.tensor.block_calls import CallRecorder, Recording, record_one_batch, records
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
@@ -96,12 +96,7 @@ def make_plan(
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
-        # Rank 0 plans. Without a pipeline all ranks run the step, which may use collectives over all of them.
-        lone = cut and trainer.state.fn == TrainerFn.FITTING and has_peers()
-        calls = None
-        if not lone or trainer.global_rank == 0:
-            with computed_on_use(module), rank_local() if lone else nullcontext():
-                calls = record_one_batch(trainer, module, to_device, recorder)
+        calls = _calls_of_first_batch(trainer, module, layout, to_device, recorder, cut)
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
@@ -116,6 +111,31 @@ def make_plan(
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
     return ParallelPlan(anatomy, split, tensor, uncut_run, scope, choices.recompute, choices.offload)
+
+
+def _calls_of_first_batch(
+    trainer: Trainer,
+    module: LightningModule,
+    layout: Layout,
+    to_device: Callable[[Any], Any],
+    recorder: CallRecorder | None,
+    cut: bool,
+) -> Recording | None:
+    """The record for the tensor plan, which rank 0 makes. Collective.
+
+    A step may send messages to all ranks, so all of them run it. One that a pipeline cuts may send to data ranks only,
+    so one peer of each data rank runs it.
+    """
+    place = layout.coordinate(trainer.global_rank)
+    lone = cut and trainer.state.fn == TrainerFn.FITTING and has_peers()
+
+    def record() -> Recording | None:
+        if lone and (place.tensor or place.pipeline):
+            return None
+        with computed_on_use(module), rank_local() if lone else nullcontext():
+            return record_one_batch(trainer, module, to_device, recorder)
+
+    return talk.together(record, WritesError)
 
 
 def plan_pipeline(

@@ -88,7 +88,7 @@ def compare_parts(
         sizes: rows of each microbatch.
         rounding: the allowed difference of gradients, relative to them.
         rows: where the batch holds its samples.
-        divide: makes the first four runs.
+        divide: makes the first four runs, here or on peers.
     """
     if len(sizes) < 2:
         return MEAN
@@ -174,15 +174,17 @@ SUMS, WIDTH = 16, 256
 
 
 def random_sums(tensor: Tensor) -> Tensor:
-    """A few numbers whose differences are as large as those of tensors, within a fifth: peers send these.
+    """A few numbers whose differences are about as large as those of tensors: peers send these.
 
-    Each is a sum of a column with random signs, which are the same wherever this runs. Small tensors are taken whole.
+    Each is a sum of a column with random signs, which are the same wherever this runs. Sizes of differences are right
+    but for a fifth or so. Small tensors are taken whole.
     """
-    flat = tensor.detach().float().flatten()
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    flat = plain.to(torch.promote_types(plain.dtype, torch.float32)).flatten()
     if flat.numel() > SUMS * WIDTH:
         rows = F.pad(flat, (0, -flat.numel() % WIDTH)).view(-1, WIDTH)
         signs = torch.empty(SUMS, len(rows)).bernoulli_(generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1)
-        flat = ((signs.to(rows.device) @ rows) / SUMS**0.5).flatten()
+        flat = ((signs.to(rows) @ rows) / SUMS**0.5).flatten()
     return flat.cpu()
 
 

@@ -64,7 +64,7 @@ class _Runs:
     """Observes the first microbatch."""
     peers: PeerRuns
     block: str | None
-    """The block whose gradients are compared."""
+    """The block whose gradients are compared: the last one. Before the first run the order of declaration counts."""
     uncut: UncutRun | None = None
     results: list[StepResult | None] = field(default_factory=list)
 
@@ -168,7 +168,8 @@ def observe_one_batch(
         pieces = split_batch(args[0], sizes, rows) if args else []
 
         def run(rows: Any) -> None:
-            with trial(module, gradients=fitting, optimizers=False), context():
+            others_answer = rank_local() if cut else nullcontext()  # peers may have failed elsewhere
+            with trial(module, gradients=fitting, optimizers=False), context(), others_answer:
                 loss_of(getattr(module, name)(unshared(rows), *args[1:]))
 
         with _cut_as_rows(run, args, sizes, name):
@@ -208,8 +209,8 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
         rounding = ROUNDING if any(hooked_inside(module, units)) else rounding_of(module)
     mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
     uncut = runs.observed()
-    if runs.block not in (None, *uncut.calls):  # it has no gradient
-        runs.block = last_trained(module, uncut.calls)
+    if runs.block != (called := last_trained(module, uncut.calls)):  # a term of its own would hide another one
+        runs.block = called
         mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
     runs.refuse_random_order()
     if mean.verdict != "no mean":

@@ -46,9 +46,9 @@ class PeerRuns:
             self._exchanged({})
 
     def _exchanged(self, mine: Mapping[int, T]) -> Mapping[int, T]:
-        self._open = False
         for group in self._groups:
             mine = {at: result for answer in talk.gather(mine, group) for at, result in answer.items()}
+        self._open = False  # not before: a result may be one that cannot be sent
         return mine
 
 

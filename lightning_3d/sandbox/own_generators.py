@@ -12,9 +12,16 @@ import torch
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
+_OF_ALL = (torch.default_generator, getattr(random.random, "__self__", None), np.random.mtrand._rand)
+"""The generators of torch, Python and numpy that all code shares (`random_streams` puts them back)."""
+
+
 def is_generator(value: Any) -> bool:
-    """True for a generator that has a state."""
-    return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
+    """True for a generator with a state of its own."""
+    if not isinstance(value, Generator) or isinstance(value, random.SystemRandom):
+        return False
+    shared = (*_OF_ALL, *torch.cuda.default_generators)
+    return not any(value is each for each in shared)
 
 
 def drawn_from(states: Mapping[Generator, Any]) -> list[Generator]:

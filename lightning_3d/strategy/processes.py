@@ -52,11 +52,11 @@ class Processes(ParallelStrategy):
     """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
     _mesh: DeviceMesh | None = None
     _watch: Watchdog | None = None
+    _ran_before = False
+    """True where an earlier run of this process left its process group."""
     _nodes: Sequence[int] = ()
     """The node of each rank, where the launcher started another number of processes than the Trainer has devices."""
     _wants_sampler = True
-    _ran_before = False
-    """True where an earlier run of this process left its process group."""
     """The user's `use_distributed_sampler`."""
 
     def __init__(

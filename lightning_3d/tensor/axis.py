@@ -75,17 +75,21 @@ class Axis(Protocol):
 class GroupAxis:
     """The tensor axis over a process group.
 
-    On the CPU, ranks of one machine use our ring through shared memory. A layer's sums are short, and take a third of
-    the time that gloo's sockets need.
+    Args:
+        group: the peers.
+        ledger: counts bytes and waits.
+        wire: our ring over `group`. CPU ranks of one machine then wait for no socket: a layer's messages are short, and
+            take a third of gloo's time through shared memory.
     """
 
     lazy = True
 
-    def __init__(self, group: dist.ProcessGroup, ledger: ByteCounter | None = None) -> None:
-        self.group, self.ledger = group, ledger
+    def __init__(
+        self, group: dist.ProcessGroup, ledger: ByteCounter | None = None, wire: RingWire | None = None
+    ) -> None:
+        self.group, self.ledger, self._wire = group, ledger, wire
         self.rank, self.size = group.rank(), group.size()
         self.number = number_of(self)
-        self._wire = RingWire(group)
 
     def __deepcopy__(self, memo: Any) -> "GroupAxis":
         return self  # a copied module has the same peers
@@ -144,7 +148,7 @@ class GroupAxis:
     def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
         if _uneven(tensors):
             return self._own(self.all_reduce(_flat(tensors)), tensors)
-        shards = torch.cat(tensors)
+        shards = torch.cat(tensors).contiguous()  # images may have their channels last
         result = shards.new_empty(tensors[self.rank].shape)
         self._count("reduce_scatter", result)
         with named_range(REDUCE_SCATTER), self._waiting():
@@ -158,7 +162,7 @@ class GroupAxis:
         if _uneven(tensors):
             finish = self.begin_all_reduce(_flat(tensors))
             return lambda: self._own(finish(), tensors)
-        shards = torch.cat(tensors)
+        shards = torch.cat(tensors).contiguous()
         result = shards.new_empty(tensors[self.rank].shape)
         self._count("reduce_scatter", result)
         with named_range(REDUCE_SCATTER):
@@ -170,7 +174,8 @@ class GroupAxis:
 
     def _shared(self, tensor: Tensor) -> RingWire | None:
         """Return the ring if it passes through shared memory."""
-        return self._wire if tensor.is_cpu and has_peers() and self._wire.shared() else None
+        wire = self._wire if tensor.is_cpu and has_peers() else None
+        return wire if wire is not None and wire.shared() else None
 
     def _count(self, op: str, tensor: Tensor, share: float = 1.0) -> None:
         """Count the bytes that a ring sends: `share` of `tensor` to each other rank."""

@@ -106,21 +106,20 @@ def fastest_step(name, world, strategy):
 class _Counting(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.found = {"products": 0, "dropouts": 0, "sent": 0}
+        self.found = {"products": 0, "dropouts": 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         for kind, words in (
             ("products", ("mm.",)),
             ("dropouts", ("bernoulli", "native_dropout.")),
-            ("sent", ("c10d",)),
         ):
             self.found[kind] += any(word in name for word in words)
         return func(*args, **(kwargs or {}))
 
 
 def counts(name, world, strategy):
-    """Operations in the forward and backward of the second batch on this rank."""
+    """Operations and collectives in the forward and backward of the second batch on this rank."""
     warnings.simplefilter("ignore")
     seed_everything(7, verbose=False)
     mode = _Counting()
@@ -128,11 +127,16 @@ def counts(name, world, strategy):
     class Count(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 1:
+                self.before = self.calls(trainer)
                 mode.__enter__()
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
             if trainer.fit_loop.batch_idx == 1:
                 mode.__exit__(None, None, None)
+                mode.found["sent"] = self.calls(trainer) - self.before
+
+        def calls(self, trainer):
+            return sum(row.calls for row in trainer.strategy.data_axis.ledger.rows())
 
     flags = {
         "devices": world,

@@ -3,12 +3,15 @@
 import os
 import random
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -76,12 +79,18 @@ def test_differences_of_random_sums_are_as_large_as_those_of_tensors(shape):
         for change in (torch.randn(shape), columns, torch.eye(*shape) if len(shape) == 2 else torch.randn(shape)):
             found = (random_sums(one + size * change) - random_sums(one)).norm() / (size * change).norm()
             assert 0.5 < found < 1.7
+    turned = torch.complex(one, torch.zeros(shape))
+    assert (random_sums(turned + 1j) - random_sums(turned)).norm() > 0.3 * one.numel() ** 0.5
     parts = random_sums(one) * 0.25 + random_sums(3 * one) * 0.25
     assert torch.allclose(parts, random_sums(one), atol=1e-4)
 
 
 def _world():
     return int(os.environ["WORLD_SIZE"])
+
+
+def _rank_zero():
+    return os.environ["RANK"] == "0"
 
 
 SEEN = []
@@ -94,9 +103,10 @@ class Counting(MLP):
         return F.cross_entropy(self(batch["x"]), batch["y"])
 
 
-def _ahead(kind, strategy):
+def _ahead(kind, strategy, rows=(8,)):
     SEEN.clear()
-    data = DataLoader([vectors(8, seed) for seed in range(2)], batch_size=None)
+    own = rows[dist.get_rank() % len(rows)] if len(rows) > 1 else rows[0]
+    data = DataLoader([vectors(own, seed) for seed in range(2)], batch_size=None)
     module = kind()
     Trainer(strategy=Strategy3D(**strategy), **{**QUIET, "max_steps": 1}, devices=_world()).fit(module, data)
     return list(SEEN)
@@ -132,6 +142,82 @@ def test_a_gather_over_all_ranks_in_a_pipelined_step_is_refused(scope):
 
 def test_a_gather_over_all_ranks_works_with_tensor_ranks():
     run(_ahead, Gathering, {"tensor_parallel_size": 2}, world=2)
+
+
+class Synchronizing(MLP):
+    """Each call of `compute` sends a message to the data ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean.compute())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "rows"),
+    [
+        ({"pipeline_parallel_size": 2, "num_microbatches": 4}, 4, (4, 5)),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8, (8,), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_data_ranks_divide_alike(strategy, world, rows):
+    run(_ahead, Synchronizing, strategy, rows, world=world, timeout=120, group=True)
+
+
+class Branched(LightningModule):
+    """Its last declared block is called first. The loss is that of tokens, of which samples have different numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, 8)
+        nn.init.zeros_(self.head.bias)
+        nn.init.normal_(self.head.weight, std=1e-6)  # all tokens have the same loss for now
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        hidden, labels = batch
+        beside = self.blocks[3](hidden).pow(2).mean()
+        for block in self.blocks[:3]:
+            hidden = hidden + block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100) + beside
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def _scope():
+    hidden, labels = torch.randn(8, 6, 16), torch.randint(8, (8, 6))
+    for row in range(8):
+        labels[row, 1 if row < 2 else 6 if row < 6 else 3 :] = -100
+    strategy = Strategy3D(pipeline_parallel_size=2, num_microbatches=4, loss_scope="microbatch")
+    trainer = Trainer(strategy=strategy, **{**QUIET, "max_steps": 1}, devices=_world())
+    with pytest.warns(UserWarning, match="it is no mean over samples") if _rank_zero() else nullcontext():
+        trainer.fit(Branched(), DataLoader([(hidden, labels)], batch_size=None))
+
+
+def test_gradients_of_the_block_that_is_called_last_are_compared():
+    run(_scope, world=2)
+
+
+class SharedGenerators(MLP):
+    def __init__(self):
+        super().__init__()
+        self.generators = torch.default_generator, np.random.mtrand._rand
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.rand((), generator=self.generators[0])
+        return F.cross_entropy(self(batch["x"]), batch["y"]) * (1 + 0 * noise)
+
+
+def test_the_generators_that_all_code_shares_are_not_a_modules_own():
+    run(_ahead, SharedGenerators, {"pipeline_parallel_size": 2}, world=2)
 
 
 class OwnGenerators(MLP):

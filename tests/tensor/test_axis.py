@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.comm import shared_memory
+from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.tensor.axis import GroupAxis
 from tests.workers import run
 
@@ -31,15 +32,8 @@ def _numbers(shape, rank):
     return torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * rank
 
 
-def _library_axis():
-    """An axis whose collectives are the library's, as on GPUs."""
-    axis = GroupAxis(dist.group.WORLD)
-    axis._wire._tried = True
-    return axis
-
-
 def _gathered(shapes, turned):
-    axis = _library_axis()
+    axis = GroupAxis(dist.group.WORLD)
     mine = _numbers(shapes[axis.rank], axis.rank)
     mine = mine.t().contiguous().t() if turned else mine
     with Passes() as passes:
@@ -64,7 +58,7 @@ def test_a_gather_sends_its_tensor_as_it_is(shapes, turned, first, last):
 
 
 def _scattered(sizes, begins):
-    axis = _library_axis()
+    axis = GroupAxis(dist.group.WORLD)
     whole = _numbers([4, sum(sizes), 3], axis.rank)
     shards = list(whole.split(sizes, dim=1))
     with Passes() as passes:
@@ -82,8 +76,21 @@ def test_shards_of_a_sum_are_copied_once(begins):
         assert "_reduce_scatter_base_" not in passes  # no backend divides a sum unevenly
 
 
+def _turned(wire):
+    axis = GroupAxis(dist.group.WORLD, wire=RingWire(dist.group.WORLD) if wire else None)
+    whole = _numbers([4, 2, 3, 5], axis.rank).contiguous(memory_format=torch.channels_last)
+    total = _numbers([4, 2, 3, 5], 0) + _numbers([4, 2, 3, 5], 1)
+    for found in (axis.reduce_scatter(list(whole.split(2))), axis.begin_reduce_scatter(list(whole.split(2)))()):
+        assert torch.equal(found, total.split(2)[axis.rank])
+
+
+@pytest.mark.parametrize("wire", [False, True])
+def test_shards_of_images_whose_channels_come_last(wire):
+    run(_turned, wire, world=2, group=True)
+
+
 def _through_memory(linked):
-    axis, machine = GroupAxis(dist.group.WORLD), shared_memory._machine
+    axis, machine = GroupAxis(dist.group.WORLD, wire=RingWire(dist.group.WORLD)), shared_memory._machine
     if not linked and axis.rank == 1:
         shared_memory._machine = lambda: 0  # as if this rank were elsewhere
     mine = _numbers([5, 3], axis.rank)

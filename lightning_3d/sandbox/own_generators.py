@@ -12,7 +12,7 @@ import torch
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
-_OF_ALL = (torch.default_generator, getattr(random.random, "__self__", None), np.random.mtrand._rand)
+_OF_ALL = (torch.default_generator, *(getattr(draw, "__self__", None) for draw in (random.random, np.random.rand)))
 """The generators of torch, Python and numpy that all code shares (`random_streams` puts them back)."""
 
 

@@ -209,7 +209,7 @@ def test_gradients_of_the_block_that_is_called_last_are_compared():
 class SharedGenerators(MLP):
     def __init__(self):
         super().__init__()
-        self.generators = torch.default_generator, np.random.mtrand._rand
+        self.generators = torch.default_generator, np.random.rand.__self__
 
     def training_step(self, batch, batch_idx):
         noise = torch.rand((), generator=self.generators[0])

@@ -11,6 +11,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -66,12 +67,21 @@ def store_of_attempt(environment: ClusterEnvironment, rank: int, world: int, tim
 def _await_server(address: str, port: int, deadline: float) -> None:
     """Return once the store listens, or at the deadline. torch's client (2.13) waits up to a second to try again."""
     pauses = _pauses()
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((address, port), timeout=min(left, LONGEST_ATTEMPT)).close()
-            return
-        except OSError:
-            time.sleep(next(pauses))
+    while (left := deadline - time.monotonic()) > 0 and not _listens(address, port, min(left, LONGEST_ATTEMPT)):
+        time.sleep(next(pauses))
+
+
+def _listens(address: str, port: int, timeout: float) -> bool:
+    """Return True where a connection to `port` can be opened. It is closed at once."""
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as own:
+                own.settimeout(timeout)
+                own.bind(("", 0))
+                if own.getsockname()[1] != port:  # a socket that has the port connects to itself, and rank 0 loses it
+                    own.connect(place)
+                    return True
+    return False
 
 
 def _announce(store: TCPStore, world: int, deadline: float) -> str:

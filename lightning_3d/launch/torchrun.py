@@ -77,6 +77,7 @@ def _listens(address: str, port: int, timeout: float) -> bool:
         for family, kind, protocol, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as own:
                 own.settimeout(timeout)
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # another job may listen here in a minute
                 own.bind(("", 0))
                 if own.getsockname()[1] != port:  # a socket that has the port connects to itself, and rank 0 loses it
                     own.connect(place)

@@ -1,7 +1,7 @@
 """Metrics reduce over the data axis only: tensor and pipeline peers have the same samples."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
 import torchmetrics.metric
 from torch import Tensor, nn
@@ -30,11 +30,6 @@ def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
 
     setattr(torchmetrics.metric, _DEFAULT, gather)
     return lambda: setattr(torchmetrics.metric, _DEFAULT, before)
-
-
-def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
-    """True for a metric or a collection. `isinstance` asks a hundred subclasses for each new class of module."""
-    return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 
 def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric | MetricCollection]]:
@@ -66,6 +61,6 @@ def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
 
 
 def _once(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Metric | MetricCollection]]:
-    if is_metric(module) and id(module) not in seen:
+    if isinstance(module, Metric | MetricCollection) and id(module) not in seen:
         seen.add(id(module))
         yield name, module

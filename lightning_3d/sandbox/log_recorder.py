@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.metrics import is_metric, named_metrics
+from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.loggers import RecordCall, do, recorded_trainer
 from lightning_3d.sandbox.metric_replay import as_far_as, cleared, instead, metrics_restored, on_full_batch, scratch_of
@@ -49,7 +49,7 @@ class LogRecorder:
 
         Metrics in plain attributes are found only once: such attributes may be large.
         """
-        found = [each for each in self.module.modules() if is_metric(each)]
+        found = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
         if self.modules is not None and list(map(id, found)) == list(map(id, self.modules)):
             return
         self.modules, self.metrics, self.roots, self.scratch = found, dict(named_metrics(self.module)), {}, {}
@@ -239,7 +239,7 @@ class LogRecorder:
         return self.metrics[name]
 
     def _named(self, value: Any, returned: dict[int, Computed]) -> Any:
-        if is_metric(value):
+        if isinstance(value, Metric | MetricCollection):
             return MetricName(self.names[id(value)])
         if isinstance(value, dict):
             return {key: self._named(item, returned) for key, item in value.items()}

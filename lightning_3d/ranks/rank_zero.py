@@ -64,6 +64,12 @@ def answer_to(text: object) -> str:
     refuse(f"a broadcast of {type(text).__name__!r}")
 
 
+def refuse_where_local(what: str) -> None:
+    """Raise in code that other ranks do not run: `what` needs them."""
+    if _Now.rank_local:
+        refuse(what)
+
+
 def refuse(what: str) -> NoReturn:
     """Raise: `what` needs ranks that do not run this code."""
     raise UnsupportedError(

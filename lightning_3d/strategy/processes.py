@@ -242,16 +242,14 @@ class Processes(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from every rank of the world, on all axes, or from `group` if given."""
-        if rank_zero.is_rank_local():
-            rank_zero.refuse("an all_gather")
+        rank_zero.refuse_where_local("an all_gather")
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
-        if rank_zero.is_rank_local():
-            rank_zero.refuse("a decision of all ranks")
+        rank_zero.refuse_where_local("a decision of all ranks")
         if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -263,8 +261,7 @@ class Processes(ParallelStrategy):
         return rank_zero.is_zero(self.global_rank)
 
     def barrier(self, name: str | None = None) -> None:
-        if rank_zero.is_rank_local():
-            rank_zero.refuse("a barrier")
+        rank_zero.refuse_where_local("a barrier")
         if dist.is_initialized():
             on_device = "nccl" in dist.get_backend()  # "cpu:gloo,cuda:nccl" is a name too
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)

@@ -6,9 +6,10 @@ Pure data, no process group. The planner reads it without torch.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import product
+from math import prod
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from lightning_3d.errors import LayoutError
 
@@ -177,16 +178,25 @@ def stages_by_rank(schedule: str, ranks: int, per_rank: int) -> tuple[tuple[int,
     return tuple(map(tuple, own))
 
 
-@dataclass(frozen=True)
-class Coordinate:
-    """The place of one rank on each axis."""
+def short_name(axis: str) -> str:
+    """The word for `axis` in messages: "tensor" for "tensor_parallel"."""
+    return axis.removesuffix("_parallel")
 
-    pipeline: int
-    data: int
-    tensor: int
+
+class Coordinate(dict[str, int]):
+    """The place of one rank: its index on each axis, outermost first."""
+
+    @property
+    def data(self) -> int:
+        return self[DATA_AXIS]
+
+    @property
+    def leads(self) -> bool:
+        """True for the first of the peers that work on the same samples."""
+        return not any(index for axis, index in self.items() if axis != DATA_AXIS)
 
     def __str__(self) -> str:
-        return f"pipeline {self.pipeline}, data {self.data}, tensor {self.tensor}"
+        return ", ".join(f"{short_name(axis)} {index}" for axis, index in self.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +226,11 @@ class Layout:
     offload: OffloadMode = "none"
     """Parameters outside of the device: "all" moves those of sharded stages, with gradients and optimizer states."""
 
+    axes: ClassVar[tuple[str, ...]] = AXES
+
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "stages_per_rank"):
-            size = getattr(self, name)
+        sizes = {f"{axis}_size": size for axis, size in self.by_data_first.items()}
+        for name, size in {**sizes, "stages_per_rank": self.stages_per_rank}.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
         _one_of("zero_stage", self.zero_stage, get_args(ZeroStage))
@@ -239,13 +251,33 @@ class Layout:
             )
 
     @property
-    def world_size(self) -> int:
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+    def sizes(self) -> Mapping[str, int]:
+        """Axis -> number of ranks, outermost first. An axis `x` is the field `x_size`."""
+        return {axis: getattr(self, f"{axis}_size") for axis in self.axes}
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Sizes in the order of `AXES`."""
-        return (self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
+    def by_data_first(self) -> dict[str, int]:
+        """The sizes in the order of messages: data, and then the axes of peers, innermost first."""
+        return {axis: self.sizes[axis] for axis in (DATA_AXIS, *self.peer_axes)}
+
+    @property
+    def peer_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks work on the same samples, innermost first."""
+        return tuple(axis for axis in reversed(self.axes) if axis != DATA_AXIS)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def peers(self) -> int:
+        """Ranks that work on the same samples, and have one copy of the module together."""
+        return self.world_size // self.data_parallel_size
+
+    @property
+    def pipelined(self) -> bool:
+        """True where ranks own different blocks."""
+        return self.sizes[PIPELINE_AXIS] > 1
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -260,23 +292,28 @@ class Layout:
     @property
     def shards_data(self) -> bool:
         """True where the data axis shards something. One rank does so for parameters that are not on its device."""
-        alone = self.offload == "all" and self.zero_stage == 3 and self.pipeline_parallel_size == 1
+        alone = self.offload == "all" and self.zero_stage == 3 and not self.pipelined
         return self.zero_stage > 0 and (self.data_parallel_size > 1 or alone)
 
     @property
     def holds_parts(self) -> bool:
         """True where a rank has only a shard of the parameters."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.shards_data
+        return self.tensor_parallel_size > 1 or self.pipelined or self.shards_data
+
+    @property
+    def shard_size(self) -> int:
+        """Data ranks that share one sharded copy."""
+        return self.zero_shard_size or self.data_parallel_size
 
     @property
     def shards(self) -> int:
         """Data ranks among which states are divided; 1 where nothing is."""
-        return (self.zero_shard_size or self.data_parallel_size) if self.zero_stage else 1
+        return self.shard_size if self.zero_stage else 1
 
     @property
     def streams_weights(self) -> bool:
         """True where full weights exist only block by block. A pipeline gathers them once for its step."""
-        return self.zero_stage == 3 and self.shards > 1 and self.pipeline_parallel_size == 1
+        return self.zero_stage == 3 and self.shards > 1 and not self.pipelined
 
     @property
     def last_rank(self) -> int:
@@ -284,12 +321,17 @@ class Layout:
         return 0 if SCHEDULES[self.schedule].v_shaped else self.pipeline_parallel_size - 1
 
     @property
+    def ends(self) -> list[int]:
+        """The first and the last pipeline rank, between which the others lie; one where there is no pipeline."""
+        return sorted({0, self.pipeline_parallel_size - 1})
+
+    @property
     def splits_backward(self) -> bool:
         """True where gradients of weights are computed separately.
 
         Backwards of recomputed blocks run in one piece (`lightning_3d/pipeline/prove.py`), in the same order.
         """
-        return self.schedule in HALVED_BACKWARD and self.pipeline_parallel_size > 1 and self.recompute == "none"
+        return self.schedule in HALVED_BACKWARD and self.pipelined and self.recompute == "none"
 
     def transfers(self, stage: int) -> int:
         """Sends, and as many receives, of a pipeline rank for each microbatch. Stages of one rank exchange nothing."""
@@ -302,7 +344,7 @@ class Layout:
 
         A microbatch on one of the stages of a rank counts as a part. `SCHEDULES` has the formulas.
         """
-        if self.pipeline_parallel_size == 1:
+        if not self.pipelined:
             return 1
         facts = SCHEDULES[self.schedule]
         most = facts.in_flight(self.pipeline_parallel_size, self.stages_per_rank, microbatches)
@@ -311,73 +353,55 @@ class Layout:
 
     def accumulates(self, microbatches: int) -> bool:
         """Return True if a rank adds up gradients of several microbatches before it reduces them."""
-        return self.pipeline_parallel_size > 1 or (self.zero_stage <= 1 and microbatches > 1)
+        return self.pipelined or (self.zero_stage <= 1 and microbatches > 1)
 
     def coordinate(self, rank: int) -> Coordinate:
         """The place of global `rank`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} ranks.")
-        rest, tensor = divmod(rank, self.tensor_parallel_size)
-        pipeline, data = divmod(rest, self.data_parallel_size)
-        return Coordinate(pipeline=pipeline, data=data, tensor=tensor)
+        indices = {}
+        for axis in reversed(self.axes):
+            rank, indices[axis] = divmod(rank, self.sizes[axis])
+        return Coordinate({axis: indices[axis] for axis in self.axes})
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """The global rank at `coordinate`."""
-        row = coordinate.pipeline * self.data_parallel_size + coordinate.data
-        return row * self.tensor_parallel_size + coordinate.tensor
+    def rank(self, indices: Mapping[str, int]) -> int:
+        """The global rank with `indices`; 0 on an axis that is not given."""
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + indices.get(axis, 0)
+        return rank
+
+    def peers_of(self, data: int) -> list[int]:
+        """The ranks that work on the samples of data rank `data`."""
+        axes = [axis for axis in self.axes if axis != DATA_AXIS]
+        places = product(*(range(self.sizes[axis]) for axis in axes))
+        return [self.rank({DATA_AXIS: data, **dict(zip(axes, place, strict=True))}) for place in places]
 
     def fit(self, world_size: int) -> "Layout":
-        """This layout with the data axis taking whatever `world_size` leaves, tensor and pipeline as they are."""
-        model = self.tensor_parallel_size * self.pipeline_parallel_size
-        if world_size % model:
+        """This layout with the data axis taking whatever `world_size` leaves, the other axes as they are."""
+        if world_size % self.peers:
+            sizes = " x ".join(f"{axis}_size={self.sizes[axis]}" for axis in self.peer_axes)
             raise LayoutError(
-                f"{world_size} ranks cannot be split into tensor_parallel_size={self.tensor_parallel_size} x"
-                f" pipeline_parallel_size={self.pipeline_parallel_size} = {model} ranks per copy of the model:"
-                f" {world_size} is not a multiple of {model}. Use a multiple of {model} devices or smaller sizes."
+                f"{world_size} ranks cannot be split into {sizes} = {self.peers} ranks per copy of the model:"
+                f" {world_size} is not a multiple of {self.peers}. Use a multiple of {self.peers} devices or smaller"
+                " sizes."
             )
-        return replace(self, data_parallel_size=world_size // model)
+        return replace(self, data_parallel_size=world_size // self.peers)
 
     def check_world(self, world_size: int) -> None:
         """Raise unless the degrees multiply to `world_size`."""
         if self.world_size != world_size:
+            sizes = " x ".join(f"{axis}_size={size}" for axis, size in self.by_data_first.items())
             raise LayoutError(
-                f"data_parallel_size={self.data_parallel_size} x tensor_parallel_size={self.tensor_parallel_size} x"
-                f" pipeline_parallel_size={self.pipeline_parallel_size} = {self.world_size} ranks, but the job has"
-                f' {world_size}. Set data_parallel_size="auto", or start {self.world_size} processes'
-                " (devices x num_nodes)."
+                f'{sizes} = {self.world_size} ranks, but the job has {world_size}. Set data_parallel_size="auto", or'
+                f" start {self.world_size} processes (devices x num_nodes)."
             )
 
     def __str__(self) -> str:
-        return (
-            f"data {self.data_parallel_size} x tensor {self.tensor_parallel_size} x"
-            f" pipeline {self.pipeline_parallel_size}, ZeRO {self.zero_stage}"
-        )
+        sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
+        return f"{sizes}, ZeRO {self.zero_stage}"
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise LayoutError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}.")
-
-
-@cache
-def balanced_cut(costs: tuple[float, ...], parts: int) -> tuple[int, ...]:
-    """Bounds of the contiguous partition of `costs` with the smallest largest part; then, the smallest sum of squares.
-
-    A pipeline cuts its units so, and its plan counts their blocks.
-    """
-    prefix = [0.0, *accumulate(costs)]
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * len(costs)]
-    for part in range(parts):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * len(best)
-        for stop in range(part + 1, len(costs) - (parts - part - 1) + 1):
-            options = []
-            for start in range(part, stop):
-                before = best[start]
-                if before is not None:
-                    cost = prefix[stop] - prefix[start]
-                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], start)))
-            following[stop] = min(options, default=None)
-        best = following
-    final = best[-1]
-    assert final is not None
-    return *final[2], len(costs)

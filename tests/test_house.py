@@ -18,7 +18,7 @@ ROOT = {"__init__", "__main__", "auto_layout", "cli", "errors", "layout", "paral
 
 TESTS = Path(__file__).parent
 TESTS_ROOT = {
-    "parity", "test_auto", "test_house", "test_layout", "test_mechanisms", "test_nothing_left",
+    "parity", "test_auto", "test_house", "test_layout", "test_limits", "test_mechanisms", "test_nothing_left",
     "test_private_names", "test_workers", "workers",
 }  # fmt: skip
 """At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
@@ -125,7 +125,7 @@ def test_files_are_small():
 def test_the_planner_stays_small():
     planner = [file for file in FILES if _part(file) == "planner"]
     assert len(planner) <= 30
-    assert sum(len(file.read_text().splitlines()) for file in planner) <= 4449
+    assert sum(len(file.read_text().splitlines()) for file in planner) <= 4444
 
 
 def test_asserts_say_invariants_and_no_error_is_swallowed():

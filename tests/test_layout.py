@@ -4,14 +4,14 @@ from typing import get_args
 import pytest
 
 from lightning_3d.errors import LayoutError
-from lightning_3d.layout import SCHEDULES, Layout, Schedule
+from lightning_3d.layout import PIPELINE_AXIS, SCHEDULES, TENSOR_AXIS, Layout, Schedule
 
 
 def test_rank_and_coordinate_are_inverse_and_tensor_is_innermost():
     layout = Layout(pipeline_parallel_size=2, data_parallel_size=3, tensor_parallel_size=4)
     assert [layout.rank(layout.coordinate(rank)) for rank in range(24)] == list(range(24))
-    assert [layout.coordinate(rank).tensor for rank in range(4)] == [0, 1, 2, 3]
-    assert layout.coordinate(12).pipeline == 1
+    assert [layout.coordinate(rank)[TENSOR_AXIS] for rank in range(4)] == [0, 1, 2, 3]
+    assert layout.coordinate(12)[PIPELINE_AXIS] == 1
 
 
 @pytest.mark.parametrize(

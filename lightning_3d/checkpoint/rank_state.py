@@ -48,7 +48,6 @@ def rank_state(
         loaders: states of the user's stateful dataloaders.
         shares_order: True where several data ranks deal out samples of one order.
     """
-    leads = coordinate.tensor == coordinate.pipeline == 0
     return {
         "layout": repr(layout),
         "data": [coordinate.data, layout.data_parallel_size],
@@ -56,8 +55,8 @@ def rank_state(
         "step": dict(step_random.states),
         "communication": axis.state_dict(),
         "sending": sending(axis, scale),
-        "places": places if leads else None,  # equal on all ranks of a data rank
-        "loaders": loaders if leads else [],
+        "places": places if coordinate.leads else None,  # equal on all ranks of a data rank
+        "loaders": loaders if coordinate.leads else [],
         "shares_order": shares_order,
     }
 

@@ -16,7 +16,7 @@ from lightning_3d.planner.answers import Answer, answer, catalogue_of, deadline_
 from lightning_3d.planner.job import Job, Offloaded
 from lightning_3d.planner.plain_yaml import read_plain
 from lightning_3d.planner.plan_report import strategy_line
-from lightning_3d.planner.priced_layout import Plan, ends
+from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.show import parse_dollars, real
 from lightning_3d.planner.states import Optimizer, Precision
 from lightning_3d.planner.transformer import Attention
@@ -111,8 +111,8 @@ def _plan_data(plan: Plan) -> dict[str, Any]:
         "microbatch_samples": plan.micro,
         "microbatches": plan.microbatches,
         "strategy": strategy_line(plan),
-        "state_bytes": [asdict(plan.states(stage)) for stage in ends(plan.layout)],
-        "sent_bytes": [plan.sent(stage) for stage in ends(plan.layout)],
+        "state_bytes": [asdict(plan.states(stage)) for stage in plan.layout.ends],
+        "sent_bytes": [plan.sent(stage) for stage in plan.layout.ends],
         "memory_bytes": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
         "device_memory_bytes": plan.cluster.accelerator.memory_gb * 1e9,
         "fits": plan.fits,

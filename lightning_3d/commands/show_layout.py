@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightning_3d.commands.plan import question_flags
 from lightning_3d.commands.printable import printable
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pictures.layout_pictures import HEADER, layout_pictures, layout_rows
 from lightning_3d.pictures.page import Table, Words, save_page
 from lightning_3d.pictures.png import save_png
@@ -35,7 +36,7 @@ def run(args: Namespace) -> int:
     listing = table(HEADER, [[cell.text for cell in row] for row in rows])
     lines = [*job_lines(plan.job), f"{plan.layout} on {plan.cluster}", "", listing]
     if len(rows) < plan.layout.world_size:
-        ranks = plan.layout.world_size // plan.layout.pipeline_parallel_size
+        ranks = plan.layout.world_size // plan.layout.sizes[PIPELINE_AXIS]
         lines.append(f"The first rank of each pipeline rank: all of its {ranks} ranks have as many bytes.")
     print(printable("\n".join(lines)))
     if args.plot is not None:

@@ -22,8 +22,7 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
     would blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
-    alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
-    if alone or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
+    if layout.peers == 1 or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
         return
     batches = talk.gather(_marks_of_first_batch(trainer))
     everyone: dict[int, dict[int, Marks | None]] = {}

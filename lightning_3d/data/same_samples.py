@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import has_peers
 
@@ -50,8 +50,8 @@ class SampleCheck:
 
     def __init__(self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device) -> None:
         self.layout, self.coordinate, self.device = layout, coordinate, device
-        self.groups = [mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)]
-        self.alone = layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
+        self.groups = [mesh.get_group(axis) for axis in layout.peer_axes]
+        self.alone = layout.peers == 1
         self.seen: Counter[str] = Counter()
         self.epoch = 0
         self.evaluation: object = None
@@ -102,15 +102,13 @@ class SampleCheck:
             table = torch.cat(parts)
         if (table == table[0]).all():
             return None
-        return self._describe(step, table.view(self.layout.pipeline_parallel_size, -1).tolist())
+        return self._describe(step, table.flatten().tolist())
 
-    def _describe(self, step: str, table: list[list[int]]) -> str:
+    def _describe(self, step: str, marks: list[int]) -> str:
         data = self.coordinate.data
         ranks: dict[int, list[int]] = {}
-        for pipeline, row in enumerate(table):
-            for tensor, mark in enumerate(row):
-                place = Coordinate(pipeline=pipeline, data=data, tensor=tensor)
-                ranks.setdefault(mark, []).append(self.layout.rank(place))
+        for rank, mark in zip(self.layout.peers_of(data), marks, strict=True):
+            ranks.setdefault(mark, []).append(rank)
         sets = " | ".join(", ".join(map(str, same)) for same in ranks.values())
         return (
             f"batch {self.seen[step] - 1} of {step} is not the same on the ranks of data rank {data}, which work on the"

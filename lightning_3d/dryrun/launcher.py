@@ -16,7 +16,7 @@ from lightning_3d.dryrun.report import DryRunReport, RankReport
 from lightning_3d.dryrun.simulated_rank import SimulatedRank
 from lightning_3d.errors import LayoutError
 from lightning_3d.launch.lightning_private import Launcher
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.ranks.inherited_groups_private import existing_groups
 
 
@@ -90,11 +90,10 @@ class DryLauncher(Launcher):
 
 
 def usual_ranks(layout: Layout) -> Sequence[int]:
-    """The first data and tensor rank of each pipeline rank, whose shards are the largest; of the others the last, and
+    """The first rank of each pipeline rank, whose shards are the largest; of the others the last, and
     one in the middle of each axis, since user code may differ by rank."""
-    data, tensor = layout.data_parallel_size, layout.tensor_parallel_size
-    first = [Coordinate(pipeline=at, data=0, tensor=0) for at in range(layout.pipeline_parallel_size)]
-    odd = [Coordinate(pipeline=0, data=data // 2, tensor=0), Coordinate(pipeline=0, data=0, tensor=tensor // 2)]
+    first = [{PIPELINE_AXIS: at} for at in range(layout.sizes[PIPELINE_AXIS])]
+    odd = [{axis: size // 2} for axis, size in layout.sizes.items() if axis != PIPELINE_AXIS]
     return sorted({*map(layout.rank, [*first, *odd]), layout.world_size - 1})
 
 

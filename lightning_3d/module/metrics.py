@@ -21,7 +21,7 @@ the run. `tests/same/test_metrics.py` fails when torchmetrics renames it.
 
 def gather_over(data: dist.ProcessGroup, layout: Layout) -> Callable[[], None]:
     """Let metrics without their own group gather over `data`; returns a function that undoes it."""
-    if layout.data_parallel_size == layout.world_size:
+    if layout.peers == 1:
         return lambda: None  # the world is the data axis
     before = getattr(torchmetrics.metric, _DEFAULT)
 

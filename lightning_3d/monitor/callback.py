@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch import job_folder
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
@@ -91,7 +92,7 @@ class Monitor3D(Callback):
         self._all = Spent()
         self._sums = BlockSums(pl_module)
         places = {rank: str(strategy.layout.coordinate(rank)) for rank in range(strategy.world_size)}
-        groups = {rank: strategy.layout.coordinate(rank).pipeline for rank in places}
+        groups = {rank: strategy.layout.coordinate(rank)[PIPELINE_AXIS] for rank in places}
         self._watch = Watch(Board("monitor"), places, groups, self._sums)
         self._closing.callback(self._sums.detach)
         self._attach_clock(trainer)
@@ -169,7 +170,7 @@ class Monitor3D(Callback):
                 " out."
             )
         place = strategy.layout.coordinate(strategy.global_rank)
-        sends = place.data == place.tensor == 0
+        sends = not any(index for axis, index in place.items() if axis != PIPELINE_AXIS)
         return PassRecorder(strategy.pipeline, WARM_UP, self._timetable_steps, sends=sends)
 
     def _write_timetable(self, trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.nn.utils import clip_grad
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Coordinate
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate
 from lightning_3d.ranks.mesh import SHARD_AXIS
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.shards import local, sharded_axes
@@ -35,9 +35,11 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
         coordinate: of this rank.
         shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
     """
-    split = sharded_axes(parameter).keys()
+    split = set(sharded_axes(parameter))
+    split |= {PIPELINE_AXIS}  # each stage counts its own parameters
     first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
-    return coordinate.data < first and (TENSOR_AXIS in split or coordinate.tensor == 0)
+    peers = (axis in split or index == 0 for axis, index in coordinate.items() if axis != DATA_AXIS)
+    return coordinate.data < first and all(peers)
 
 
 @torch.no_grad()

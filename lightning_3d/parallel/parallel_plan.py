@@ -15,7 +15,7 @@ from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
 from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, WritesError
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
 from lightning_3d.pipeline.loss_scope import MICROBATCH, ChosenScope, LossScope, choose_scope
@@ -90,7 +90,7 @@ def make_plan(
         with one_block_at_a_time(module, units, plugin.forward_context) as context:
             uncut_run = observe_one_batch(
                 trainer, module, units, layout, to_device, context, choices.loss_scope,
-                groups=[mesh.get_group(axis) for axis in (TENSOR_AXIS, PIPELINE_AXIS)],
+                groups=[mesh.get_group(axis) for axis in layout.peer_axes],
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
@@ -130,7 +130,7 @@ def _calls_of_first_batch(
     lone = cut and trainer.state.fn == TrainerFn.FITTING and has_peers()
 
     def record() -> Recording | None:
-        if lone and (place.tensor or place.pipeline):
+        if lone and not place.leads:
             return None
         with computed_on_use(module), rank_local() if lone else nullcontext():
             return record_one_batch(trainer, module, to_device, recorder)
@@ -142,10 +142,10 @@ def plan_pipeline(
     module: nn.Module, anatomy: Anatomy, layout: Layout, cuts: Sequence[str] | None, uncut_run: UncutRun | None = None
 ) -> PipelineSplit | None:
     """The cut of `module` into stages, None with one pipeline rank."""
-    if layout.pipeline_parallel_size == 1:
+    if not layout.pipelined:
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
-    return plan_split(module, anatomy, layout.pipeline_parallel_size * per_rank, cuts=cuts, uncut=uncut_run)
+    return plan_split(module, anatomy, layout.sizes[PIPELINE_AXIS] * per_rank, cuts=cuts, uncut=uncut_run)
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.planner.memory import offloaded
 from lightning_3d.planner.states import StateBytes, sharded_states
@@ -39,11 +39,11 @@ def expected_states(
     gradients reduced once per step, so ZeRO stages 2 and 3 need as much memory as stage 1.
     """
     stage = 3 if layout.offload == "all" else layout.zero_stage
-    stage = min(layout.zero_stage, 1) if layout.pipeline_parallel_size > 1 else stage
-    ranks = layout.zero_shard_size or layout.data_parallel_size
+    stage = min(layout.zero_stage, 1) if layout.pipelined else stage
+    ranks = layout.shard_size
     expected = []
-    for pipeline_rank in range(layout.pipeline_parallel_size):
-        own = split.stages_on(pipeline_rank, layout.pipeline_parallel_size, layout.schedule) if split else (0,)
+    for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
+        own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)
         elements = elements_on_stages(module, own, split, tensor)
         weights = sum(size * parameter.element_size() for parameter, size in elements.items())
         trained = sum(

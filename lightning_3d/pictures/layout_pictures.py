@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_3d.layout import Coordinate
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from lightning_3d.pictures.kinds import Bars, Cell, Cells
 from lightning_3d.pictures.page import TableCell
 from lightning_3d.pictures.plan_pictures import GB, bars_of_memory, sizes_name
@@ -28,7 +28,7 @@ class StageContent(NamedTuple):
 
 
 def contents(plan: Plan) -> list[StageContent]:
-    stages = range(plan.layout.pipeline_parallel_size)
+    stages = range(plan.layout.sizes[PIPELINE_AXIS])
     memory = stages_memory(
         plan.job, plan.cluster, plan.layout, stages, micro=plan.micro, microbatches=plan.microbatches
     )
@@ -40,13 +40,13 @@ def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
     layout, stages = plan.layout, contents(plan)
     ranks = range(layout.world_size)
     if layout.world_size > MOST_ROWS:
-        ranks = range(0, layout.world_size, layout.world_size // layout.pipeline_parallel_size)
+        ranks = range(0, layout.world_size, layout.world_size // layout.sizes[PIPELINE_AXIS])
     rows: list[tuple[TableCell, ...]] = []
     for rank in ranks:
         place = layout.coordinate(rank)
-        content = stages[place.pipeline]
+        content = stages[place[PIPELINE_AXIS]]
         named, total = [getattr(content.memory, name) for name in SIZES], content.memory.total
-        tensor = f"{place.tensor + 1} of {layout.tensor_parallel_size}"
+        tensor = f"{place[TENSOR_AXIS] + 1} of {layout.sizes[TENSOR_AXIS]}"
         zero = f"{place.data % plan.layout.shards + 1} of {plan.layout.shards}"
         words = (TableCell(text) for text in (str(place), content.blocks, tensor, zero))
         sizes = (TableCell(show_bytes(size), size) for size in (*named, total - sum(named), total))
@@ -75,7 +75,7 @@ def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[C
             cells = tuple(
                 Cell(
                     content.memory.total / GB,
-                    str(layout.rank(Coordinate(pipeline=stage, data=data, tensor=tensor))),
+                    str(layout.rank({PIPELINE_AXIS: stage, DATA_AXIS: data, TENSOR_AXIS: tensor})),
                     f"d{data} t{tensor}",
                 )
                 for data in range(first, last)

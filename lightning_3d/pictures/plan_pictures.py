@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from lightning_3d.layout import Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.pictures.kinds import Bars, Curves, Lanes, Picture, Point
 from lightning_3d.pictures.passes import most_seconds, pass_spans, scale
 from lightning_3d.pictures.timetable import timetable
@@ -24,7 +24,7 @@ GB = 1e9
 def plan_pictures(plans: Sequence[Plan], deadline: float | None, budget: float | None) -> dict[str, Picture]:
     """Name of each picture -> the picture. A timetable is of the best plan with a pipeline."""
     pictures: dict[str, Picture] = {"memory": memory_bars(plans), "cost": cost_curves(plans, deadline, budget)}
-    staged = next((plan for plan in plans if plan.layout.pipeline_parallel_size > 1), None)
+    staged = next((plan for plan in plans if plan.layout.pipelined), None)
     return pictures if staged is None else {**pictures, "timetable": plan_lanes(staged)}
 
 
@@ -113,7 +113,7 @@ def plan_lanes(plan: Plan) -> Lanes:
     The idle share in the title is that of the complete step. In the drawing it is larger: fewer microbatches hide less.
     """
     layout, time = plan.layout, plan.time
-    stages = min(layout.pipeline_parallel_size, MOST_RANKS)
+    stages = min(layout.sizes[PIPELINE_AXIS], MOST_RANKS)
     shown = min(plan.microbatches, MOST, max(FEWEST, 2 * stages))
     microbatches = max(stages, shown // stages * stages)
     useful = (time.compute + time.traffic + time.launching) / plan.microbatches
@@ -123,17 +123,17 @@ def plan_lanes(plan: Plan) -> Lanes:
     )
     idle = bubble_share(
         layout.schedule,
-        stages=layout.pipeline_parallel_size,
+        stages=layout.sizes[PIPELINE_AXIS],
         microbatches=plan.microbatches,
         chunks=layout.stages_per_rank,
         times=times,
         joined=True,
     )
     title = (
-        f"{schedule_name(layout)}, {layout.pipeline_parallel_size} ranks, {plan.microbatches} microbatches:"
+        f"{schedule_name(layout)}, {layout.sizes[PIPELINE_AXIS]} ranks, {plan.microbatches} microbatches:"
         f" a rank idles {idle:.1%} of the pipeline's time"
     )
-    if (stages, microbatches) != (layout.pipeline_parallel_size, plan.microbatches):
+    if (stages, microbatches) != (layout.sizes[PIPELINE_AXIS], plan.microbatches):
         title += f" (drawn with {stages} ranks and {microbatches} microbatches)"
     factor, unit = scale(most_seconds(passes))
     return Lanes(title=title, unit=unit, spans=pass_spans(passes, stages, factor), lanes=stages)
@@ -142,10 +142,10 @@ def plan_lanes(plan: Plan) -> Lanes:
 def layout_name(plan: Plan) -> str:
     """A layout in a few characters, with the schedule of a pipeline."""
     name = f"{sizes_name(plan.layout)}, micro {plan.micro}"
-    return name if plan.layout.pipeline_parallel_size == 1 else f"{name}, {schedule_name(plan.layout)}"
+    return name if not plan.layout.pipelined else f"{name}, {schedule_name(plan.layout)}"
 
 
 def sizes_name(layout: Layout) -> str:
     """The sizes of the axes and the ZeRO stage in a few characters."""
-    sizes = f"d{layout.data_parallel_size} t{layout.tensor_parallel_size} p{layout.pipeline_parallel_size}"
+    sizes = " ".join(f"{axis[0]}{size}" for axis, size in layout.by_data_first.items())
     return f"{sizes} z{layout.zero_stage}"

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
 from lightning_3d.errors import Lightning3DError, UnsupportedError
-from lightning_3d.layout import Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
@@ -164,7 +164,7 @@ def observe_one_batch(
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         cut = fitting and bool(args)  # evaluation runs full batches
         rows = Rows.of(args[0], promised_samples(loaders), module) if cut else TENSORS
-        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.pipeline_parallel_size, rows) if cut else [1]
+        sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 
         def run(rows: Any) -> None:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.errors import PipelineSplitError
-from lightning_3d.layout import balanced_cut, stage_ranks
+from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.pipeline.absent import absent_like
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.units import Unit, find_units, in_running_order, parameters_used_everywhere

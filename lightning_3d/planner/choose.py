@@ -97,7 +97,7 @@ def choose_layout(
     def price(layout: Layout) -> Plan:
         """`layout` as the strategy would run it: each data rank has its own batches, a pipeline cuts each."""
         count, given = 1, layout.num_microbatches
-        if layout.pipeline_parallel_size > 1:
+        if layout.pipelined:
             count = pieces(loading.samples, layout.pipeline_parallel_size) if given == "auto" else given
         batch = loading.samples * loading.accumulate * layout.data_parallel_size
         job = Job(

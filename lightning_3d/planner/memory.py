@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
-from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout, balanced_cut
+from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout
+from lightning_3d.module.balanced_cut import balanced_cut
 from lightning_3d.planner.job import Job, Options
 from lightning_3d.planner.profile import Profile, Units
 from lightning_3d.planner.states import StateBytes
@@ -165,7 +166,7 @@ def _units_on_stage(profile: Profile, layout: Layout, virtual: int) -> Units:
 
 def _last_whole(profile: Profile, layout: Layout, stage: int) -> float:
     """Unsplit parameters after the blocks on a rank: a large head may have its stage without the norm before it."""
-    if layout.pipeline_parallel_size == 1 or not profile.units:
+    if not layout.pipelined or not profile.units:
         return profile.last_whole if stage == layout.last_rank else 0.0
     head = layout.num_stages - 1
     units = [[unit for v in own if v < head for unit in _units_on_stage(profile, layout, v)] for own in layout.stages]
@@ -203,7 +204,7 @@ def _before_end(
     saved, result, loss = head_bytes(job, layout, micro) if stage == layout.last_rank else (0.0, 0.0, 0.0)
     casts, casts_again = cast_bytes(job, layout, stage=stage, microbatches=microbatches)
     # the next block is gathered, and one has new gradients, before those of another one are reduced
-    streamed, piped = 2 * streams * block_bytes(job, layout), layout.pipeline_parallel_size > 1
+    streamed, piped = 2 * streams * block_bytes(job, layout), layout.pipelined
     times = [(states.gradients, 1.0)]
     if piped and layout.held(stage, microbatches) >= microbatches:
         # the first gradients come with the first activations gone
@@ -289,7 +290,7 @@ def offloaded(states: StateBytes, layout: Layout, options: Options = Options()) 
     """
     if layout.offload == "none" and options.offload != "optimizer":
         return states, 0.0
-    if layout.pipeline_parallel_size > 1 or options.offload == "optimizer":
+    if layout.pipelined or options.offload == "optimizer":
         return states.times(1, 1, 0), states.optimizer
     return states.of(0), states.total
 
@@ -319,7 +320,7 @@ def receive_buffers(profile: Profile, layout: Layout, *, stage: int, micro: int)
 
 def gathered_weights(job: Job, layout: Layout, *, backward: bool = False) -> float:
     """Bytes of full weights on a device that has only shards: of a block and the head, or of two blocks in backward."""
-    if not layout.streams_weights and (layout.offload == "none" or layout.pipeline_parallel_size > 1):
+    if not layout.streams_weights and (layout.offload == "none" or layout.pipelined):
         return 0.0
     profile, numbers = job.profile, job.numbers(layout)
     freed = layout.zero_stage == 3

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_3d.layout import Layout
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import PlannedMemory, layers_on_rank
-from lightning_3d.planner.priced_layout import Plan, ends
+from lightning_3d.planner.priced_layout import Plan
 from lightning_3d.planner.show import show_bytes, show_count, show_dollars, show_seconds
 from lightning_3d.planner.states import number_bytes
 
@@ -98,9 +98,9 @@ def strategy_line(plan: Plan) -> str:
         given["offload"] = {plan.job.options.offload: "cpu"}
     changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS.get(name)]
     trainer = [f'precision="{plan.job.precision}"']
-    if plan.layout.pipeline_parallel_size == 1 and plan.microbatches > 1:
+    if not plan.layout.pipelined and plan.microbatches > 1:
         trainer.append(f"accumulate_grad_batches={plan.microbatches}")
-    samples = plan.micro * (plan.microbatches if plan.layout.pipeline_parallel_size > 1 else 1)
+    samples = plan.micro * (plan.microbatches if plan.layout.pipelined else 1)
     not_run = plan.job.options.not_run
     if not_run:
         return f"not run by this package: {', '.join(not_run)}"
@@ -112,7 +112,7 @@ def strategy_line(plan: Plan) -> str:
 
 def sent_line(plan: Plan) -> str:
     """Bytes that the fullest rank sends in a step, by axis."""
-    most = max(map(plan.sent, ends(plan.layout)), key=lambda sent: sum(sent.values()))
+    most = max(map(plan.sent, plan.layout.ends), key=lambda sent: sum(sent.values()))
     parts = [f"{show_bytes(size)} {axis.partition('_')[0]}" for axis, size in most.items()]
     return f"sent by a rank in a step: {', '.join(parts) or 'nothing'}"
 
@@ -124,7 +124,7 @@ def setup_line(plan: Plan) -> str:
 
 
 def schedule_name(layout: Layout) -> str:
-    if layout.pipeline_parallel_size == 1:
+    if not layout.pipelined:
         return "-"
     return layout.schedule + (f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
 

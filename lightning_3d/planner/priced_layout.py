@@ -101,17 +101,12 @@ def price_layout(job: Job, cluster: Cluster, layout: Layout, *, micro: int) -> P
     return Plan(
         job=job,
         cluster=cluster,
-        layout=replace(layout, num_microbatches=microbatches if layout.pipeline_parallel_size > 1 else "auto"),
+        layout=replace(layout, num_microbatches=microbatches if layout.pipelined else "auto"),
         micro=micro,
         microbatches=microbatches,
-        memory=stages_memory(job, cluster, layout, ends(layout), micro=micro, microbatches=microbatches),
+        memory=stages_memory(job, cluster, layout, layout.ends, micro=micro, microbatches=microbatches),
         time=step_time(job, layout, cluster, micro=micro, microbatches=microbatches),
     )
-
-
-def ends(layout: Layout) -> list[int]:
-    """The first and the last pipeline rank, between which the others lie; one where there is no pipeline."""
-    return sorted({0, layout.pipeline_parallel_size - 1})
 
 
 def stages_memory(

@@ -9,7 +9,7 @@ from lightning_3d.layout import SCHEDULES, Layout, OffloadMode, RecomputeMode, S
 from lightning_3d.planner.hardware import Cluster
 from lightning_3d.planner.job import Job
 from lightning_3d.planner.memory import layers_on_rank
-from lightning_3d.planner.priced_layout import Plan, all_fit, ends, price_layout, stages_memory
+from lightning_3d.planner.priced_layout import Plan, all_fit, price_layout, stages_memory
 from lightning_3d.planner.step_time import least_seconds
 
 RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -194,7 +194,7 @@ def fewest_recomputed(job: Job, cluster: Cluster, layout: Layout, family: Family
 def _node_share(layout: Layout, cluster: Cluster, pins: Pins) -> int | None:
     """Data ranks in a node, where ZeRO 3 over more of them could shard among these alone."""
     inside, ranks = cluster.domain // layout.tensor_parallel_size, layout.data_parallel_size
-    able = layout.zero_stage == 3 and layout.pipeline_parallel_size == 1 and pins.shard is None
+    able = layout.zero_stage == 3 and not layout.pipelined and pins.shard is None
     return inside if able and 1 < inside < ranks and ranks % inside == 0 else layout.zero_shard_size
 
 
@@ -210,7 +210,7 @@ def _least_stage(
 
 
 def _fits(job: Job, cluster: Cluster, layout: Layout, family: Family) -> bool:
-    stages, micro, count = ends(layout), family.micro, family.microbatches
+    stages, micro, count = layout.ends, family.micro, family.microbatches
     return all_fit(stages_memory(job, cluster, layout, stages, micro=micro, microbatches=count), cluster)
 
 
@@ -218,8 +218,8 @@ def zero_stages(layout: Layout, offload: OffloadMode, fixed: ZeroStage | None) -
     """ZeRO stages to try. A pipeline has gathered weights and full gradients, so that stage 1 saves as much."""
     if fixed is not None:
         return (fixed,)
-    if layout.data_parallel_size == 1 or layout.pipeline_parallel_size > 1:
-        return (3,) if offload == "all" and layout.pipeline_parallel_size == 1 else (1,)
+    if layout.data_parallel_size == 1 or layout.pipelined:
+        return (3,) if offload == "all" and not layout.pipelined else (1,)
     return (3,) if offload == "all" else (1, 2, 3)
 
 

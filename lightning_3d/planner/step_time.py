@@ -196,8 +196,7 @@ def launch_seconds(job: Job, layout: Layout, device: Accelerator) -> float:
 def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
     """Seconds of tensor, context and expert collectives for one microbatch. Nothing hides them, except DualPipe."""
     tensor, context = layout.tensor_parallel_size, job.options.context
-    stages = {0, layout.pipeline_parallel_size - 1}
-    sent = max(tensor_bytes(job, layout, stage=stage, micro=micro) for stage in stages) if tensor > 1 else 0.0
+    sent = max(tensor_bytes(job, layout, stage=end, micro=micro) for end in layout.ends) if tensor > 1 else 0.0
     keys, routed = block_exchange_bytes(job, layout, micro=micro)
     seconds = keys / link_rate(cluster, span=context, stride=tensor) + routed / expert_rate(job, layout, cluster)
     return sent / link_rate(cluster, span=tensor, stride=1) + layers_on_rank(job.profile, layout) * seconds
@@ -222,7 +221,7 @@ def tensor_sums(job: Job, layout: Layout) -> float:
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, micro: int) -> float:
     """Seconds of stage-to-stage transfers for one microbatch that nothing hides."""
-    if layout.pipeline_parallel_size == 1:
+    if not layout.pipelined:
         return 0.0
     sent = 2 * layout.stages_per_rank * micro * job.profile.boundary_elements * job.profile.element_bytes
     neighbour = layout.data_parallel_size * layout.tensor_parallel_size
@@ -277,7 +276,7 @@ def overhead_seconds(job: Job, layout: Layout, cluster: Cluster, microbatches: i
         sums = tensor_sums(job, layout) * microbatches
         ring = ring_latency(cluster, span=tensor, stride=1)  # sequence parallelism gathers and scatters instead
         seconds += sums * (2 * ring if job.profile.divides(layout) else sum_latency(cluster, span=tensor, stride=1))
-    if layout.pipeline_parallel_size > 1:
+    if layout.pipelined:
         neighbour = layout.data_parallel_size * tensor
         hop = ring_latency(cluster, span=2, stride=neighbour)
         seconds += 2 * (layout.pipeline_parallel_size - 1 + layout.stages_per_rank * microbatches) * hop

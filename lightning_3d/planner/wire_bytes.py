@@ -31,7 +31,7 @@ def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tu
 
 def reductions(layout: Layout, microbatches: int) -> int:
     """Times that gradients are reduced in a step."""
-    return microbatches if layout.zero_stage >= 2 and layout.pipeline_parallel_size == 1 else 1
+    return microbatches if layout.zero_stage >= 2 and not layout.pipelined else 1
 
 
 def gradient_bytes(job: Job, layout: Layout) -> float:
@@ -69,7 +69,7 @@ def sent_weights(job: Job, layout: Layout, *, stage: int, microbatches: int) -> 
 
 def data_calls(job: Job, layout: Layout, *, microbatches: int) -> int:
     """Collectives of a step on the data axis: one for each block and one for the rest, and each time anew."""
-    units, piped = layers_on_rank(job.profile, layout) + 1, layout.pipeline_parallel_size > 1
+    units, piped = layers_on_rank(job.profile, layout) + 1, layout.pipelined
     if layout.shards == 1:
         return 1
     if piped or layout.zero_stage == 1:

@@ -6,7 +6,7 @@ the job ends (DTensor caches every mesh), and with NCCL each takes device memory
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.links import open_links
@@ -72,7 +72,7 @@ def group_alone(rank: int) -> dist.ProcessGroup:
 def open_groups(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     """Axes of `layout` that no other run uses until `return_groups`. Every rank must call it."""
     _follow_world()
-    key = (layout.shape, layout.zero_shard_size, rank, device_type, timeout)
+    key = (tuple(layout.sizes.items()), layout.zero_shard_size, rank, device_type, timeout)
     for axes in _Unused.axes:
         if axes.key == key:
             _Unused.axes.remove(axes)
@@ -116,11 +116,11 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     freeze_garbage_in_forks()
     mesh = build_mesh(layout, device_type, timeout)
-    for group in (dist.group.WORLD, *map(mesh.get_group, AXES)):
+    for group in (dist.group.WORLD, *map(mesh.get_group, layout.axes)):
         assert group is not None
         talk.open_hosts(group)
     open_links(mesh.get_group(PIPELINE_AXIS), torch.device(device_type))
-    here, shard = layout.coordinate(rank), layout.zero_shard_size or layout.data_parallel_size
+    here, shard = layout.coordinate(rank), layout.shard_size
     data = _new_group(layout, here, timeout, lambda data: 0)
     users = _users_groups(layout, rank, here, timeout)
     if shard == layout.data_parallel_size:
@@ -143,12 +143,13 @@ def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelt
 
 
 def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
-    """This rank's group: the data ranks with its `part` and its pipeline and tensor coordinates.
+    """This rank's group: the data ranks with its `part` and its place on the other axes.
 
     All ranks open their groups at the same time. NCCL splits the communicator of the job once for all of them.
     """
-    peers = [replace(here, data=data) for data in range(layout.data_parallel_size) if part(data) == part(here.data)]
-    return dist.new_group([layout.rank(peer) for peer in peers], timeout, use_local_synchronization=True)
+    data = [each for each in range(layout.data_parallel_size) if part(each) == part(here.data)]
+    ranks = [layout.rank({**here, DATA_AXIS: each}) for each in data]
+    return dist.new_group(ranks, timeout, use_local_synchronization=True)
 
 
 def has_peers() -> bool:

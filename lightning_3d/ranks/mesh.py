@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.layout import AXES, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import DATA_AXIS, Layout
 
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
 
@@ -19,7 +19,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMe
 
     Its groups get `timeout`; torch's default is half an hour, also where the job's own group has another one.
     With hybrid shard the data axis is two axes, `data_replicate` (outer) and `data_shard`. `data_parallel` is their
-    flattened view, so that everything but ZeRO uses the same three names.
+    flattened view, so that everything but ZeRO uses the same names.
     """
     layout.check_world(dist.get_world_size())
     with _new_groups_wait(timeout):
@@ -45,15 +45,15 @@ def _new_groups_wait(timeout: timedelta) -> Iterator[None]:
 
 
 def _axes(layout: Layout, device_type: str) -> DeviceMesh:
-    shard = layout.zero_shard_size
-    if shard is None or shard == layout.data_parallel_size:
-        return init_device_mesh(device_type, layout.shape, mesh_dim_names=AXES)
-    mesh = init_device_mesh(
-        device_type,
-        (layout.pipeline_parallel_size, layout.data_parallel_size // shard, shard, layout.tensor_parallel_size),
-        mesh_dim_names=(PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS),
-    )
-    mesh[REPLICATE_AXIS, SHARD_AXIS]._flatten(DATA_AXIS)
+    copies = layout.data_parallel_size // layout.shard_size
+    if copies == 1:
+        return init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=layout.axes)
+    data = {REPLICATE_AXIS: copies, SHARD_AXIS: layout.data_parallel_size // copies}
+    sizes: dict[str, int] = {}
+    for axis, size in layout.sizes.items():
+        sizes |= data if axis == DATA_AXIS else {axis: size}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh[tuple(data)]._flatten(DATA_AXIS)
     return mesh
 
 

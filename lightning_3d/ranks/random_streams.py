@@ -75,7 +75,7 @@ class StepRandom:
     """The random stream for the steps of one rank, separate from the main one where that is needed."""
 
     def __init__(self, layout: Layout, coordinate: Coordinate) -> None:
-        self.separate = layout.data_parallel_size > 1 or layout.pipeline_parallel_size > 1
+        self.separate = layout.data_parallel_size > 1 or layout.pipelined
         self.states: Streams = {}
         if self.separate:
             with restored_streams():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.parallel.state_counts import with_states
 from lightning_3d.pipeline.microbatch import auto_microbatches
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -66,8 +66,8 @@ def step_line(layout: Layout, accumulate: int, batch: int | None) -> str:
 def draw(layout: Layout, split: PipelineSplit | None = None) -> Iterator[str]:
     """The ranks as a table: a row for each pipeline rank with its blocks, a box of tensor ranks for each data rank."""
     columns = _shown(layout.data_parallel_size)
-    boxes = [[_box(layout, stage, data) for data in columns] for stage in range(layout.pipeline_parallel_size)]
-    labels = [f"stage {stage}" if layout.pipeline_parallel_size > 1 else "ranks" for stage in range(len(boxes))]
+    boxes = [[_box(layout, stage, data) for data in columns] for stage in range(layout.sizes[PIPELINE_AXIS])]
+    labels = [f"stage {stage}" if layout.pipelined else "ranks" for stage in range(len(boxes))]
     left = max(map(len, labels))
     heads = ["..." if data is None else f"data {data}" for data in columns]
     several = layout.data_parallel_size > 1
@@ -86,8 +86,9 @@ def _cells(row: list[str], widths: list[int]) -> str:
 def _box(layout: Layout, stage: int, data: int | None) -> str:
     if data is None:
         return "..."
-    tensors = _shown(layout.tensor_parallel_size)
-    ranks = ["..." if t is None else str(layout.rank(Coordinate(stage, data, t))) for t in tensors]
+    together = layout.peers // layout.sizes[PIPELINE_AXIS]
+    peers = layout.peers_of(data)[stage * together :]
+    ranks = ["..." if index is None else str(peers[index]) for index in _shown(together)]
     return f"[{' '.join(ranks)}]"
 
 
@@ -100,7 +101,7 @@ def _blocks(layout: Layout, split: PipelineSplit | None, rank: int) -> str:
     if split is None:
         return ""
     lines = split.describe().splitlines()
-    own = split.stages_on(rank, layout.pipeline_parallel_size, layout.schedule)
+    own = split.stages_on(rank, layout.sizes[PIPELINE_AXIS], layout.schedule)
     return ", ".join(lines[stage].partition(": ")[2] for stage in own)
 
 
@@ -120,7 +121,7 @@ def _unsplit(module: nn.Module, tensor: TensorPlan) -> str:
 
 
 def _microbatches(layout: Layout, batch: int | None) -> str:
-    stages = layout.pipeline_parallel_size
+    stages = layout.sizes[PIPELINE_AXIS]
     if stages == 1:
         return ""
     count = layout.num_microbatches

@@ -115,7 +115,7 @@ def check_module(module: nn.Module, fitting: bool) -> None:
 
 def check_compiled(module: nn.Module, layout: Layout) -> None:
     """Raise for modules that are compiled with the hooks by which a pipeline runs blocks on their stages."""
-    if layout.pipeline_parallel_size == 1:
+    if not layout.pipelined:
         return
     chains = Anatomy.of(module).chains
     around = f"{chains[0].name}." if chains else ""  # names of all modules with the blocks begin it

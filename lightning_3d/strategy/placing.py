@@ -13,7 +13,6 @@ from torch import distributed as dist
 from lightning_3d import precision
 from lightning_3d.dryrun import DryLauncher
 from lightning_3d.launch import SpawnLauncher
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS
 from lightning_3d.module.materialize import materialize
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan, UserChoices
@@ -133,7 +132,7 @@ class Placing(Training):
         self._share_random_state()
 
     def _share_random_state(self) -> None:
-        for axis in (TENSOR_AXIS, PIPELINE_AXIS):
+        for axis in self.layout.peer_axes:
             share_random_state(self.mesh.get_group(axis))
 
     def _leave_module(self, parallel: ParallelModule) -> None:

@@ -25,7 +25,7 @@ from lightning_3d.checkpoint.locks import create, remove_leftovers, unguessable_
 from lightning_3d.checkpoint.manifest import NAME
 from lightning_3d.errors import CheckpointError, LayoutError
 from lightning_3d.launch.lightning_private import is_local_file_protocol
-from lightning_3d.layout import Layout
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Layout
 
 NOTE = "lightning_3d-run.json"
 ACCUMULATED = "accumulate_grad_batches"
@@ -196,25 +196,26 @@ def refit(layout: Layout, windows: int, world: int, blocks: int | None = None) -
     """
     found = min(_candidates(layout, windows, world, blocks), key=lambda each: _changes(layout, each), default=None)
     if found is None:
-        counts = _divisors(windows)
-        model = layout.tensor_parallel_size * layout.pipeline_parallel_size
+        counts = ", ".join(str(count * layout.peers) for count in _divisors(windows))
         raise LayoutError(
             f"{world} ranks cannot resume the run: an optimizer step was made of {windows} batches (data ranks x"
             f" accumulate_grad_batches), which no layout of {world} ranks divides evenly. Start"
-            f" {', '.join(str(n * model) for n in counts)} ranks, or pass ckpt_path= to resume with your own settings."
+            f" {counts} ranks, or pass ckpt_path= to resume with your own settings."
         )
     return found, windows // found.data_parallel_size
 
 
 def _candidates(layout: Layout, windows: int, world: int, blocks: int | None) -> Iterator[Layout]:
-    for data in _divisors(world):
+    now = layout.sizes
+    others = layout.peers // (now[TENSOR_AXIS] * now[PIPELINE_AXIS])
+    for data in _divisors(world // others) if world % others == 0 else ():
         if windows % data:
             continue
-        for tensor in _divisors(world // data):
-            pipeline = world // data // tensor
-            if layout.tensor_parallel_size % tensor:
+        for tensor in _divisors(world // others // data):
+            pipeline = world // others // data // tensor
+            if now[TENSOR_AXIS] % tensor:
                 continue  # a split over N ranks is certain to work over divisors of N only
-            if pipeline != layout.pipeline_parallel_size and not _can_cut(layout, pipeline, blocks):
+            if pipeline != now[PIPELINE_AXIS] and not _can_cut(layout, pipeline, blocks):
                 continue
             yield replace(layout, data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
 
@@ -226,8 +227,7 @@ def _can_cut(layout: Layout, pipeline: int, blocks: int | None) -> bool:
 
 
 def _changes(wanted: Layout, layout: Layout) -> tuple[float, ...]:
-    tensor = wanted.tensor_parallel_size / layout.tensor_parallel_size
-    pipeline = wanted.pipeline_parallel_size / layout.pipeline_parallel_size
+    tensor, pipeline = (wanted.sizes[axis] / layout.sizes[axis] for axis in (TENSOR_AXIS, PIPELINE_AXIS))
     return (tensor, max(pipeline, 1 / pipeline), -layout.data_parallel_size)
 
 

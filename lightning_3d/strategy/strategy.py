@@ -22,7 +22,7 @@ from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
-from lightning_3d.layout import Layout, Schedule, ZeroStage
+from lightning_3d.layout import PIPELINE_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.metrics import gather_over
 from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
@@ -321,7 +321,7 @@ class Strategy3D(Placing):
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         if self._in_shards is None:  # else our own hooks are there too
             check_hooks(self._module, self.layout)
-        if self.layout.pipeline_parallel_size > 1:
+        if self.layout.pipelined:
             check_automatic(self._module)  # first: later checks assume automatic optimization
         check_callbacks(callbacks, self._module, self.layout)
         check_reports(callbacks, self._keeper.asynchronous)
@@ -352,7 +352,7 @@ class Strategy3D(Placing):
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
         if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
-            checks.append(ActivationsFit(BudgetFit(parallel.recomputed, self._module, self.coordinate.pipeline)))
+            checks.append(ActivationsFit(BudgetFit(parallel.recomputed, self._module, self.coordinate[PIPELINE_AXIS])))
         if first is not None:
             checks.append(FirstStepAgrees(first, parallel, self.data_group, random, window, plugin))
         self._steps = CheckedSteps(runner, checks, window, random)

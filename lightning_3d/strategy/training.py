@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
+from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.grad_norm import counted_here, grad_norm
 from lightning_3d.optim.state_bytes import states_per_parameter_byte
@@ -57,7 +58,7 @@ class Training(Resuming):
 
     def _moment(self) -> tuple[int, int] | None:
         trainer = self._module.trainer
-        if self.layout.pipeline_parallel_size > 1 and (self._in_step or not trainer.training):
+        if self.layout.pipelined and (self._in_step or not trainer.training):
             return None
         return trainer.global_step, trainer.fit_loop.batch_idx
 
@@ -150,7 +151,7 @@ class Training(Resuming):
 
     def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
         layout, place = self.layout, self.coordinate  # they are computed on use: once, not for each parameter
-        shard = layout.zero_shard_size or layout.data_parallel_size
+        shard = layout.shard_size
 
         def counted(parameter: nn.Parameter) -> bool:
             return counted_here(parameter, place, shard) and self._applied.counts(parameter)
@@ -212,7 +213,7 @@ class Training(Resuming):
                 " hook or a callback, for example in on_train_epoch_end."
             )
         self._data.reshard()
-        planned = with_states(self._expected, self._kept or 0.0)[self.coordinate.pipeline]
+        planned = with_states(self._expected, self._kept or 0.0)[self.coordinate[PIPELINE_AXIS]]
         disk = self._applied.disk
         on_disk = disk.has if disk is not None else lambda tensor: False
         mine = rank_memory(self._module, self.optimizers, self._gradients, planned, self.root_device, on_disk)

@@ -3,7 +3,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import DATA_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.mesh import SHARD_AXIS
@@ -51,13 +51,13 @@ class ReplicaCheck:
     def _peers(self, rank: int) -> tuple[int, ...]:
         """The place that tensor ranks share: their batches, and so statistics of these, and their stage."""
         place = self.layout.coordinate(rank)
-        return place.data, place.pipeline
+        return place.data, place[PIPELINE_AXIS]
 
     def _part(self, rank: int, axes: int) -> tuple[int, ...]:
         """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
-        shard = self.layout.zero_shard_size or self.layout.data_parallel_size
-        return (place.data % shard if axes & 1 else 0), (place.tensor if axes & 2 else 0)
+        shard = self.layout.shard_size
+        return (place.data % shard if axes & 1 else 0), (place[TENSOR_AXIS] if axes & 2 else 0)
 
 
 def _axes(parameter: Tensor | None) -> int:

@@ -64,7 +64,7 @@ class ShardedData(DataParallel):
         disk: ShardsOnDisk | None,
         undo: UndoStack,
     ) -> None:
-        self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipeline_parallel_size > 1
+        self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
         axes = copies_mesh(mesh) if data_axis.native_copies else shard_mesh(mesh)
         mesh = shard_mesh(mesh)
         units = self.blocks = shard_units(module, anatomy, freed=self._frees)

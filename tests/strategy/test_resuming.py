@@ -33,7 +33,7 @@ def fit(folder, world, steps, strategy=None, trainer=None, pinned=True, environm
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     return {
         "began": began[0] if began else None, "step": job.global_step, "accumulate": job.accumulate_grad_batches,
-        "limit": job.limit_train_batches, "layout": chosen.layout.shape, "weights": weights,
+        "limit": job.limit_train_batches, "layout": tuple(chosen.layout.sizes.values()), "weights": weights,
     }  # fmt: skip
 
 

@@ -83,13 +83,18 @@ def build(name):
     return MODULES[name]()
 
 
+def make_strategy(arguments):
+    """`Strategy3D` or its subclass `kind` with the other `arguments`."""
+    return arguments.get("kind", Strategy3D)(**{key: value for key, value in arguments.items() if key != "kind"})
+
+
 def train(name, world, strategy, attributes, trainer):
     """Fit on this rank; what came out: losses, gradients and their norms per step, final weights on this rank.
 
     Args:
         name: of a module, see `build`.
         world: number of devices.
-        strategy: arguments of `Strategy3D`, None for one device.
+        strategy: arguments of `Strategy3D`, or of its subclass `kind`; None for one device.
         attributes: to set on the module.
         trainer: arguments of the Trainer; "callbacks" are functions that make them.
     """
@@ -99,7 +104,7 @@ def train(name, world, strategy, attributes, trainer):
     for key, value in attributes.items():
         setattr(module, key, value)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    chosen = make_strategy(strategy) if strategy is not None else "auto"
     gradients = Gradients()
     flags = {"devices": world, "strategy": chosen, "max_epochs": 2, "limit_val_batches": 0}
     callbacks = [gradients, *(make() for make in trainer.get("callbacks", []))]

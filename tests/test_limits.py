@@ -46,8 +46,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 43497),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 38778),
+    "product lines": (lambda: lines(CODE.values()), 43499),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 38880),
     "product files": (lambda: len(CODE), 329),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),

@@ -128,6 +128,8 @@ class Strategy3D(Placing):
     """
 
     strategy_name = "3d"
+    layout_class = Layout
+    """The sizes. A subclass with one more axis replaces it."""
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ class Strategy3D(Placing):
         )  # fmt: skip
         self._offload = Offload.of(offload, offload_budget)
         again = Recompute.of(recompute, recompute_budget)
-        self._wanted = Layout(
+        self._wanted = self.layout_class(
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
             pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,

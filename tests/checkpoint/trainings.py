@@ -5,8 +5,7 @@ import warnings
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
-from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, make_strategy
 from tests.zoo.language import GPT, Block, Llama
 from tests.zoo.vectors import MLP
 
@@ -75,7 +74,7 @@ def train(name, world, strategy, steps, resume=None, save=None, optimizer="adamw
     """Train to `steps`, saving at the end under `save`; returns losses and what `fit` left."""
     warnings.simplefilter("ignore")
     module = build(name, optimizer)
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    chosen = make_strategy(strategy) if strategy is not None else "auto"
     callbacks = [SaveAt(steps, save, True)] if save else []
     flags = {**QUIET, "limit_val_batches": 0, "max_steps": steps, "max_epochs": -1, **(trainer or {})}
     fit = Trainer(**flags, devices=world, strategy=chosen, callbacks=callbacks)
@@ -95,6 +94,6 @@ def resave(name, world, strategy, resume, save, optimizer="adamw"):
             trainer.should_stop = True
 
     module = build(name, optimizer)
-    chosen = Strategy3D(**strategy) if strategy is not None else "auto"
+    chosen = make_strategy(strategy) if strategy is not None else "auto"
     flags = {**QUIET, "limit_val_batches": 0, "limit_train_batches": 1, "max_epochs": -1}
     Trainer(**flags, devices=world, strategy=chosen, callbacks=[Resave()]).fit(module, ckpt_path=resume)

@@ -8,13 +8,12 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from lightning_3d import Strategy3D
 from lightning_3d.comm.replicate import Bucket
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.dryrun.measure import RankMeter
 from lightning_3d.strategy import processes
-from tests.parity import QUIET, build
+from tests.parity import QUIET, build, make_strategy
 from tests.workers import run
 
 FLAGS = {**QUIET, "max_epochs": 4, "limit_val_batches": 0}
@@ -36,7 +35,7 @@ def real_rank(name, strategy, flags):
     _count_resizes(pretend)
     meter = Clean(pretend, 2, found.update)
     own = {"devices": int(os.environ["WORLD_SIZE"]), "callbacks": [meter], "max_steps": 2}
-    trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=Strategy3D(**strategy))
+    trainer = Trainer(**{**FLAGS, **own, **flags}, strategy=make_strategy(strategy))
     # ranks that seeded alike have nothing to tell each other; a dry run sends no random streams that it could count
     with pretend, patch.object(processes, "share_seeded_state", lambda: None), _packed_counted(pretend):
         trainer.fit(build(name))
@@ -78,5 +77,5 @@ def dry(name, cluster, strategy, flags=None, ranks=None):
         world.ranks = ranks
         seed_everything(7, verbose=False)
         module = build(name)
-        Trainer(**{**FLAGS, **(flags or {})}, strategy=Strategy3D(**strategy)).fit(module)
+        Trainer(**{**FLAGS, **(flags or {})}, strategy=make_strategy(strategy)).fit(module)
         return world.reports[0]

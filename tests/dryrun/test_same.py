@@ -7,15 +7,18 @@ from tests.dryrun.compare import dry, real
 EXACT = ("parameters", "gradients", "optimizer", "sent", "flops")
 
 
-def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1):
-    """States, bytes and FLOPs to the last one, peaks within 10%, on every rank."""
+def assert_same(name, world, strategy, flags=None, *, timeout=120, peak=0.1, setup=True):
+    """States, bytes and FLOPs to the last one, peaks within 10%, on every rank.
+
+    `setup` is False where messages of peers ahead of training are larger than the module.
+    """
     report = dry(name, f"1x{world}xcpu", strategy, flags, ranks=range(world))
     assert report.errors == ()
     for rank, found in zip(report.ranks, real(name, world, strategy, flags, timeout=timeout), strict=True):
         said = {key: getattr(rank, key) for key in EXACT}
         assert said == {key: found[key] for key in EXACT}, f"rank {rank.rank} ({rank.where})"
         assert rank.peak == pytest.approx(found["peak"], rel=peak)
-        if "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
+        if setup and "tensor_parallel_size" not in strategy:  # the proof of a tensor plan takes memory too, on the host
             assert rank.setup_peak == pytest.approx(found["setup_peak"], rel=peak)
 
 

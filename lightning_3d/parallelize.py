@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_blocks import recompute_blocks
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers
@@ -58,11 +59,12 @@ def parallelize(
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
     """
     module, undo = parallel.module, parallel.changes
-    parallel.originals = dict(module.named_parameters())
+    table = parallel.parameters = Parameters(module)
     if plan.split is not None:
         group = mesh.get_group(PIPELINE_AXIS)
         parallel.stages = apply_stages(module, plan.split, layout, group, device, undo)
-        for absent in parallel.swaps:
+        table.find_registered()
+        for absent in table.swaps():
             empty(absent)  # freed, but not dropped: optimizers find their parameters by the old object
         parallel.pipeline = _proven_pipeline(parallel, plan, plan.split, layout, group, plugin, device, data_axis)
     if plan.tensor is not None and plan.tensor.splits:
@@ -78,12 +80,25 @@ def parallelize(
     if training:
         patch_heads(module, plan.anatomy.blocks, undo)
     if parallel.tensor is not None:
-        parallel.splits = parallel.tensor.by_parameter()
         sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
         for unit in (*sharded.blocks, *sharded.apart) if sharded is not None else ():
             undo.callback(unit.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True).remove)
+    _locate(parallel)
+
+
+def _locate(parallel: ParallelModule) -> None:
+    """Complete the table of parameters."""
+    table = parallel.parameters
+    disk = parallel.data.disk if isinstance(parallel.data, ShardedData) else None
+    table.find_registered()
+    table.axes = [axis for axis in (parallel.tensor, parallel.data) if axis is not None]
+    splits = parallel.tensor.splits if parallel.tensor is not None else {}
+    for held in table:
+        here = [splits[name] for name in held.names if name in splits and not held.now.is_meta]
+        held.split = here[-1] if here else None
+        held.disk = None if disk is None else disk.of.get(held.now)
     if parallel.stages is not None:
-        parallel.stages.locate_parameters(module)
+        parallel.stages.locate(table)
 
 
 def _proven_pipeline(

@@ -53,7 +53,7 @@ class Gradients(Callback):
             return
         if isinstance(trainer.strategy, Strategy3D):
             parallel = trainer.strategy._parallel
-            grads = {name: parallel.gather_full(p, grads[name]) for name, p in here.items()}
+            grads = {name: parallel.parameters.full(p, grads[name]) for name, p in here.items()}
         self.whole.append({name: grad.detach().cpu().clone() for name, grad in grads.items()})
 
 

@@ -24,7 +24,6 @@ TESTS_ROOT = {
 """At the root of the tests: those of the files at the root of the package and of the house, and what all tests share."""
 
 BESIDE_THE_PACKAGE = {
-    "axes": "one more axis, made of a test alone",
     "bench": "speed against peers",
     "docs": "pages of the documentation",
     "examples": "the examples of the repository",
@@ -44,6 +43,7 @@ ORDER = [
     {"module", "ranks"},
     {"offload", "sandbox"},
     {"activations", "data", "faults", "optim", "precision"},
+    {"axes"},
     {"comm"},
     {"pipeline", "tensor", "zero"},
     {"planner"},

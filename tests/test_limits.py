@@ -46,9 +46,9 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 43499),
+    "product lines": (lambda: lines(CODE.values()), 43605),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 38880),
-    "product files": (lambda: len(CODE), 329),
+    "product files": (lambda: len(CODE), 331),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 6),
     "places that set a forward": (

@@ -69,7 +69,9 @@ class AveragedWeights:
 
     def __init__(self, parallel: ParallelModule) -> None:
         self.layouts = {
-            name: CopyLayout(p.shape, tuple(p.placements) if isinstance(p, DTensor) else None, parallel.splits.get(p))
+            name: CopyLayout(
+                p.shape, tuple(p.placements) if isinstance(p, DTensor) else None, parallel.parameters.split(p)
+            )
             for name, p in parallel.module.named_parameters(remove_duplicate=False)
         }
         stages = parallel.stages
@@ -194,7 +196,7 @@ class PendingCopies:
         for path, name in self.copies:
             full = _at(checkpoint, path)
             if name in named and named[name].shape == full.shape:
-                shards[path] = parallel.take_shard(named[name], full)
+                shards[path] = parallel.parameters.shard(named[name], full)
         states = _replaced(checkpoint, shards)[CALLBACKS]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in states:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.axes.parameters import parameter_names
 from lightning_3d.checkpoint.entry import TensorEntry
 from lightning_3d.checkpoint.placement import Split, Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
@@ -46,9 +47,7 @@ class Collector:
         checkpoint = dict(checkpoint)
         named = {name: parameter for parameter, names in self.names.items() for name in names}
         self.of_parameter = dict(self.copies) | {
-            id(value): self.splits.get(named[name])
-            for name, value in checkpoint.get(WEIGHTS, {}).items()
-            if name in named
+            id(value): self.splits(named[name]) for name, value in checkpoint.get(WEIGHTS, {}).items() if name in named
         }
         states = [
             self._named(state, optimizer)
@@ -67,7 +66,7 @@ class Collector:
         for key, values in state["state"].items():
             for value in values.values() if isinstance(key, int) else ():
                 if is_parameter_state(value, parameters[key]):
-                    self.of_parameter[id(value)] = self.splits.get(parameters[key])
+                    self.of_parameter[id(value)] = self.splits(parameters[key])
         return to_names(state, labels(parameters, self.names))
 
     def _keep(self, value: Any, at: str) -> str:
@@ -96,14 +95,6 @@ def merge_optimizers(texts: Sequence[str]) -> list[dict[str, Any]]:
         for mine, other in zip(merged, parse(text.encode(), OPTIMIZERS), strict=True):
             mine["state"] = {**other["state"], **mine["state"]}
     return merged
-
-
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Every name of every parameter, in the order of the plain module."""
-    names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter] = (*names.get(parameter, ()), name)
-    return names
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

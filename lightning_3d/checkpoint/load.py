@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.collect import parameter_names, parameters_of, to_numbers
+from lightning_3d.axes.parameters import parameter_names
+from lightning_3d.checkpoint.collect import parameters_of, to_numbers
 from lightning_3d.checkpoint.module_loading_private import copies_parameters, loads_by_name
 from lightning_3d.checkpoint.placement import Placement, Splits, box, describe
 from lightning_3d.checkpoint.stored import NamedOptimizer, StoredDict, StoredTensor, read_tensors
@@ -114,7 +115,7 @@ def load_optimizer(
         return
     numbered = to_numbers({key: state.stored(key) for key in state}, aliases, what)
     numbered["state"] = {
-        key: _entry(value, parameters[key], splits.get(parameters[key])) if isinstance(key, int) else value
+        key: _entry(value, parameters[key], splits(parameters[key])) if isinstance(key, int) else value
         for key, value in numbered["state"].items()
         if not isinstance(key, int) or not parameters[key].is_meta  # of other pipeline stages
     }

@@ -3,12 +3,12 @@
 No other file of this folder knows how a parallelism divides a tensor.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.layout import TENSOR_AXIS
@@ -131,8 +131,8 @@ class Split(Protocol):
     def boxes(self, rank: int) -> Iterable[tuple[Interval, Interval]]: ...
 
 
-Splits = Mapping[nn.Parameter, Split]
-"""For the parameters that tensor parallelism divides."""
+Splits = Callable[[Tensor], Split | None]
+"""The division of a parameter among tensor ranks; None without one."""
 
 
 def describe(tensor: Tensor, split: Split | None = None) -> Placement:

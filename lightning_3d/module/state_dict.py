@@ -16,19 +16,25 @@ from torch.optim import LBFGS, Optimizer
 from lightning_3d.module.undo import UndoStack
 
 Convert = Callable[[nn.Parameter, Tensor], Tensor]
-"""Converts a tensor that is shaped like the parameter: to the full tensor, or to this rank's shard."""
 Meet = Callable[[str], None]
 """Raises unless every rank asks for the same state now: gathering takes all ranks."""
 
 
-class Stages(Protocol):
-    """The stages of a pipeline, each of which has the state of its own blocks."""
+class Table(Protocol):
+    """The parameters of a module (`axes/parameters.py`)."""
+
+    def full(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """The full tensor of `shard`, which is sharded like `parameter`. Collective."""
+
+    def shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This rank's shard of `full`, sharded like `parameter`."""
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """True where this rank provides `parameter` to the others."""
 
-    def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-        """The entries of all ranks of the pipeline. Collective."""
+    @property
+    def exchange(self) -> Callable[[Mapping[Any, Mapping[str, Any]]], dict[Any, dict[str, Any]]] | None:
+        """Returns the entries of all ranks of the pipeline. Collective."""
 
 
 _as_shards: ContextVar[bool] = ContextVar("_as_shards", default=False)
@@ -44,16 +50,14 @@ def as_shards() -> Iterator[None]:
         _as_shards.reset(token)
 
 
-def full_module_state(
-    module: nn.Module, full: Convert, shard: Convert, stages: Stages | None, meet: Meet, undo: UndoStack
-) -> None:
+def full_module_state(module: nn.Module, table: Table, meet: Meet, undo: UndoStack) -> None:
     """Let `state_dict()` gather and `load_state_dict()` shard, in `module` and everything below it.
 
     Tensors of other pipeline stages are in the state of `module` itself. In the state of a submodule they are on meta.
     `undo` takes the way back.
     """
     owners = [owner for owner in module.modules() if any(_is_sharded(p) for p in owner._parameters.values())]
-    if not owners and stages is None:
+    if not owners and table.exchange is None:
         return
 
     def gather_soon(*_: object) -> None:
@@ -67,12 +71,12 @@ def full_module_state(
             return
         for name, parameter in owner._parameters.items():
             if isinstance(state.get(prefix + name), DTensor) and parameter is not None:
-                state[prefix + name] = full(parameter, state[prefix + name])
+                state[prefix + name] = table.full(parameter, state[prefix + name])
 
     def take_shards(owner: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None and prefix + name in state:
-                state[prefix + name] = _convert(parameter, state[prefix + name], shard)
+                state[prefix + name] = _convert(parameter, state[prefix + name], table.shard)
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta and prefix + name in state:
                 state[prefix + name] = buffer
@@ -80,8 +84,8 @@ def full_module_state(
     for owner in owners:
         undo.callback(owner.register_state_dict_post_hook(gather).remove)
         undo.callback(owner.register_load_state_dict_pre_hook(take_shards).remove)
-    if stages is not None:
-        undo.callback(module.register_state_dict_post_hook(_from_all_stages(stages)).remove)
+    if table.exchange is not None:
+        undo.callback(module.register_state_dict_post_hook(_from_all_stages(table, table.exchange)).remove)
 
 
 def _is_sharded(parameter: nn.Parameter | None) -> bool:
@@ -89,7 +93,7 @@ def _is_sharded(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and (isinstance(parameter, DTensor) or parameter.is_meta)
 
 
-def _from_all_stages(stages: Stages) -> Callable[..., None]:
+def _from_all_stages(table: Table, exchange: Callable[..., dict[Any, dict[str, Any]]]) -> Callable[..., None]:
     def complete(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         if _as_shards.get():
             return
@@ -99,27 +103,25 @@ def _from_all_stages(stages: Stages) -> Callable[..., None]:
             for name, value in state.items()
             if isinstance(value, Tensor)
             and not value.is_meta
-            and (name not in parameters or stages.counts(parameters[name]))
+            and (name not in parameters or table.counts(parameters[name]))
         }
-        for name, entry in stages.exchange(mine).items():
+        for name, entry in exchange(mine).items():
             if isinstance(state.get(name), Tensor) and state[name].is_meta:
                 state[name] = entry["value"]
 
     return complete
 
 
-def full_optimizer_state(
-    optimizer: Optimizer, full: Convert, shard: Convert, stages: Stages | None, meet: Meet, undo: UndoStack
-) -> None:
+def full_optimizer_state(optimizer: Optimizer, table: Table, meet: Meet, undo: UndoStack) -> None:
     """Let `state_dict()` gather and `load_state_dict()` shard, in `optimizer`. `undo` takes the way back."""
-    if stages is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if table.exchange is None and not any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return
 
     def gather(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _as_shards.get():
             return state
         meet("state_dict() of an optimizer")
-        return _converted(optimizer, state, full, stages)
+        return _converted(optimizer, state, table.full, table)
 
     def take_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if _as_shards.get():
@@ -130,16 +132,16 @@ def full_optimizer_state(
             for key, value in state.get("state", {}).items()
             if not (isinstance(key, int) and parameters[key].is_meta)  # another stage steps it
         }
-        return _converted(optimizer, {**state, "state": here}, shard, None)
+        return _converted(optimizer, {**state, "state": here}, table.shard, None)
 
     undo.callback(optimizer.register_state_dict_post_hook(gather).remove)
     undo.callback(optimizer.register_load_state_dict_pre_hook(take_shards).remove)
 
 
 def _converted(
-    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Stages | None
+    optimizer: Optimizer, state: Mapping[str, Any], convert: Convert, stages: Table | None
 ) -> dict[str, Any]:
-    """`state` with the entries that are numbered by parameter converted."""
+    """`state` with the entries that are numbered by parameter converted, and with those of all `stages`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, LBFGS):  # its state is one vector of all parameters, and full on every rank
         return {**state}
@@ -147,17 +149,17 @@ def _converted(
         key: {k: _convert(parameters[key], v, convert) for k, v in value.items()} if isinstance(key, int) else value
         for key, value in state.get("state", {}).items()
     }
-    if stages is not None:
+    if stages is not None and stages.exchange is not None:
         mine = {key: entry for key, entry in entries.items() if isinstance(key, int) and stages.counts(parameters[key])}
         entries = dict(sorted({**entries, **stages.exchange(mine)}.items()))
     return {**state, "state": entries}
 
 
-def full_optimizer_entries(optimizer: Optimizer, full: Convert, stages: Stages | None) -> dict[int, Any]:
+def full_optimizer_entries(optimizer: Optimizer, table: Table) -> dict[int, Any]:
     """The full state of each parameter, by its place in `param_groups`. Collective."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
-    return dict(_converted(optimizer, {"state": state}, full, stages)["state"])
+    return dict(_converted(optimizer, {"state": state}, table.full, table)["state"])
 
 
 def _convert(parameter: nn.Parameter, value: Any, convert: Convert) -> Any:

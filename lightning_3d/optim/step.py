@@ -18,8 +18,8 @@ from lightning_3d.optim.stand_ins import Convert, StandIns, moves_to_host
 
 def step_like_one_device(
     optimizer: Optimizer,
-    gather_full: Convert,
-    take_shard: Convert,
+    full: Convert,
+    shard: Convert,
     mean: Callable[[Tensor], Tensor],
     pipelined: bool,
     host: bool = False,
@@ -28,8 +28,8 @@ def step_like_one_device(
 
     Args:
         optimizer: any; its parameters are placed.
-        gather_full: of a tensor that is sharded like a parameter. Collective.
-        take_shard: this rank's shard of a full tensor.
+        full: the full tensor of one that is sharded like a parameter. Collective.
+        shard: this rank's shard of a full tensor.
         mean: of a loss over the data ranks.
         pipelined: True where the rank has some stages only.
         host: step in host memory, where the states are.
@@ -51,13 +51,13 @@ def step_like_one_device(
     if reach is Reach.ELEMENT:
         return step_on_shards(optimizer, host, keep=not offloaded)
 
-    def take(parameter: nn.Parameter, full: Tensor) -> Tensor:
-        return take_shard(parameter, full).clone()  # a view, kept as a state, would keep the full tensor
+    def take(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        return shard(parameter, tensor).clone()  # a view, kept as a state, would keep the full tensor
 
-    full = StandIns(optimizer, gather_full, take)
+    stand_ins = StandIns(optimizer, full, take)
     if reach is Reach.TENSOR:
-        return step_one_at_a_time(optimizer, full)
-    return step_all_gathered(optimizer, full, mean)
+        return step_one_at_a_time(optimizer, stand_ins)
+    return step_all_gathered(optimizer, stand_ins, mean)
 
 
 def move_states(optimizers: Iterable[Optimizer], device: torch.device, host: bool = False) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import talk
@@ -29,38 +30,30 @@ class StageExchange:
         self.split, self.group, self.stage_rank, self.device = split, group, stage_rank, device
         self.rank = dist.get_rank(group)
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
-        self._elsewhere: set[nn.Parameter] = set()
-        self.on_some_ranks: dict[nn.Parameter, tuple[str, int]] = {}
-        """Parameters that some ranks do not have: their names, and the first rank with them. Equal on every rank."""
 
-    def locate_parameters(self, module: nn.Module) -> None:
-        """Find the parameters of `module`, or of a copy, that another rank of the pipeline counts and saves."""
-        self._elsewhere |= {
-            parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if parameter.is_meta or self.first_holder.get(name, self.rank) != self.rank
-        }
-        for name, parameter in module.named_parameters():
-            owners = [self.stage_rank[stage] for stage in self.split.stages_of(name)]
-            if len(set(owners)) < dist.get_world_size(self.group):
-                self.on_some_ranks[parameter] = name, owners[0]
+    def locate(self, parameters: Parameters) -> None:
+        """Note which rank of the pipeline counts and saves each parameter."""
+        parameters.exchange = self.exchange
+        for held in parameters:
+            first = {self.first_holder.get(name, self.rank) for name in held.names}
+            held.counted = not held.now.is_meta and first == {self.rank}
+            owners = [self.stage_rank[stage] for stage in self.split.stages_of(held.names[0])]
+            held.source = owners[0] if len(set(owners)) < dist.get_world_size(self.group) else None
 
-    def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
-        """Names of parameters in `on_some_ranks` with a gradient on a rank that has them. Collective.
+    def with_gradient(self, parameters: Parameters, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
+        """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective.
 
         Args:
+            parameters: the table, equal on every rank.
             gathered: the tensor that has the gradient in the place of a parameter.
         """
-        if not self.on_some_ranks or not has_peers():
+        some = [held for held in parameters if held.source is not None]
+        if not some or not has_peers():
             return set()
-        has_gradient = [gathered.get(parameter, parameter).grad is not None for parameter in self.on_some_ranks]
+        has_gradient = [gathered.get(held.now, held.now).grad is not None for held in some]
         mask = torch.tensor(has_gradient, dtype=torch.uint8)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=talk.hosts_of(self.group))
-        return {name for (name, _), has in zip(self.on_some_ranks.values(), mask.tolist(), strict=True) if has}
-
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Return True if this rank counts `parameter` in norms and provides it to the others."""
-        return parameter not in self._elsewhere
+        return {held.names[0] for held, has in zip(some, mask.tolist(), strict=True) if has}
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
         """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective.

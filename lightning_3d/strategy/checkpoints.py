@@ -82,7 +82,7 @@ class Saving(OnAxes):
 
     @property
     def _splits(self) -> Splits:
-        return self._parallel.splits if self._parallel is not None else {}
+        return self._parallel.parameters.split if self._parallel is not None else lambda _: None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         flight.at(f"saving {filepath}")

@@ -339,9 +339,7 @@ class Strategy3D(Placing):
 
     def _save_full_tensors(self, trainer: Trainer, parallel: ParallelModule) -> None:
         """Let the module's state dict, and averages of weights in callbacks, give full tensors when saved."""
-        full_module_state(
-            self._module, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.changes
-        )
+        full_module_state(self._module, parallel.parameters, talk.meet, parallel.changes)
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         shard_averages(callbacks, parallel, self._as_saved)
 
@@ -364,25 +362,24 @@ class Strategy3D(Placing):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         parallel, place = self._applied, self._offload.optimizer
+        table = parallel.parameters
         parallel.fitted.close()
         if parallel.stages is not None:
             check_supported(self._module, self.optimizers)
-        swap_parameters(self.optimizers, parallel.swaps)  # an optimizer built earlier still has the originals
+        swap_parameters(self.optimizers, table.swaps())  # an optimizer built earlier still has the originals
         for optimizer in self.optimizers:
             if self.layout.holds_parts:
                 check_state(optimizer)
             for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
             stepping = step_like_one_device(
-                optimizer, parallel.gather_full, parallel.take_shard, self.reduce,
+                optimizer, table.full, table.shard, self.reduce,
                 pipelined=parallel.stages is not None, host=place is not None,
             )  # fmt: skip
             self._undo.callback(stepping)
-            offload_states(optimizer, place, parallel.disk, parallel.shard_on_disk, self._undo)
+            offload_states(optimizer, place, parallel.disk, table.disk, self._undo)
             self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
-            full_optimizer_state(
-                optimizer, parallel.gather_full, parallel.take_shard, parallel.stages, talk.meet, parallel.fitted
-            )
+            full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()

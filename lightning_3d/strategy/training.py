@@ -154,7 +154,7 @@ class Training(Resuming):
         shard = layout.shard_size
 
         def counted(parameter: nn.Parameter) -> bool:
-            return counted_here(parameter, place, shard) and self._applied.counts(parameter)
+            return counted_here(parameter, place, shard) and self._applied.parameters.counts(parameter)
 
         return grad_norm(parameters, counted, norm_type, self.root_device)
 

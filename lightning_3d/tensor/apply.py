@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.axes.parameters import Held
 from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled
 from lightning_3d.module.host_memory import return_freed_memory
@@ -46,10 +47,13 @@ class AppliedTensor:
         """Every split parameter, by name."""
         return self.plan.splits
 
-    def by_parameter(self) -> dict[nn.Parameter, TensorSplit]:
-        """The splits of the parameters that this rank has, as they are registered now."""
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        return {named[name]: split for name, split in self.splits.items() if not named[name].is_meta}
+    def full(self, held: Held, shard: Tensor) -> Tensor:
+        """Return the full tensor of `shard`, which is split like the parameter. Collective."""
+        return shard if held.split is None else full_tensor(shard, held.split)
+
+    def shard(self, held: Held, full: Tensor) -> Tensor:
+        """Return this rank's shard of `full`, split like the parameter."""
+        return full if held.split is None else shard_of(full.to(held.now.device), held.split, self.mesh)
 
     @torch.no_grad()
     def unshard(self) -> None:

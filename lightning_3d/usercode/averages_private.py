@@ -53,9 +53,8 @@ def _shard(
 ) -> None:
     averaged, undo = _AveragedModule.of(copy, parallel), parallel.changes
     undo.collective(averaged.undo)
-    if parallel.stages is not None:
-        parallel.stages.locate_parameters(copy)
-    full_module_state(copy, averaged.gather_full, averaged.take_shard, parallel.stages, talk.meet, undo)
+    parallel.parameters.add_copies(averaged.origin)
+    full_module_state(copy, parallel.parameters, talk.meet, undo)
     for name in _SAVES:
         undo.set(callback, name, _within(getattr(callback, name), as_saved))
     undo.set(copy, "to", lambda *_, **__: copy)  # shards stay with those of the module; meta tensors cannot move
@@ -98,19 +97,13 @@ class _AveragedModule:
         for name, unsplit in plain.items():
             here = parameters[name]
             if here not in shards:
-                shards[here] = nn.Parameter(parallel.take_shard(here, unsplit.detach()), unsplit.requires_grad)
+                shards[here] = nn.Parameter(parallel.parameters.shard(here, unsplit.detach()), unsplit.requires_grad)
             _owner(copy, name)._parameters[name.rpartition(".")[2]] = shards[here]
         for name, buffer in absent.items():
             _owner(copy, name)._buffers[name.rpartition(".")[2]] = buffer.to("meta")
         for unsplit in plain.values():
             unsplit.data = unsplit.data.new_empty(0)
         return cls(copy, parallel, {shard: here for here, shard in shards.items()}, plain, absent)
-
-    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        return self.parallel.gather_full(self.origin[parameter], tensor)
-
-    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        return self.parallel.take_shard(self.origin[parameter], full)
 
     @torch.no_grad()
     def transfer(self, *_: object) -> None:
@@ -121,16 +114,14 @@ class _AveragedModule:
     @torch.no_grad()
     def undo(self) -> None:
         """Make the copy unsplit. Collective."""
-        named = dict(self.copy.named_parameters(remove_duplicate=False))
-        full = {name: self.gather_full(shard, shard.detach()) for name, shard in named.items() if not shard.is_meta}
+        named, table = dict(self.copy.named_parameters(remove_duplicate=False)), self.parallel.parameters
+        full = {name: table.full(shard, shard.detach()) for name, shard in named.items() if not shard.is_meta}
         full |= {name: each for name, each in self.copy.named_buffers() if not each.is_meta}
-        if (stages := self.parallel.stages) is not None:
+        if table.exchange is not None:
             counted = {
-                name: {"value": value}
-                for name, value in full.items()
-                if name not in named or stages.counts(named[name])
+                name: {"value": value} for name, value in full.items() if name not in named or table.counts(named[name])
             }
-            full |= {name: entry["value"] for name, entry in stages.exchange(counted).items()}
+            full |= {name: entry["value"] for name, entry in table.exchange(counted).items()}
         for name, unsplit in self.plain.items():
             unsplit.data = full[name]
             _owner(self.copy, name)._parameters[name.rpartition(".")[2]] = unsplit

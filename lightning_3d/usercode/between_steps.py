@@ -154,7 +154,7 @@ class HookRules(Rule):
         if self.shards is None:
             return unsharded(tensor)
         owner = self.shards.owner(tensor, "reads numbers from")
-        return unsharded(tensor) if owner is None else self.shards.parallel.gather_full(owner, tensor)
+        return unsharded(tensor) if owner is None else self.shards.parallel.parameters.full(owner, tensor)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, within: AbstractContextManager[Any]) -> Any:
         try:

@@ -103,7 +103,9 @@ def _watched(
             gathered = ()
         numbers = None
         if placed is not None and placed.stages is not None and not averages:
-            numbers = RemoteNumbers(name, placed.stages, read, gathered, of_gradients=kind in _WITHIN)
+            numbers = RemoteNumbers(
+                name, placed.stages, placed.parameters, read, gathered, of_gradients=kind in _WITHIN
+            )
         now = tuple if kind in _WITHIN else data().gathered
         before = {shard: shard._version for _, shard in now()}
         with Interceptor(HookRules(name, placed, read, now, numbers)):

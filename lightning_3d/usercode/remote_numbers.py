@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.ranks import talk
@@ -30,7 +31,8 @@ class RemoteNumbers:
 
     Args:
         name: of the hook, for errors.
-        stages: the ranks of the parameters.
+        stages: the ranks of the pipeline.
+        parameters: which of them has each.
         read: places in the code at which numbers were read.
         gathered: gathered parameters with their shards.
         of_gradients: the hook belongs to a backward. Then this is collective; else the first read of a gradient is.
@@ -40,12 +42,13 @@ class RemoteNumbers:
         self,
         name: str,
         stages: StageExchange,
+        parameters: Parameters,
         read: set[str],
         gathered: Sequence[tuple[Tensor, nn.Parameter]],
         *,
         of_gradients: bool,
     ) -> None:
-        self.name, self.stages, self.read = name, stages, read
+        self.name, self.stages, self.parameters, self.read = name, stages, parameters, read
         self.shard_of: dict[Any, nn.Parameter] = dict(gathered)
         self.stand_ins: dict[str, Tensor] = {}
         """Stand-ins on meta for gradients of other ranks, by the name of the parameter."""
@@ -74,7 +77,10 @@ class RemoteNumbers:
 
     def owner(self, value: Any) -> Owner | None:
         """The rank that has `value`, None where all ranks have it."""
-        return self.stages.on_some_ranks.get(self.shard_of.get(value, value)) or getattr(value, _MARK, None)
+        held = self.parameters.of(self.shard_of.get(value, value))
+        if held is None or held.source is None:
+            return getattr(value, _MARK, None)
+        return held.names[0], held.source
 
     def passed_on(self, func: Any, args: Any, kwargs: Any, result: Any, place: str) -> Any:
         """The `result` of `func`: numbers as on the rank that has them, other tensors marked."""
@@ -118,7 +124,9 @@ class RemoteNumbers:
 
     def _find_gradients(self, place: str) -> set[str]:
         self._meet(place)
-        self.with_gradient = self.stages.with_gradient({shard: full for full, shard in self.shard_of.items()})
+        self.with_gradient = self.stages.with_gradient(
+            self.parameters, {shard: full for full, shard in self.shard_of.items()}
+        )
         return self.with_gradient
 
     def _meet(self, place: str) -> None:

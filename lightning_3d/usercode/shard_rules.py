@@ -85,7 +85,7 @@ class ShardRules(TorchDispatchMode):
             owner = self.owner(drawn_for, "draws random numbers for")
             if owner is None:
                 raise self._unknown(drawn_for, "draws random numbers for")
-            drawn = like(drawn_for, local(self.parallel.take_shard(owner, drawn)))
+            drawn = like(drawn_for, local(self.parallel.parameters.shard(owner, drawn)))
         return drawn_for.copy_(drawn) if name.endswith("_") else drawn
 
     def _concerns(self, tensor: Tensor) -> bool:
@@ -111,7 +111,7 @@ class ShardRules(TorchDispatchMode):
         ]
         itself = [p for p in alike if storage(tensor) in {storage(each) for each in (p, p.grad) if each is not None}]
         found = itself or alike
-        if len({self.parallel.splits.get(p) for p in found}) > 1:
+        if len({self.parallel.parameters.split(p) for p in found}) > 1:
             raise self._unknown(tensor, does)
         return found[0] if found else None
 
@@ -125,7 +125,7 @@ class ShardRules(TorchDispatchMode):
         for view in tree_leaves(result):
             if isinstance(view, DTensor) and (is_copy(source) or storage(view) != storage(source)):
                 owner = self.owner(source, "takes a slice of") if isinstance(source, DTensor) else None
-                split = None if owner is None else self.parallel.splits.get(owner)
+                split = None if owner is None else self.parallel.parameters.split(owner)
                 if split is not None and max(map(len, split.pieces)) > 1:
                     raise UnsupportedError(
                         f"{self.name} takes a slice of a fused matrix (shape {tuple(source.shape)}). Each tensor rank"

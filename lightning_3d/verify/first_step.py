@@ -125,7 +125,7 @@ class FirstStep:
         dist.all_reduce(mean, group=group)
         mean = mean / (dist.get_world_size(group) * scale)
         held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
-        grad = (local(parallel.gather_full(parameter, held)).to_dense() / scale).to(mean)
+        grad = (local(parallel.parameters.full(parameter, held)).to_dense() / scale).to(mean)
         finite = [bool(each.isfinite().all()) for each in (grad, mean)]
         if not all(finite):
             return Compared(name, self._dtype(parameter), math.inf if any(finite) else math.nan)

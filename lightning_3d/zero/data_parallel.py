@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.axes.parameters import Held
+
 
 class DataParallel:
     """Gradient synchronisation over the data axis, in the order in which a step calls it.
@@ -49,10 +51,10 @@ class DataParallel:
         """Return each gathered parameter with its shard."""
         return ()
 
-    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Return the full tensor of `tensor`, which is sharded like `parameter` over the data axis. Collective."""
-        return tensor
+    def full(self, held: Held, shard: Tensor) -> Tensor:
+        """Return the full tensor of `shard`, which is sharded like the parameter over the data axis. Collective."""
+        return shard
 
-    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this rank's shard of `full`, sharded like `parameter` over the data axis."""
+    def shard(self, held: Held, full: Tensor) -> Tensor:
+        """Return this rank's shard of `full`, sharded like the parameter over the data axis."""
         return full

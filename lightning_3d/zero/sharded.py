@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.axes.parameters import Held
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
@@ -249,20 +250,23 @@ class ShardedData(DataParallel):
     def gathered(self) -> Sequence[tuple[Tensor, nn.Parameter]]:
         return fsdp_private.gathered(self.groups)
 
-    def gather_full(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        if parameter not in self.placed or not isinstance(tensor, DTensor):
-            return tensor
-        return self.originals[parameter].tensor(fsdp_private.full_rows(self.placed[parameter], tensor.to_local()))
+    def full(self, held: Held, shard: Tensor) -> Tensor:
+        if held.now not in self.placed or not isinstance(shard, DTensor):
+            return shard
+        return self._full(held.now, shard)
 
-    def take_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        if parameter not in self.placed:
+    def _full(self, parameter: nn.Parameter, shard: DTensor) -> Tensor:
+        return self.originals[parameter].tensor(fsdp_private.full_rows(self.placed[parameter], shard.to_local()))
+
+    def shard(self, held: Held, full: Tensor) -> Tensor:
+        if held.now not in self.placed:
             return full
-        return fsdp_private.shard_rows(self.placed[parameter], local(full))
+        return fsdp_private.shard_rows(self.placed[held.now], local(full))
 
     def _unshard(self) -> None:
         """Register the full parameters again. Collective."""
         for now, param in self.placed.items():
-            full = self.gather_full(now, now.detach())
+            full = self._full(now, now.detach())
             original = self.originals[now].parameter(full)
             original.requires_grad_(now.requires_grad)
             fsdp_private.replace(param, original)

@@ -148,7 +148,7 @@ class Bits(Callback):
     def on_train_end(self, trainer, module):
         held = {"embed": module.embed.weight, "head": module.head.weight}
         parallel = trainer.strategy._parallel
-        self.held = {name: parallel.gather_full(p, p.detach()).clone() for name, p in held.items() if not p.is_meta}
+        self.held = {name: parallel.parameters.full(p, p.detach()).clone() for name, p in held.items() if not p.is_meta}
 
 
 def _tied(strategy):
@@ -200,7 +200,7 @@ class Apart(Callback):
     def on_train_start(self, trainer, module):
         blocks = [b for b in module.blocks if not b.c_proj.weight.is_meta]
         parallel = trainer.strategy._parallel
-        self.firsts = [parallel.gather_full(p, p.detach()).clone() for p in (b.c_proj.weight for b in blocks)]
+        self.firsts = [parallel.parameters.full(p, p.detach()).clone() for p in (b.c_proj.weight for b in blocks)]
 
 
 def _apart(strategy):

@@ -169,6 +169,23 @@ def test_interceptors_are_listed():
     assert len(INTERCEPTORS) <= 12
 
 
+SETS_FORWARD = r"\.forward = |\"forward\"\] = |(__setattr__|undo\.set|Change)\(\w+, \"forward\""
+TENSORS = r"^class \w+\((?:[\w.]+, )*(?:nn\.|torch\.)*(?:Tensor|Parameter|DTensor)[,)]"
+
+
+def test_one_file_sets_the_forward_of_a_module():
+    assert {str(f.relative_to(PACKAGE)) for f in FILES if re.search(SETS_FORWARD, f.read_text())} == {
+        "module/forward.py"
+    }
+
+
+def test_mechanisms_become_fewer():
+    """Interceptors, tensor subclasses, swaps of a class, and places that set a forward."""
+    text = "\n".join(file.read_text() for file in FILES)
+    places = [len(re.findall(what, text, re.MULTILINE)) for what in (TENSORS, r"\.__class__ = ", SETS_FORWARD)]
+    assert len(INTERCEPTORS) + sum(places) <= 25
+
+
 def test_root_of_the_tests_is_closed():
     assert {file.stem for file in TESTS.glob("*.py")} == TESTS_ROOT
 

@@ -10,8 +10,12 @@ from torch import nn
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
 from lightning_3d.activations.recomputed_block import BlockBytes
 from lightning_3d.activations.saved_bytes import SavedBytes
-from lightning_3d.module.data_forward import talks_to_data_ranks
+from lightning_3d.module.forward import Layer, ranks_of
 from lightning_3d.ranks import talk
+
+
+def _talks_to_data_ranks(module: nn.Module) -> bool:
+    return isinstance(module, nn.SyncBatchNorm) or Layer.DATA in ranks_of(module)
 
 
 @dataclass
@@ -53,7 +57,7 @@ class BudgetFit:
             self.trained, self.fitted, self.order = trained, False, []
             self.saved = SavedBytes([*self.module.parameters(), *self.module.buffers()])
             for block in self.recomputed.blocks.values():
-                together = talks_to_data_ranks(block.module)
+                together = any(map(_talks_to_data_ranks, block.module.modules()))
                 block.on, block.measured = True, BlockBytes(order=self.order, together=together)
         elif not self.fitted:
             self._fit()

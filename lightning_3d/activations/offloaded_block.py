@@ -1,10 +1,8 @@
 """Blocks whose activations are in host memory between forward and backward.
 
-`OffloadedForward` is one more forward around each block, outside of recompute: where a block is computed again, only
-what enters it goes to the host. Copies to and from a device are made in the stream that computes, by pinned memory.
+Copies to and from a device are made in the stream that computes, by pinned memory.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.activations.recompute_blocks import owned_blocks
 from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import local
 
@@ -38,20 +38,15 @@ class OnHost:
         return self.copy.to(self.device, non_blocking=True)
 
 
-class OffloadedForward:
+class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
     """The forward of a block that moves to the host what its backward needs. Weights stay where they are."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.original = module.__dict__.get("forward")
-        self.__signature__ = inspect.signature(module.forward)
-        self.bytes = 0
-        """Of the last call, on the host."""
+    bytes = 0
+    """Of the last call, on the host."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.original or type(self.module).forward.__get__(self.module)
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return self.next(*args, **kwargs)
         weights = {_memory(local(parameter)) for parameter in self.module.parameters()}
         copies: dict[Any, tuple[Tensor, OnHost]] = {}
         """With the tensors: while one is alive, no other has its memory."""
@@ -67,7 +62,7 @@ class OffloadedForward:
             return copies[key][1]
 
         with saved_tensors_hooks(pack, _unpack):
-            result = forward(*args, **kwargs)
+            result = self.next(*args, **kwargs)
         copies.clear()
         return result
 
@@ -82,11 +77,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:
-    """Put an `OffloadedForward` around each block of `module` that this rank owns and that has parameters."""
-    done = set()
-    for name in anatomy.blocks:
-        block = module.get_submodule(name)
-        here = any(not parameter.is_meta for parameter in block.parameters())
-        if here and id(block) not in done and type(block).forward is not nn.Module.forward:
-            done.add(id(block))
-            undo.set(block, "forward", OffloadedForward(block))
+    """Put an `OffloadedForward` around each of the `owned_blocks`."""
+    for block in owned_blocks(module, anatomy.blocks).values():
+        add_layer(OffloadedForward(block), undo)

@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_3d.activations.recompute_choice import Recompute
 from lightning_3d.activations.recomputed_block import RecomputedForward
+from lightning_3d.module.forward import add_layer
 from lightning_3d.module.undo import UndoStack
 
 
@@ -19,12 +20,20 @@ class RecomputedBlocks:
 
 
 def recompute_blocks(module: nn.Module, names: Sequence[str], choice: Recompute, undo: UndoStack) -> RecomputedBlocks:
-    """Put a `RecomputedForward` around each block of `names` that this rank owns and that has parameters."""
-    blocks: dict[int, RecomputedForward] = {}
-    for name in names if choice.mode is not None else ():
+    """Put a `RecomputedForward` around each of the `owned_blocks`."""
+    found = owned_blocks(module, names if choice.mode is not None else ())
+    blocks = {name: RecomputedForward(block, name, choice.mode == "selective") for name, block in found.items()}
+    for forward in blocks.values():
+        add_layer(forward, undo)
+    return RecomputedBlocks(blocks, choice)
+
+
+def owned_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Those blocks of `names` that are called and of which this rank has parameters, each by its first name."""
+    owned: dict[str, nn.Module] = {}
+    for name in names:
         block = module.get_submodule(name)
-        here = any(not parameter.is_meta for parameter in block.parameters())
-        if here and id(block) not in blocks and type(block).forward is not nn.Module.forward:
-            blocks[id(block)] = forward = RecomputedForward(block, name, choice.mode == "selective")
-            undo.set(block, "forward", forward)
-    return RecomputedBlocks({block.name: block for block in blocks.values()}, choice)
+        new = not any(block is each for each in owned.values()) and type(block).forward is not nn.Module.forward
+        if new and any(not parameter.is_meta for parameter in block.parameters()):
+            owned[name] = block
+    return owned

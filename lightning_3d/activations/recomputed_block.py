@@ -1,18 +1,15 @@
 """Blocks that keep what enters them, and compute the rest of their activations again in backward.
 
-`RecomputedForward` is one more forward around each block. It is outside of tensor parallelism, so that a block is
-computed again as it was. It is inside of FSDP2's hooks, so that weights are gathered once for the recomputation and the
+`RecomputedForward` is inside of FSDP2's hooks, so that weights are gathered once for the recomputation and the
 backward. `torch.utils.checkpoint` (non-reentrant) does the work. Added here are Python's and numpy's random streams,
 and buffers: the recomputation reads the values that the forward read, and its changes are undone.
 """
 
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from lightning_3d.activations.kept_results import KeptResults
 from lightning_3d.activations.saved_bytes import SavedBytes
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import in_backward, in_checkpoint
+from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.snapshot import isolated_buffers
 from lightning_3d.sandbox.trees import leaves, map_leaves
@@ -33,16 +31,15 @@ Noted = Mapping[Place, tuple[Tensor | None, int, Tensor | None]]
 """Each buffer before a forward, its version, and a copy where the forward may change it."""
 
 
-class RecomputedForward:
+class RecomputedForward(ForwardLayer, rank=Layer.RECOMPUTE):
     """The forward of a block that backward computes again.
 
     A region that the user's own code checkpoints is left to it.
     """
 
     def __init__(self, module: nn.Module, name: str, selective: bool) -> None:
-        self.module, self.name, self.selective = module, name, selective
-        self.original = module.__dict__.get("forward") or MethodType(type(module).forward, module)
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(module)
+        self.name, self.selective = name, selective
         self.buffers = _ChangedBuffers(module, name)
         self.on = True
         """False where the activations of this block are kept."""
@@ -50,7 +47,7 @@ class RecomputedForward:
         """For a memory budget: what the block would keep, once a call is measured."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.original
+        forward = self.next
         if not torch.is_grad_enabled() or in_backward() or in_checkpoint():
             return forward(*args, **kwargs)
         tensors = [leaf for leaf in leaves((args, kwargs)) if _is_plain(leaf)]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.undo import ABSENT
+from lightning_3d.module.forward import without_layers
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
 from lightning_3d.sandbox.joining import join_changes
@@ -28,7 +28,6 @@ from lightning_3d.sandbox.snapshot import isolated
 from lightning_3d.sandbox.trees import detached, map_leaves, untrace
 from lightning_3d.tensor import plan_module, proof, scratch
 from lightning_3d.tensor.blocks import structure
-from lightning_3d.tensor.vocabulary import ShardedEmbedding, ShardedHead
 
 
 class LoneRehearsal(Rehearsal):
@@ -52,10 +51,8 @@ class LoneRehearsal(Rehearsal):
         return {}
 
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        forward = next(change.before for change in self.pipeline.gates.replaced if change.owner is module)
-        run = type(module).forward.__get__(module) if forward is ABSENT else forward
-        with self.world.pretend.aside(), _present(module, self.world):
-            return run(*args, **kwargs)
+        with self.world.pretend.aside(), _present(module, self.world), without_layers(module):
+            return module.forward(*args, **kwargs)
 
     def _received(self, leaf: Any) -> Any:
         """A tensor like the one that a real rank receives: no view, and without a graph."""
@@ -100,9 +97,9 @@ def results(wire: Wire, value: Any, site: Any) -> Any:
 
 @contextmanager
 def _present(module: nn.Module, world: World) -> Iterator[None]:
-    """Make `module` whole inside: fake parameters and buffers of full size, and forwards that are not split.
+    """Make `module` whole inside: fake parameters and buffers of full size.
 
-    A tied weight is on this rank too: as a shard, in a patched forward, while the bias next to it is on meta.
+    A tied weight is on this rank too: as a shard, while the bias next to it is on meta.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = [
         (held, name, tensor)
@@ -111,8 +108,6 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
         for name, tensor in held.items()
         if tensor is not None and (tensor.is_meta or isinstance(tensor, DTensor))
     ]
-    own = [vars(owner) for owner in module.modules()]
-    patched = [(held, held.pop("forward")) for held in own if isinstance(held.get("forward"), PATCHES)]
     for held, name, tensor in replaced:
         new = world.pretend.fake_like(tensor)
         held[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
@@ -121,11 +116,6 @@ def _present(module: nn.Module, world: World) -> Iterator[None]:
     finally:
         for held, name, tensor in replaced:
             held[name] = tensor
-        for held, forward in patched:
-            held["forward"] = forward
-
-
-PATCHES = (ShardedEmbedding, ShardedHead)
 
 
 PROVEN = 30_000_000

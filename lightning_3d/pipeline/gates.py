@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.users_code import is_users
 
 
@@ -29,7 +30,7 @@ class Director(Protocol):
 
 
 class Gates:
-    """Hooks on the units of a module until `undo` closes, idle while no director is set.
+    """Hooks and layers on the units of a module until `undo` closes, idle while no director is set.
 
     Create it last, after the hooks of FSDP and of the tensor layers. Then a call is cut before any of them runs, and
     they get the arguments of the unit itself. The user's hooks on a unit are part of the code around it. They get the
@@ -42,19 +43,15 @@ class Gates:
         self.outside: tuple[Any, Any] | None = None
         """The arguments with which code around the units has called the last one."""
         self.module = module
-        self.replaced: list[Change] = []
-        """The forwards of units."""
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
             unit = module.get_submodule(name)
-            if name in absent:
-                self._mute(unit, name, undo)
-            else:
+            add_layer(_Gate(unit, name, name in absent, self), undo)
+            if name not in absent:
                 before, after = self._before(name, undo), self._after(name)
                 undo.callback(unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
                 undo.callback(unit.register_forward_hook(after, with_kwargs=True).remove)
                 _put_outside(unit)
-                self._make_skippable(unit, undo)
 
     def _before(self, name: str, undo: UndoStack) -> Any:
         def before(unit: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -91,27 +88,8 @@ class Gates:
             args, kwargs = self.outside[0], [self.outside[1]] * len(kwargs)
         return hook(unit, args, *kwargs, output)
 
-    def _make_skippable(self, unit: nn.Module, undo: UndoStack) -> None:
-        """A unit is real here but belongs to another stage of this rank when an earlier part of the step calls it."""
-        forward = unit.forward
-
-        def skippable(*args: Any, **kwargs: Any) -> Any:
-            if self.director is not None and self.depth == 1 and self.director.skipping:
-                return None
-            return forward(*args, **kwargs)
-
-        self.replaced.append(undo.set(unit, "forward", skippable))
-
-    def _mute(self, unit: nn.Module, name: str, undo: UndoStack) -> None:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.director is None:
-                raise UnsupportedError(
-                    f"{name!r} belongs to another pipeline stage and was called outside of training_step,"
-                    " validation_step, test_step and predict_step. Call the module inside a step."
-                )
-            return self.director.foreign(name, args, kwargs)
-
-        self.replaced.append(undo.set(unit, "forward", forward))
+    def __deepcopy__(self, memo: Any) -> "Gates":
+        return self  # as its hooks, which are functions, do in the copy of a unit
 
     @contextmanager
     def directed(self, director: Director) -> Any:
@@ -124,6 +102,27 @@ class Gates:
     def inside_block(self) -> bool:
         """True while a unit runs under a director."""
         return self.depth > 0 and self.director is not None
+
+
+class _Gate(ForwardLayer, rank=Layer.GATE):
+    """Inside of the hooks on a unit."""
+
+    def __init__(self, unit: nn.Module, name: str, absent: bool, gates: Gates) -> None:
+        super().__init__(unit)
+        self.name, self.absent, self.gates = name, absent, gates
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        director = self.gates.director
+        if not self.absent:
+            # it belongs to another stage of this rank when an earlier part of the step calls it
+            skipped = director is not None and self.gates.depth == 1 and director.skipping
+            return None if skipped else self.next(*args, **kwargs)
+        if director is None:
+            raise UnsupportedError(
+                f"{self.name!r} belongs to another pipeline stage and was called outside of training_step,"
+                " validation_step, test_step and predict_step. Call the module inside a step."
+            )
+        return director.foreign(self.name, args, kwargs)
 
 
 def _put_outside(unit: nn.Module) -> None:

@@ -5,20 +5,23 @@ of the output projection without calling it. In eval mode the encoder layer has 
 here computes the same from `num_heads`, `head_dim` and calls to modules. (Written against torch 2.13.)
 """
 
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain
+from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.tensor.module_forward import BlockState
 
-class OpenAttention:
-    """The forward of one `nn.MultiheadAttention`."""
 
-    def __init__(self, module: nn.MultiheadAttention) -> None:
-        self.module = module
-        self.total_heads = module.num_heads
+class OpenAttention(ForwardLayer, rank=Layer.OWN):
+    """The forward of one `nn.MultiheadAttention`, except while its block computes unsplit."""
+
+    def __init__(self, module: nn.MultiheadAttention, state: BlockState | None = None) -> None:
+        super().__init__(module)
+        self.state, self.total_heads = state, module.num_heads
 
     def __call__(
         self,
@@ -31,6 +34,10 @@ class OpenAttention:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if self.state is not None and self.state.unsplit:
+            return self.next(  # type: ignore[no-any-return]
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         module, batched = self.module, query.dim() == 3
         q, k, v = self._project(query, key, value)
         if not batched:
@@ -93,28 +100,33 @@ class OpenAttention:
         return padding if mask is None else mask + padding
 
 
-def use_open_attention(module: nn.Module, put: Callable[[nn.Module, str, Any], None]) -> None:
+def use_open_attention(module: nn.Module, undo: UndoStack, state: BlockState | None = None) -> list[Change]:
     """Give every attention in `module` an `OpenAttention`, and turn off torch's fused shortcuts past it.
 
     Args:
         module: the block.
-        put: sets an instance attribute, past `nn.Module.__setattr__`.
+        undo: takes the way back.
+        state: of the forwards of the block, if it is split.
+
+    Returns:
+        The changes of attributes.
     """
+    changes = []
     for child in module.modules():
         if _can_open(child):
-            put(child, "forward", OpenAttention(child))
+            add_layer(OpenAttention(child, state), undo)
         if isinstance(child, nn.TransformerEncoderLayer) and child.activation_relu_or_gelu:
-            put(child, "activation_relu_or_gelu", 0)  # 0: an activation that the fused shortcut does not know
+            changes.append(undo.set(child, "activation_relu_or_gelu", 0))  # one that the fused shortcut does not know
         if isinstance(child, nn.TransformerEncoder) and child.use_nested_tensor:
-            put(child, "use_nested_tensor", False)
+            changes.append(undo.set(child, "use_nested_tensor", False))
+    return changes
 
 
 def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
     """Return True for torch's own attention, unchanged and with nothing added to the keys."""
-    if not isinstance(module, nn.MultiheadAttention) or "forward" in module.__dict__:
+    if not isinstance(module, nn.MultiheadAttention) or not is_plain(module, nn.MultiheadAttention):
         return False
-    plain = type(module).forward is nn.MultiheadAttention.forward
-    return plain and module.bias_k is None and not module.add_zero_attn
+    return module.bias_k is None and not module.add_zero_attn
 
 
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:

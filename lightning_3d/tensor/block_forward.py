@@ -5,11 +5,9 @@ something else (a cache, a mask for each head) whose division over the ranks is 
 on gathered parameters, as one device would.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_wrapper
+from lightning_3d.module.forward import ForwardLayer, Layer
 from lightning_3d.module.undo import Change
 from lightning_3d.tensor.autograd_collectives import gather, local_shard, take
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
@@ -29,7 +28,7 @@ from lightning_3d.tensor.sequence import copy_all
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
 
-class BlockForward:
+class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     """The forward of one block.
 
     Args:
@@ -40,21 +39,21 @@ class BlockForward:
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, state: BlockState, changes: list[Change]) -> None:
-        self.module, self.plan, self.axis, self.state, self.changes = module, plan, state.axis, state, changes
+        super().__init__(module)
+        self.plan, self.axis, self.state, self.changes = plan, state.axis, state, changes
         self.forms = frozenset(plan.forms)
         self.draws = ShardDraws(module, plan)
-        self.forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
-        inside = in_wrapper(module)
         # apply_tensor warns of it. Dynamo (torch 2.13) crashes where it compiles a block under `ShardDropout`.
-        self.drawing = self.forward if inside is None else inside
-        self.__signature__ = inspect.signature(module.forward)
+        self.uncompiled = in_wrapper(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.unsplit:
+            return self.next(*args, **kwargs)
         if self.forms and (self.module.training, form_of((args, kwargs))) not in self.forms:
             self._warn_unsplit()
             self.state.repeatable = False
             with self._unsplit():
-                return self.module.forward(*compute_late(args), **compute_late(kwargs))
+                return self.next(*compute_late(args), **compute_late(kwargs))
         if self.plan.sequence is not None:
             args, kwargs = self._divide_stream(self.plan.sequence, args, kwargs)
         if self.plan.inputs:
@@ -63,7 +62,8 @@ class BlockForward:
         if sequence is not None or dropouts:
             self.state.repeatable = False
         with self._in_shards(sequence, self.state.dims, self.state.others, dropouts):
-            result = (self.drawing if any(dropouts) else self.forward)(*args, **kwargs)
+            forward = self.next if self.uncompiled is None or not any(dropouts) else self.uncompiled
+            result = forward(*args, **kwargs)
         if sequence is not None:
             result = each_numbered(lambda index, tensor: self._leave_stream(index, tensor, sequence), result)
         if not self.plan.outputs:
@@ -90,14 +90,16 @@ class BlockForward:
     def _unsplit(self) -> Iterator[None]:
         """Compute the block unsplit inside, and when a checkpoint that begins inside is repeated.
 
-        Its parameters are gathered, and its attributes and forwards are the original ones.
+        Its parameters are gathered, its attributes are the original ones, and its layers compute nothing.
         """
-        current = [(change, change.now()) for change in self.changes]  # a pipeline may have replaced a forward since
+        state = self.state
+        current, running = [(change, change.now()) for change in self.changes], state.running
         for change in reversed(self.changes):
             change.revert()
+        state.running, state.unsplit = 0, state.unsplit + 1
         shadows: list[Change] = []
         try:
-            with self._running(), noted(lambda: lambda _: self._unsplit()):
+            with noted(lambda: lambda _: self._unsplit()):
                 for name, split in self.plan.splits.items():
                     owner_name, _, own_name = name.rpartition(".")
                     owner = self.module.get_submodule(owner_name)
@@ -109,6 +111,7 @@ class BlockForward:
                 shadow.revert()
             for change, value in current:
                 change.put(value)
+            state.running, state.unsplit = running, state.unsplit - 1
 
     @contextmanager
     def _in_shards(
@@ -129,23 +132,16 @@ class BlockForward:
 
         state.sequence, state.dims, state.others = sequence, dims, list(others)
         shadows: list[tuple[dict[str, Any], str]] = []
+        state.running += 1
         try:
-            with self._running():
-                shadows = self._shadow_outer()
-                with dropout if any(dropouts) else nullcontext(), noted(note):
-                    yield
+            shadows = self._shadow_outer()
+            with dropout if any(dropouts) else nullcontext(), noted(note):
+                yield
         finally:
+            state.running -= 1
             state.clear()
             for space, name in shadows:
                 space.pop(name, None)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self.state.running += 1
-        try:
-            yield
-        finally:
-            self.state.running -= 1
 
     def _shadow_outer(self) -> list[tuple[dict[str, Any], str]]:
         """Sum the gradients of all parameters that are used on shards of the sequence in one go."""

@@ -1,13 +1,12 @@
 """Output heads that no rank divides: large logits are computed when they are used."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain
 from lightning_3d.module.hooks_private import backward_hooks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.geometry import TensorSplit
@@ -25,7 +24,7 @@ def patch_heads(module: nn.Module, blocks: Iterable[str], undo: UndoStack) -> No
     inside = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
     for name, part in module.named_modules():
         if id(part) not in inside and _is_plain(part):
-            undo.set(part, "forward", LateHead(module, name))
+            add_layer(LateHead(module, name), undo)
 
 
 class LateNote:
@@ -45,18 +44,17 @@ class LateNote:
         return logits
 
 
-class LateHead:
+class LateHead(ForwardLayer, rank=Layer.LATE):
     """The forward of the `nn.Linear` called `name` in `root`."""
 
     def __init__(self, root: nn.Module, name: str) -> None:
-        self.module: Any = root.get_submodule(name)
+        super().__init__(root.get_submodule(name))
         self.hooks, self.note = hooks_around(root, name), LateNote(name)
-        self.__signature__ = inspect.signature(self.module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
         if not (expects_loss(module, self.hooks) and may_wait() and is_large(input, module.out_features)):
-            return type(module).forward(module, input)  # type: ignore[no-any-return]
+            return self.next(input)  # type: ignore[no-any-return]
         rows, product = Product.of(compute_late(input), module.weight, module.bias)
         split = TensorSplit.even(rows.dim() - 1, module.out_features, 1)
         return self.note.once(LateTensor.of(rows, split, None, product=product))
@@ -83,5 +81,5 @@ def expects_loss(head: nn.Module, hooks: Sequence[Mapping[int, object]]) -> bool
 
 
 def _is_plain(module: nn.Module) -> bool:
-    own = isinstance(module, nn.Linear) and "weight" in module._parameters and "forward" not in vars(module)
-    return own and type(module).forward is nn.Linear.forward and not module.weight.is_meta
+    own = isinstance(module, nn.Linear) and "weight" in module._parameters and not module.weight.is_meta
+    return own and is_plain(module, nn.Linear)

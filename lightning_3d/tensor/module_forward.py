@@ -1,10 +1,8 @@
 """Forwards of modules inside a split block, and the state that they share while the block runs."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import TensorPlanError
 from lightning_3d.module.autograd_private import in_backward
+from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
@@ -52,7 +51,9 @@ class BlockState:
         self.others: list[Tensor] = []
         """The block's other arguments, which are not divided."""
         self.running = 0
-        """Number of running forwards of the block. More than one where it calls itself."""
+        """Number of running forwards of the block in shards. More than one where it calls itself."""
+        self.unsplit = 0
+        """Number of running unsplit forwards of the block, during which none runs in shards."""
         self.repeatable = True
         """True while modules of the block may be recomputed alone: no unsplit call, dropout or split stream so far."""
 
@@ -117,7 +118,7 @@ class BlockState:
         return BlockState(self.axis)
 
 
-class ModuleForward:
+class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     """The forward of one module at the edge of, or inside, a split region.
 
     It raises where the module is called outside of its block, for example a layer of an `nn.Sequential`. A plan is
@@ -131,18 +132,18 @@ class ModuleForward:
     """
 
     def __init__(self, module: nn.Module, state: BlockState, name: str = "", block: str = "") -> None:
-        self.module, self.axis, self.state, self.name, self.block = module, state.axis, state, name, block
-        self.original = module.__dict__.get("forward")
-        # bound here: dynamo (torch 2.13) takes `type(module).forward.__get__(module)` for this very object
-        self.forward = self.original or MethodType(type(module).forward, module)
+        super().__init__(module)
+        self.axis, self.state, self.name, self.block = state.axis, state, name, block
+        self.plain = is_plain(module, type(module))
         self.enters = self.emits = self.reduces = self.gathers = False
         self.mixes: TensorSplit | None = None
         self.width: int | None = None
         self.shadows: list[tuple[nn.Module, str, Shadow]] = []
-        self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.state.running:
+            if self.state.unsplit:
+                return self.next(*args, **kwargs)
             self._refuse()
         if self.gathers and self.state.sequence is not None:
             args, kwargs = each_argument(self.state.gathered, args, kwargs)
@@ -192,14 +193,14 @@ class ModuleForward:
 
     def _deferral(self) -> Deferral | None:
         """A deferral for torch's own forward with a weight that is a parameter of the module."""
-        plain = self.original is None and "weight" in self.module._parameters
+        plain = self.plain and "weight" in self.module._parameters
         shadow = self.module.__dict__.get("weight") if plain else None
         return None if shadow is None else defer(self.module, shadow)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.mixes is not None:
             args, kwargs = each_argument(self._all_channels, args, kwargs)
-        result = self.forward(*args, **kwargs)
+        result = self.next(*args, **kwargs)
         return result if self.mixes is None else each_floating(self._own_channels, result)
 
     def _reduce(self, tensor: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ During a module's forward, local tensors in its `__dict__` shadow the parameters
 """
 
 import copy as copies_of
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.module.undo import Change, UndoStack
+from lightning_3d.module.forward import add_layer
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
@@ -34,13 +33,13 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         undo: takes the way back.
         name: full name of the block, for messages.
     """
-    state, changes = BlockState(axis), list[Change]()
+    undo.callback(save_states())
+    state = BlockState(axis)
+    changes = use_open_attention(unit, undo, state)
 
     def put(owner: nn.Module, attribute: str, value: Any) -> None:
-        changes.append(undo.set(owner, attribute, _as_method(value) if attribute == "forward" else value))
+        changes.append(undo.set(owner, attribute, value))
 
-    undo.callback(save_states())
-    use_open_attention(unit, put)
     for (owner, path), values in plan.attributes.items():
         _set_attribute(put, unit.get_submodule(owner), path, values[axis.rank])
     entries = plan.sequence.entries if plan.sequence is not None else ()
@@ -57,24 +56,10 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)
         forwards[holder].shadows.append((unit.get_submodule(owner_name), own_name, shadow))
     for forward in forwards.values():
-        put(forward.module, "forward", forward)
+        add_layer(forward, undo)
         if isinstance(forward.module, nn.MultiheadAttention):
             put(forward.module, "_sum_over_ranks", forward.sum_over_ranks)
-    put(unit, "forward", BlockForward(unit, plan, state, changes))
-
-
-def _as_method(forward: Any) -> MethodType:
-    """`forward`, an object with `__call__`, as a method with its signature.
-
-    dynamo (torch 2.13) compares the code of a module's `forward` if that is a method. Otherwise it compares the object,
-    so that blocks of one kind would not share a graph.
-    """
-    call = type(forward).__call__
-    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    parameters = inspect.signature(forward).parameters.values()
-    function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
-    return MethodType(function, forward)
+    add_layer(BlockForward(unit, plan, state, changes), undo)
 
 
 @dataclass

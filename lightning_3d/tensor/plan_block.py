@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
@@ -398,14 +400,14 @@ def _is_norm(module: nn.Module, widths: Collection[int]) -> bool:
 
 def _act_alone(twin: nn.Module, mixers: Collection[str]) -> nn.Module:
     for name in mixers:
-        twin.get_submodule(name).__dict__["forward"] = _scaling(list(twin.get_submodule(name).parameters()))
+        add_layer(_Scaling(twin.get_submodule(name)), UndoStack())
     return twin
 
 
-def _scaling(vectors: list[nn.Parameter]) -> Callable[[Tensor], Tensor]:
-    def scale(tensor: Tensor) -> Tensor:
-        for vector in vectors:
+class _Scaling(ForwardLayer, rank=Layer.OWN):
+    """A norm that only multiplies by its weight, for runs of a scratch copy."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        for vector in self.module.parameters():
             tensor = tensor * vector if tensor.shape[-1] == vector.numel() else tensor
         return tensor
-
-    return scale

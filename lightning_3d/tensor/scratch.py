@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.sample import working_dtype
@@ -54,7 +55,7 @@ def opened_copy(scratch: nn.Module) -> nn.Module:
 
 
 def _open(scratch: nn.Module) -> nn.Module:
-    use_open_attention(scratch, lambda owner, name, value: owner.__dict__.update({name: value}))
+    use_open_attention(scratch, UndoStack())
     return scratch
 
 

@@ -1,12 +1,12 @@
 """Embeddings and output heads that are split by vocabulary."""
 
-import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain, ranks_of
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
@@ -94,27 +94,27 @@ def patch_vocabulary(module: nn.Module, splits: Mapping[str, TensorSplit], axis:
         if not isinstance(owner, nn.Embedding | nn.Linear):
             continue  # it names another module's bias and does not use it
         split = splits[f"{name}.weight" if name else "weight"]
-        if isinstance(owner.__dict__.get("forward"), ShardedEmbedding | ShardedHead):
+        if Layer.SPLIT in ranks_of(owner):
             continue
-        embeds = isinstance(owner, nn.Embedding)
-        forward = ShardedEmbedding(owner, split, axis) if embeds else ShardedHead(module, split, axis, name)
-        undo.set(owner, "forward", forward)
+        if isinstance(owner, nn.Embedding):
+            add_layer(ShardedEmbedding(owner, split, axis), undo)
+        else:
+            add_layer(ShardedHead(module, split, axis, name), undo)
 
 
-class ShardedEmbedding:
+class ShardedEmbedding(ForwardLayer, rank=Layer.SPLIT):
     """The forward of an `nn.Embedding` with sharded rows."""
 
-    def __init__(self, module: Any, split: TensorSplit, axis: Axis) -> None:
-        self.module, self.axis = module, axis
+    def __init__(self, module: nn.Embedding, split: TensorSplit, axis: Axis) -> None:
+        super().__init__(module)
+        self.axis, self.plain = axis, is_plain(module, nn.Embedding)
         ((self.start, self.stop),) = split.pieces[axis.rank]
-        self.original = None if type(module).forward is nn.Embedding.forward else module.forward
-        self.__signature__ = inspect.signature(module.forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.original is None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.plain:
             return self.look_up(*args, **kwargs)
-        with Interceptor(_LookUp(self)):  # a subclass does more than look up: it may scale the rows
-            return self.original(*args, **kwargs)
+        with Interceptor(_LookUp(self)):  # the user's forward does more than look up: it may scale the rows
+            return self.next(*args, **kwargs)
 
     def look_up(self, input: Tensor) -> Tensor:
         """The rows of the full embedding for `input`."""
@@ -141,14 +141,13 @@ class _LookUp(Rule):
         return call
 
 
-class ShardedHead:
+class ShardedHead(ForwardLayer, rank=Layer.SPLIT):
     """The forward of the `nn.Linear` called `name` in `root`, with sharded outputs."""
 
     def __init__(self, root: nn.Module, split: TensorSplit, axis: Axis, name: str) -> None:
+        super().__init__(root.get_submodule(name))
         self.split, self.axis, self.note = split, axis, LateNote(name)
         self.hooks = hooks_around(root, name)
-        self.module: Any = root.get_submodule(name)
-        self.__signature__ = inspect.signature(self.module.forward)
 
     def __call__(self, input: Tensor) -> Tensor:
         input = compute_late(input)
@@ -176,7 +175,7 @@ def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
     return (
         isinstance(module, nn.Embedding)
         and "weight" in module._parameters
-        and (recorded or type(module).forward is nn.Embedding.forward)
+        and (recorded or is_plain(module, nn.Embedding))
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
@@ -185,8 +184,7 @@ def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
 
 def _is_plain_linear(module: nn.Module) -> bool:
     """Return True for torch's linear with a parameter as weight. A computed one (spectral_norm) changes on access."""
-    plain = isinstance(module, nn.Linear) and "weight" in module._parameters
-    return plain and type(module).forward is nn.Linear.forward
+    return isinstance(module, nn.Linear) and "weight" in module._parameters and is_plain(module, nn.Linear)
 
 
 def _users(module: nn.Module) -> dict[int, list[str]]:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.module.data_forward import DataForward
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer, is_plain
+from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 
 
@@ -23,50 +24,46 @@ class DataBatchNorm(LayerSync):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.undone: list[tuple[nn.Module, dict[str, object]]] = []
+        self.group, self.undo = group, UndoStack()
 
     def apply(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-                plain = type(module).forward is _BatchNorm.forward
-                synced = _SyncedForward(module, self.group) if plain else _SyncedOwnForward(module, self.group)
-                module.forward = synced  # type: ignore[assignment,method-assign]
-                self.undone.append((module, module.__dict__))
+                synced = _SyncedForward if is_plain(module, _BatchNorm) else _SyncedOwnForward
+                add_layer(synced(module, self.group), self.undo)
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        for _, attributes in self.undone:
-            del attributes["forward"]
-        self.undone = []
+        self.undo.close()
         return model
 
 
-class _SyncedForward(DataForward):
+class _SyncedForward(ForwardLayer, rank=Layer.DATA):
     """`_BatchNorm.forward` with the mean and variance of all data ranks."""
 
-    def __init__(self, module: _BatchNorm, group: dist.ProcessGroup) -> None:
-        self.module, self.group = module, group
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(module)
+        self.group = group
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Any:
         module = self.module
         module._check_input_dim(x)
         if not module.training:
-            return type(module).forward(module, x)
+            return self.next(x)
         mean, variance, count = _moments(x, self.group)
         _track(module, mean.detach(), variance.detach(), count)
         return _normal(x, mean, variance, module.weight, module.bias, module.eps)
 
 
 class _SyncedOwnForward(_SyncedForward):
-    """The forward of a subclass, which may do more (an activation), with the mean and variance of all data ranks."""
+    """A forward of the user's, which may do more (an activation), with the mean and variance of all data ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, rule = type(self.module).forward, _Sync(self.group)
+        rule = _Sync(self.group)
         if not self.module.training:
-            return forward(self.module, *args, **kwargs)
+            return self.next(*args, **kwargs)
         with Interceptor(rule):
-            result = forward(self.module, *args, **kwargs)
+            result = self.next(*args, **kwargs)
         if not rule.synced:
             raise UnsupportedError(
                 f"sync_batchnorm=True: {type(self.module).__name__} is a batch norm whose forward does not call"

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.anatomy import PRODUCTS
+from lightning_3d.module.forward import is_plain
 from lightning_3d.zero import fsdp_private
 
 _WEIGHT = ("weight", "bias")
@@ -83,6 +84,6 @@ class HalfWeights:
 def _is_cast(param: Any) -> bool:
     """Return True where each module that has `param` uses it in an operation for which autocast casts it."""
     return fsdp_private.is_plain_fp32(param) and all(
-        name in _CAST.get(type(module).forward, ()) and "forward" not in vars(module)
+        name in _CAST.get(type(module).forward, ()) and is_plain(module, type(module))
         for module, name in fsdp_private.places(param)
     )

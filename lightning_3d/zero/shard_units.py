@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lightning_3d.layout import APART_BYTES
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.forward import Layer, is_plain
 from lightning_3d.ranks.shards import local
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
@@ -79,9 +80,7 @@ def _is_unit(module: nn.Module) -> bool:
 
 def looks_up(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Return True for a module that only looks up rows of its weight, whose values its backward does not need."""
-    own = vars(module).get("forward")  # ours does too
-    ours = own is None or type(own).__module__.partition(".")[0] == __package__.partition(".")[0]
-    return ours and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return isinstance(module, nn.Embedding) and is_plain(module, nn.Embedding, up_to=Layer.OWN)  # ours does too
 
 
 def _is_small(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """A vocabulary is known from what looks it up and from its head, not from a number that others may have too."""
 
 import re
+from types import MethodType
 
 import pytest
 import torch
@@ -74,3 +75,18 @@ def test_the_opening_line_counts_what_stayed_whole_and_names_the_largest():
     assert kept > 0.8 * total
     assert f"({kept / total:.0%}) not split: " in line
     assert re.search(r"not split: \S+ KB extra\.weight, ", line)
+
+
+def _twice(self, x):
+    return 2 * type(self).forward(self, x)
+
+
+def test_forwards_that_are_set_on_an_object_are_kept():
+    """One scales the rows, and one the logits: the head is no plain one, and stays unsplit."""
+    torch.manual_seed(0)
+    module = Untied(64)
+    for part in (module.gpt.wte, module.head):
+        part.forward = MethodType(_twice, part)
+    plan, difference = in_threads(module, loss, [torch.randint(64, (2, 8)) for _ in range(2)], 2)
+    assert set(plan.vocabulary) == {"gpt.wte.weight", "gpt.lm_head.weight"}
+    assert largest(difference.values()) < 1e-5

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor import late_product, late_tensor, loss_in_parts
 from lightning_3d.tensor.geometry import TensorSplit, assemble, local_part
@@ -560,6 +561,26 @@ def test_memory():
     logits = 4 * 256 * 2**14 * 4
     assert plain > 2 * logits
     assert parts < 0.2 * logits
+
+
+class Around(ForwardLayer, rank=Layer.GATE):
+    def __call__(self, *args):
+        return self.next(*args)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_around_a_head_leaves_its_logits_late(small, target, first):
+    (module, x), loss = made(), lambda logits: mean_loss(logits, target)
+    with UndoStack() as undo:
+        if first:
+            add_layer(Around(module["head"]), undo)
+        patch_heads(module, [], undo)
+        if not first:
+            add_layer(Around(module["head"]), undo)
+        found, logits = outcome(module, x, loss)
+    assert type(logits) is LateTensor
+    assert logits.full is None
+    torch.testing.assert_close(found, outcome(module, x, loss)[0])
 
 
 def test_the_user_is_told_once(small, capsys, monkeypatch):

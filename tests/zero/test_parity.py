@@ -1,6 +1,7 @@
 """Data parallelism under every ZeRO stage trains as one device does."""
 
 import itertools
+from types import MethodType
 
 import pytest
 import torch
@@ -133,12 +134,25 @@ class Own(ConvNet):
             self.net[at] = kind(self.net[at].num_features)
 
 
+def _sine(self, x):
+    return type(self).forward(self, x).sin()
+
+
+class OnTheObject(ConvNet):
+    """One of its batch norms got a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1].forward = MethodType(_sine, self.net[1])
+
+
 class OwnStatistics(Own):
     kinds = (Computed, Inherited)
 
 
-def test_batch_norms_with_forwards_of_their_own():
-    assert_parity("tests.zero.test_parity:Own", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
+@pytest.mark.parametrize("kind", ["Own", "OnTheObject"])
+def test_batch_norms_with_forwards_of_their_own(kind):
+    assert_parity(f"tests.zero.test_parity:{kind}", 2, {"zero_stage": 1}, trainer={"sync_batchnorm": True})
 
 
 def test_a_batch_norm_whose_statistics_are_its_own_is_refused():

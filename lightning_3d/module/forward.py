@@ -1,0 +1,114 @@
+"""Our layers around the forward of a user's module. No other file sets a `forward`.
+
+They are inside of the module's hooks, those of FSDP2 too, so they find gathered weights.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.module.undo import Change, UndoStack
+
+
+class Layer(IntEnum):
+    """The order of layers, inner to outer. Of two layers of one rank, the later one is outside."""
+
+    OWN = 0  # computes as the user's own forward, by other code: attention with open heads
+    DATA = 1  # the same with statistics of all data ranks: batch norm
+    SPLIT = 2  # computes in shards of the tensor axis
+    RECOMPUTE = 3  # a block is computed again as it was: in shards
+    OFFLOAD = 4  # of a block that is computed again, only what enters it goes to the host
+    LATE = 5  # leaves large logits to the loss, which computes them without the layers inside
+    GATE = 6  # a pipeline decides first whether a unit computes here
+
+
+class ForwardLayer:
+    """A base class of layers. `add_layer` lets callers of `module` run `__call__`."""
+
+    rank: Layer
+    next: Callable[..., Any]
+    """The forward inside of this one."""
+    stack: "_Stack"
+
+    def __init_subclass__(cls, rank: Layer | None = None) -> None:
+        if rank is not None:  # else that of the class above
+            cls.rank = rank
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+
+
+class _Stack:
+    """The layers of one module, inner to outer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # bound here: dynamo (torch 2.13) takes `type(module).forward.__get__(module)` for the layer that calls it
+        self.own, self.layers = module.forward, list[ForwardLayer]()
+        self.change = Change(module, "forward", self.own)
+
+    def put(self, layers: list[ForwardLayer]) -> None:
+        self.layers, forward = layers, self.own
+        for layer in layers:
+            layer.stack, layer.next, forward = self, forward, _as_method(layer, self.own)
+        self.change.put(forward if layers else self.change.before)
+
+
+def add_layer(layer: ForwardLayer, undo: UndoStack) -> None:
+    """Put `layer` on its module, at the place of its rank. `undo` takes the way back."""
+    stack = _stack_of(layer.module) or _Stack(layer.module)
+    stack.put(sorted([*stack.layers, layer], key=lambda each: each.rank))
+    undo.callback(lambda: stack.put([each for each in stack.layers if each is not layer]))
+
+
+def ranks_of(module: nn.Module) -> list[Layer]:
+    """The ranks of the layers on `module`, inner to outer."""
+    stack = _stack_of(module)
+    return [] if stack is None else [layer.rank for layer in stack.layers]
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module], up_to: Layer = Layer.SPLIT) -> bool:
+    """Return True where `module` computes by `kind.forward`, with no layer up to this rank in its place."""
+    stack = _stack_of(module)
+    own = module.forward if stack is None else stack.own
+    return MethodType(kind.forward, module) == own and all(rank > up_to for rank in ranks_of(module))
+
+
+@contextmanager
+def without_layers(module: nn.Module) -> Iterator[None]:
+    """Let the code inside call `module`, and what it contains, without our layers."""
+    found = [(stack, stack.layers) for each in module.modules() if (stack := _stack_of(each)) is not None]
+    for stack, _ in found:
+        stack.put([])
+    try:
+        yield
+    finally:
+        for stack, layers in found:
+            stack.put(layers)
+
+
+def _stack_of(module: nn.Module) -> _Stack | None:
+    layer = getattr(vars(module).get("forward"), "__self__", None)
+    return layer.stack if isinstance(layer, ForwardLayer) and layer.module is module else None
+
+
+def _as_method(layer: ForwardLayer, own: Callable[..., Any]) -> MethodType:
+    """`layer` as a method with the signature of the user's `own` forward.
+
+    dynamo (torch 2.13) compares the code of a module's `forward` if that is a method. Otherwise it compares the object,
+    so that blocks of one kind would not share a graph.
+    """
+    call: Any = type(layer).__call__
+    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    try:
+        signature = inspect.signature(own)
+    except ValueError:
+        return MethodType(function, layer)  # the user has put a builtin there, which has no signature
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *signature.parameters.values()]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return MethodType(function, layer)

@@ -41,6 +41,7 @@ ORDER = [
     {"errors"},
     {"launch", "layout"},
     {"module", "ranks"},
+    {"axes"},
     {"offload", "sandbox"},
     {"activations", "data", "faults", "optim", "precision"},
     {"comm"},

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.layout import DATA_AXIS
 from lightning_3d.ranks.groups import has_peers

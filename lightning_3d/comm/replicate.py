@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ring import SMALL_BYTES
 from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
-from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
-from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
@@ -37,7 +37,7 @@ class Bucket:
         self.awaited: set[nn.Parameter] = set()
         """Those whose gradient has not arrived yet in this backward."""
 
-    def begin(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> Ending:
+    def begin(self, gradients: Sequence[Tensor | None], collectives: Group) -> Ending:
         """Begin to average `gradients` (one per parameter; None counts as zero) over the ranks.
 
         Returns what waits for the averages and makes them the gradients.
@@ -139,7 +139,7 @@ class ReplicatedGradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        collectives: Collectives,
+        collectives: Group,
         engine: BackgroundQueue,
         hosts: dist.ProcessGroup,
         *,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d.comm.ledger import IDLE, Ledger
+from lightning_3d.axes.ledger import IDLE, Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS

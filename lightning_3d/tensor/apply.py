@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from lightning_3d.comm.ring_wire import RingWire
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_3d.activations.kept_results import kept_once
-from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.ring_wire import RingWire
+from lightning_3d.axes.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.layout import TENSOR_AXIS
 from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.named_range_private import named_range

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm import compression as compression_module
 from lightning_3d.comm.codecs import CODECS, Half, Int8
-from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
+from tests.axes.rings import ring
 from tests.workers import run
 
 KINDS = ["bf16", "fp16", "int8", "powersgd"]
@@ -18,7 +18,7 @@ KINDS = ["bf16", "fp16", "int8", "powersgd"]
 
 def _compression(kind, **options):
     ledger = Ledger()
-    collectives = Ring(dist.new_group(), ledger, "data")
+    collectives = ring(dist.new_group(), ledger)
     return build_compression(CommConfig(grad_compression=kind, **options), collectives), ledger
 
 

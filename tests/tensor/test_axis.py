@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d.comm import shared_memory
-from lightning_3d.comm.ring_wire import RingWire
+from lightning_3d.axes import shared_memory
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.tensor.axis import GroupAxis
 from tests.workers import run
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +28,11 @@ class Group:
         axis: the name that bytes and waits are counted under.
         ledger: where calls and bytes are counted: those of a ring, also where the library sends, which does not tell.
         wire: our ring over `ranks`. None: the library sends (NCCL's ring, gloo's).
-        doing: makes the context of a wait, from its name.
+        doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
     """
+
+    begins = False
+    """True where collectives can be under way while this rank goes on."""
 
     def __init__(
         self,
@@ -36,11 +40,13 @@ class Group:
         axis: str = "",
         ledger: Ledger | None = None,
         wire: RingWire | None = None,
-        doing: Callable[[str], AbstractContextManager[object]] = named_range,
+        doing: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self.ranks, self.axis, self.ledger, self.wire, self.doing = ranks, axis, ledger, wire, doing
+        self.ranks, self.axis, self.ledger, self.wire = ranks, axis, ledger, wire
+        self.doing = doing or (named_range if ledger is None else partial(ledger.waiting, axis))
         self.size, self.rank = ranks.size(), ranks.rank()
         self.silent = self.size == 1 or not has_peers()
+        self.begins = wire is None and not self.silent
         self.averages = "nccl" in dist.get_backend(ranks)
         """True where the library divides sums on the way: gloo would need another pass over them."""
 
@@ -51,56 +57,65 @@ class Group:
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
         """Write this rank's shard of the sum of `input`, whose contents are lost, to `output`."""
+        self.count("reduce_scatter", _bytes(output))
         if self.silent:
             _keep(output, input)
-        elif self.wire is not None:
-            with self.waiting("reduce_scatter"):
+            return
+        with self.waiting("reduce_scatter"):
+            if self.wire is not None:
                 ring_reduce_scatter(output, input, self.wire, average=average)
-        else:
-            with self.waiting("reduce_scatter"):
-                _reduce_scatter(single(output), single(input), op=self._sum(average), group=self.ranks)
-            self._divide(single(output), average)
+                return
+            _reduce_scatter(single(output), single(input), self._sum(average), self.ranks)
+        self._divide(output, average)
+
+    def begin_reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> Callable[[], None]:
+        """Begin the same, and return what waits for it."""
+        if not self.begins:
+            self.reduce_scatter(output, input, average=average)
+            return _nothing
         self.count("reduce_scatter", _bytes(output))
+        work = _reduce_scatter(single(output), single(input), self._sum(average), self.ranks, async_op=True)
+        return self._ending("reduce_scatter", work, output, average)
 
     def all_gather(self, output: Pieces, input: Pieces) -> None:
         """Write every rank's `input` in rank order to `output`; `input` may be this rank's shard of it."""
+        self.count("all_gather", _bytes(input))
         if self.silent:
             _keep(output, input)
-        else:
-            with self.waiting("all_gather"):
-                if self.wire is not None:
-                    ring_all_gather(output, input, self.wire)
-                else:
-                    _all_gather(single(output), single(input), group=self.ranks)
-        self.count("all_gather", _bytes(input))
+            return
+        with self.waiting("all_gather"):
+            if self.wire is not None:
+                ring_all_gather(output, input, self.wire)
+            else:
+                _all_gather(single(output), single(input), self.ranks)
 
     def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""
-        if self.wire is None:
-            self.begin_all_reduce(buffer, average=average)()
-            return
-        if not self.silent:
-            with self.waiting("all_reduce"):
-                ring_all_reduce(buffer, self.wire, average=average)
         self.count_all_reduce(buffer)
+        if self.silent:
+            return
+        with self.waiting("all_reduce"):
+            if self.wire is not None:
+                ring_all_reduce(buffer, self.wire, average=average)
+                return
+            dist.all_reduce(single(buffer), self._sum(average), self.ranks)
+        self._divide(buffer, average)
 
     def begin_all_reduce(self, buffer: Pieces, *, average: bool = False) -> Callable[[], None]:
-        """Begin to add `buffer` up, and return what waits for it. By the ring it is complete when this returns."""
-        if self.wire is not None:
+        """Begin the same, and return what waits for it."""
+        if not self.begins:
             self.all_reduce(buffer, average=average)
             return _nothing
         self.count_all_reduce(buffer)
-        if self.silent:
-            return _nothing
-        tensor = single(buffer)
-        work = dist.all_reduce(tensor, op=self._sum(average), group=self.ranks, async_op=True)
+        work = dist.all_reduce(single(buffer), self._sum(average), self.ranks, async_op=True)
+        return self._ending("all_reduce", work, buffer, average)
 
-        def end() -> None:
+    def all_max(self, tensor: Tensor) -> None:
+        """Write the largest over the ranks to `tensor`."""
+        if not self.silent:
             with self.waiting("all_reduce"):
-                work.wait()
-            self._divide(tensor, average)
-
-        return end
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, self.ranks)
+        self.count_all_reduce(tensor)
 
     def waiting(self, collective: str) -> AbstractContextManager[object]:
         """Name what this rank waits for."""
@@ -119,9 +134,17 @@ class Group:
     def _sum(self, average: bool) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
 
-    def _divide(self, tensor: Tensor, average: bool) -> None:
+    def _divide(self, total: Pieces, average: bool) -> None:
         if average and not self.averages:
-            tensor.div_(self.size)
+            single(total).div_(self.size)
+
+    def _ending(self, collective: str, work: dist.Work, total: Pieces, average: bool) -> Callable[[], None]:
+        def end() -> None:
+            with self.waiting(collective):
+                work.wait()
+            self._divide(total, average)
+
+        return end
 
 
 def _keep(output: Pieces, input: Pieces) -> None:

@@ -1,7 +1,6 @@
 """A ring inside each node, then one between nodes: slow links carry 1 / (ranks per node) of the buffer."""
 
 import weakref
-from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -36,6 +35,7 @@ class Hierarchical(Group):
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str, ranks_per_node: int) -> None:
         super().__init__(group, axis, ledger)
+        self.begins = False
         if self.size % ranks_per_node:
             raise LayoutError(
                 f'grad_sync="hierarchical" with {ranks_per_node} ranks per node cannot cover {self.size} ranks evenly.'
@@ -75,7 +75,3 @@ class Hierarchical(Group):
         self.inside.all_gather(padded, own)
         if rest:
             flat.copy_(padded[: flat.numel()])
-
-    def begin_all_reduce(self, buffer: Pieces, *, average: bool = False) -> Callable[[], None]:
-        self.all_reduce(buffer, average=average)
-        return lambda: None

@@ -5,7 +5,6 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.axes.group import Group
@@ -126,16 +125,12 @@ class Elementwise(Compression):
 
         It yields where the messages have begun, and ends when they have arrived.
         """
-        size, rank, group = self.collectives.size, self.collectives.rank, self.collectives.ranks
+        size, rank = self.collectives.size, self.collectives.rank
         peers = [peer % size for peer in range(rank + 1, rank + size)]
-        ops = [dist.P2POp(dist.irecv, arrived[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
-        ops += [dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
-        works = dist.batch_isend_irecv(ops) if ops else ()
+        sent, awaited = {peer: sends[peer] for peer in peers}, {peer: arrived[peer] for peer in peers}
+        end = self.collectives.begin_swap(collective, sent, awaited, _TAG)
         yield
-        with self.collectives.waiting(collective):
-            for work in works:
-                work.wait()
-        self.collectives.count(collective, sends[0].nbytes)
+        end()
 
 
 def _portions(sizes: Sequence[int]) -> Iterator[slice]:

@@ -17,7 +17,6 @@ from lightning_3d.axes.ring import SMALL_BYTES
 from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
 from lightning_3d.comm.compression import Compression
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import Largest
 
@@ -280,7 +279,7 @@ class ReplicatedGradients:
         used = [int(place > 0) for place in arrivals]
         key = zlib.crc32(self._key)
         first = arrivals if self.collectives.rank == 0 else [0] * len(arrivals)
-        return Largest([key, -key, len(self._handles), *used, *first], self.hosts if has_peers() else None)
+        return Largest([key, -key, len(self._handles), *used, *first], self.hosts)
 
     def _read(self, answer: Largest) -> tuple[int, set[nn.Parameter], list[int]]:
         """Return the buckets that the furthest rank has started, the parameters that any used, and the order."""

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_3d.axes.group import Group
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 
 
 class StageExchange:
@@ -27,7 +27,8 @@ class StageExchange:
         self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int], device: torch.device
     ) -> None:
         self.split, self.group, self.stage_rank, self.device = split, group, stage_rank, device
-        self.rank = dist.get_rank(group)
+        self.peers = Group(group)
+        self.rank = self.peers.rank
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
         self._elsewhere: set[nn.Parameter] = set()
         self.on_some_ranks: dict[nn.Parameter, tuple[str, int]] = {}
@@ -42,7 +43,7 @@ class StageExchange:
         }
         for name, parameter in module.named_parameters():
             owners = [self.stage_rank[stage] for stage in self.split.stages_of(name)]
-            if len(set(owners)) < dist.get_world_size(self.group):
+            if len(set(owners)) < self.peers.size:
                 self.on_some_ranks[parameter] = name, owners[0]
 
     def with_gradient(self, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
@@ -51,12 +52,11 @@ class StageExchange:
         Args:
             gathered: the tensor that has the gradient in the place of a parameter.
         """
-        if not self.on_some_ranks or not has_peers():
+        if not self.on_some_ranks or self.peers.simulated:
             return set()
-        has_gradient = [gathered.get(parameter, parameter).grad is not None for parameter in self.on_some_ranks]
-        mask = torch.tensor(has_gradient, dtype=torch.uint8)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=talk.hosts_of(self.group))
-        return {name for (name, _), has in zip(self.on_some_ranks.values(), mask.tolist(), strict=True) if has}
+        has_gradient = [int(gathered.get(parameter, parameter).grad is not None) for parameter in self.on_some_ranks]
+        somewhere = talk.Largest(has_gradient, self.group).wait()
+        return {name for (name, _), has in zip(self.on_some_ranks.values(), somewhere, strict=True) if has}
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Return True if this rank counts `parameter` in norms and provides it to the others."""
@@ -82,8 +82,7 @@ class StageExchange:
             tensor: Tensor = mine[key][name].detach().to(self.device).contiguous()
         else:
             tensor = value.empty(self.device)
-        dist.broadcast(tensor, group=self.group, group_src=source)
-        return tensor
+        return self.peers.broadcast(tensor, source)
 
 
 def _outline(entry: Mapping[str, Any]) -> dict[str, Any]:

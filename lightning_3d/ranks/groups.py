@@ -149,11 +149,3 @@ def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Calla
     """
     peers = [replace(here, data=data) for data in range(layout.data_parallel_size) if part(data) == part(here.data)]
     return dist.new_group([layout.rank(peer) for peer in peers], timeout, use_local_synchronization=True)
-
-
-def has_peers() -> bool:
-    """Return False on the simulated rank of a dry run: no other process answers, and its tensors have no values.
-
-    Code that compares values, or waits for other ranks, asks this first.
-    """
-    return not (dist.is_initialized() and dist.get_backend() == "fake")

@@ -6,9 +6,9 @@
 [Note: order] stages -> proof -> tensor -> activations -> disk -> data -> heads.
 Stages come first, so that no rank shards a weight that it is about to drop. They are compared with the uncut module
 at once, while blocks give the numbers of one device: dropout on shards gives others. Tensor comes before data, so that
-FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last: one that is split already has a way of its own.
+FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last: one that is split has another way.
 Layers around one forward have the order of `module.forward.Layer`, whatever step adds them first.
-A new parallelism is a folder, a field of `ParallelPlan` and of `ParallelModule`, and one step here.
+A new parallelism is a folder, an entry in `axes` of the table of parameters, and one step here.
 """
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_blocks import recompute_blocks
+from lightning_3d.axes.group import Group
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
@@ -29,7 +30,6 @@ from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.sandbox.deferred import empty
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.late_head import patch_heads
@@ -71,7 +71,7 @@ def parallelize(
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
     if training:
         parallel.recomputed = recompute_blocks(module, plan.anatomy.blocks, plan.recompute, undo)
-    if training and plan.offload.activations is not None and has_peers():
+    if training and plan.offload.activations is not None and not Group().simulated:
         offload_activations(module, plan.anatomy, undo)
     disk = _reserve_disk(parallel, plan, layout)
     parallel.data = apply_data(
@@ -134,7 +134,7 @@ def _proven_pipeline(
 
 def _reserve_disk(parallel: ParallelModule, plan: ParallelPlan, layout: Layout) -> ShardsOnDisk | None:
     """Prepare the transfers of what is on a disk, and room for parameters there. Collective; raises on every rank."""
-    if not plan.offload.on_disk or not has_peers():
+    if not plan.offload.on_disk or Group().simulated:
         return None
     parallel.disk = DiskTransfers(plan.offload.budget)
     parallel.changes.enter_context(own_pages())  # else freed pages stay with the process (half as much memory again)

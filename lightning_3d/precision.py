@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.ranks.shards import local
 
@@ -160,8 +160,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Optimizer, device: torch.de
     overflowed = torch.zeros((), device=device)
     for record in found.values():
         overflowed = torch.maximum(overflowed, record.to(device))
-    if dist.is_initialized():
-        dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+    Group().all_max(overflowed)
     found.clear()
     found[device] = overflowed
 

@@ -31,7 +31,7 @@ EVERY_STEP = {
 }
 ZERO_1 = EVERY_STEP | {
     "tensor/late_head.py": "lets a loss compute large logits in parts",
-    "comm/unallocated.py": "lets the ring send gradients and weights without a copy into one buffer",
+    "axes/unallocated.py": "lets the ring send gradients and weights without a copy into one buffer",
     "zero/fsdp_seam.py": "puts our collectives under FSDP2",
     "zero/sharded.py": "gathers weights that are used outside of their block, ends backward with the reduction",
     "zero/written.py": "refuses a step that writes to gathered weights",

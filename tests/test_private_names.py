@@ -127,7 +127,7 @@ PRIVATE = {
         "_backward_hooks": "sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
         "_base": "tensor/late_tensor",
         "_cdata": "dryrun/fake_cache module/autograd_private sandbox/deferred planner/profile_module sandbox/interceptor module/operation_count",
-        "_make_wrapper_subclass": "comm/unallocated",
+        "_make_wrapper_subclass": "axes/unallocated",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values sandbox/deferred strategy/checks zero/fsdp_private",
         "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"

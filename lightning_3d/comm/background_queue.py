@@ -4,10 +4,10 @@ import queue
 import threading
 from collections.abc import Callable
 
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.layout import DATA_AXIS
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.named_range_private import named_range
 
 Ending = Callable[[], None]
@@ -82,7 +82,7 @@ class BackgroundQueue:
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._broken: BaseException | None = None
         self._closed = False
-        self._peers = has_peers()
+        self._at_once = Group().simulated  # fake tensors know one thread
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="lightning_3d.comm", daemon=True)
@@ -102,7 +102,7 @@ class BackgroundQueue:
         if self._closed:
             raise PeerError("a collective was submitted after the communication engine was closed (teardown).")
         handle = Handle(job, self._ledger, name)
-        if self.threaded and self._peers:  # fake tensors know one thread
+        if self.threaded and not self._at_once:
             self._queue.put(handle)
         else:
             self._run(handle, to_the_end=False)

@@ -5,11 +5,10 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.axes.group import Group
 from lightning_3d.comm.codecs import Codec
-from lightning_3d.comm.collectives import Collectives
 from lightning_3d.errors import CheckpointError
 
 _TAG = 2
@@ -26,7 +25,7 @@ class Compression(ABC):
     training state.
     """
 
-    def __init__(self, collectives: Collectives, *, error_feedback: bool = True) -> None:
+    def __init__(self, collectives: Group, *, error_feedback: bool = True) -> None:
         self.collectives, self.error_feedback = collectives, error_feedback
         self.memory: dict[str, Tensor] = {}
 
@@ -69,7 +68,7 @@ class Elementwise(Compression):
     An all-reduce then encodes the averages and gathers them.
     """
 
-    def __init__(self, collectives: Collectives, codec: Codec, *, error_feedback: bool = True) -> None:
+    def __init__(self, collectives: Group, codec: Codec, *, error_feedback: bool = True) -> None:
         super().__init__(collectives, error_feedback=error_feedback)
         self.codec = codec
 
@@ -126,16 +125,12 @@ class Elementwise(Compression):
 
         It yields where the messages have begun, and ends when they have arrived.
         """
-        size, rank, group = self.collectives.size, self.collectives.rank, self.collectives.group
+        size, rank = self.collectives.size, self.collectives.rank
         peers = [peer % size for peer in range(rank + 1, rank + size)]
-        ops = [dist.P2POp(dist.irecv, arrived[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
-        ops += [dist.P2POp(dist.isend, sends[peer], group=group, group_peer=peer, tag=_TAG) for peer in peers]
-        works = dist.batch_isend_irecv(ops) if ops else ()
+        sent, awaited = {peer: sends[peer] for peer in peers}, {peer: arrived[peer] for peer in peers}
+        end = self.collectives.begin_swap(collective, sent, awaited, _TAG)
         yield
-        with self.collectives.doing(collective):
-            for work in works:
-                work.wait()
-        self.collectives.count(collective, sum(sends[peer].nbytes for peer in peers))
+        end()
 
 
 def _portions(sizes: Sequence[int]) -> Iterator[slice]:

@@ -5,14 +5,16 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.between_nodes import BetweenNodes
 from lightning_3d.comm.codecs import CODECS
-from lightning_3d.comm.collectives import Collectives, Native, Ring
 from lightning_3d.comm.compression import Compression, Elementwise
 from lightning_3d.comm.hierarchical import Hierarchical
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.powersgd import PowerSGD
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.faults import flight
 from lightning_3d.layout import POWERSGD_RANK
 from lightning_3d.layout import GradCompression as GradCompression
 
@@ -60,18 +62,18 @@ def _names(choices: object) -> str:
     return ", ".join(map(repr, get_args(choices)))
 
 
-def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> Collectives:
+def build_collectives(config: CommConfig, group: dist.ProcessGroup, ledger: Ledger, axis: str) -> Group:
     """Return the collectives of `config.grad_sync` over `group`, all of whose ranks must call this."""
     if config.grad_sync == "native":
-        return Native(group, ledger, axis)
+        return Group(group, axis, ledger, doing=flight.doing)
     if config.grad_sync == "ring":
-        return Ring(group, ledger, axis)
+        return Group(group, axis, ledger, RingWire(group), flight.doing)
     if config.ranks_per_node is None:
         raise ConfigurationError('grad_sync="hierarchical" needs ranks_per_node, the data ranks in each node.')
     return Hierarchical(group, ledger, axis, config.ranks_per_node)
 
 
-def build_compression(config: CommConfig, collectives: Collectives) -> Compression | None:
+def build_compression(config: CommConfig, collectives: Group) -> Compression | None:
     """Return the compression that `config.grad_compression` names, with a memory of its own."""
     name, feedback = config.grad_compression, config.error_feedback
     if name is None:

@@ -4,10 +4,12 @@ import weakref
 
 import torch.distributed as dist
 
-from lightning_3d.comm.collectives import Collectives, Ring, single
-from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.ring import Pieces
+from lightning_3d.axes.group import Group, single
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring import Pieces
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.errors import LayoutError
+from lightning_3d.faults import flight
 from lightning_3d.ranks.talk import timeout_of
 
 _parts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]]
@@ -22,7 +24,7 @@ def _open_parts(group: dist.ProcessGroup, ranks_per_node: int) -> list[dist.Proc
     return [dist.new_group(part, wait, use_local_synchronization=True) for part in (peers, alike)]
 
 
-class Hierarchical(Collectives):
+class Hierarchical(Group):
     """Reduce-scatter inside the node, then between nodes; all-gather the other way round.
 
     Args:
@@ -32,7 +34,8 @@ class Hierarchical(Collectives):
     """
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger, axis: str, ranks_per_node: int) -> None:
-        super().__init__(group, ledger, axis)
+        super().__init__(group, axis, ledger)
+        self.begins = False
         if self.size % ranks_per_node:
             raise LayoutError(
                 f'grad_sync="hierarchical" with {ranks_per_node} ranks per node cannot cover {self.size} ranks evenly.'
@@ -42,10 +45,12 @@ class Hierarchical(Collectives):
         parts = _parts_of.setdefault(group, {})
         if ranks_per_node not in parts:
             parts[ranks_per_node] = _open_parts(group, ranks_per_node)
-        inside, between = parts[ranks_per_node]
-        self.inside, self.between = Ring(inside, ledger, f"{axis}.inside"), Ring(between, ledger, f"{axis}.between")
+        self.inside, self.between = (
+            Group(part, f"{axis}.{where}", ledger, RingWire(part), flight.doing)
+            for part, where in zip(parts[ranks_per_node], ("inside", "between"), strict=True)
+        )
 
-    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool) -> None:
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
         output, input = single(output), single(input)
         # Rank (node, place) is to get part node * ranks_per_node + place: each place first sums that of every node.
         part = output.new_empty(self.nodes, output.numel())
@@ -58,7 +63,7 @@ class Hierarchical(Collectives):
         self.between.all_gather(part, input)
         self.inside.all_gather(output.view(self.nodes, -1).unbind(0), part.unbind(0))
 
-    def all_reduce(self, buffer: Pieces, *, average: bool) -> None:
+    def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         size, flat = self.inside.size, single(buffer).view(-1)
         padded = flat
         if rest := -flat.numel() % size:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_3d.comm.collectives import Collectives
+from lightning_3d.axes.group import Group
 from lightning_3d.comm.compression import Compression
 
 RIGHT = "/right"
@@ -19,7 +19,7 @@ class PowerSGD(Compression):
     What has fewer numbers than that (biases, norms, a rank close to full) is averaged exactly.
     """
 
-    def __init__(self, collectives: Collectives, rank: int, *, error_feedback: bool = True) -> None:
+    def __init__(self, collectives: Group, rank: int, *, error_feedback: bool = True) -> None:
         super().__init__(collectives, error_feedback=error_feedback)
         self.rank = rank
 

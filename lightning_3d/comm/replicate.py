@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ring import SMALL_BYTES
 from lightning_3d.comm.background_queue import BackgroundQueue, Ending, Handle
-from lightning_3d.comm.collectives import Collectives
 from lightning_3d.comm.compression import Compression
-from lightning_3d.comm.ring import SMALL_BYTES
 from lightning_3d.errors import CheckpointError, DivergenceError, UnsupportedError
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.ranks.talk import Largest
 
@@ -37,7 +36,7 @@ class Bucket:
         self.awaited: set[nn.Parameter] = set()
         """Those whose gradient has not arrived yet in this backward."""
 
-    def begin(self, gradients: Sequence[Tensor | None], collectives: Collectives) -> Ending:
+    def begin(self, gradients: Sequence[Tensor | None], collectives: Group) -> Ending:
         """Begin to average `gradients` (one per parameter; None counts as zero) over the ranks.
 
         Returns what waits for the averages and makes them the gradients.
@@ -139,7 +138,7 @@ class ReplicatedGradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        collectives: Collectives,
+        collectives: Group,
         engine: BackgroundQueue,
         hosts: dist.ProcessGroup,
         *,
@@ -280,7 +279,7 @@ class ReplicatedGradients:
         used = [int(place > 0) for place in arrivals]
         key = zlib.crc32(self._key)
         first = arrivals if self.collectives.rank == 0 else [0] * len(arrivals)
-        return Largest([key, -key, len(self._handles), *used, *first], self.hosts if has_peers() else None)
+        return Largest([key, -key, len(self._handles), *used, *first], self.hosts)
 
     def _read(self, answer: Largest) -> tuple[int, set[nn.Parameter], list[int]]:
         """Return the buckets that the furthest rank has started, the parameters that any used, and the order."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from omegaconf import OmegaConf
 
-from lightning_3d.comm.ring import ring_all_reduce
-from lightning_3d.comm.ring_wire import RingWire
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.planner.step_time import USUAL_KERNELS
@@ -145,8 +145,9 @@ def kernel_rate(device: torch.device) -> float:
 
 def link_rate(device: torch.device) -> float:
     """Bytes per second that each of two ranks sends in a ring that sums a buffer over them."""
-    wire, buffer = RingWire(dist.new_group()), torch.ones(LINK_BYTES // 4, device=device)
-    return LINK_BYTES / best_seconds(lambda: ring_all_reduce(buffer, wire, average=True), device)
+    ranks, buffer = dist.new_group(), torch.ones(LINK_BYTES // 4, device=device)
+    group = Group(ranks, wire=RingWire(ranks))
+    return LINK_BYTES / best_seconds(lambda: group.all_reduce(buffer, average=True), device)
 
 
 def disk_rate(folder: Path) -> float:

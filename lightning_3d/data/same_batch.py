@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_3d.axes.group import Group
 from lightning_3d.data.same_samples import SEED, leaf_checksums
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
 from lightning_3d.ranks import random_streams, talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
 
 Marks = dict[str, tuple[str, int]]
@@ -22,7 +22,7 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
     would blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
-    if layout.peers == 1 or not has_peers() or trainer.state.fn != TrainerFn.FITTING:
+    if layout.peers == 1 or Group().simulated or trainer.state.fn != TrainerFn.FITTING:
         return
     batches = talk.gather(_marks_of_first_batch(trainer))
     everyone: dict[int, dict[int, Marks | None]] = {}

@@ -16,13 +16,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 
 BATCHES = 2
 """Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
@@ -50,8 +49,8 @@ class SampleCheck:
 
     def __init__(self, layout: Layout, coordinate: Coordinate, mesh: DeviceMesh, device: torch.device) -> None:
         self.layout, self.coordinate, self.device = layout, coordinate, device
-        self.groups = [mesh.get_group(axis) for axis in layout.peer_axes]
-        self.alone = layout.peers == 1
+        self.groups = [Group(mesh.get_group(axis)) for axis in layout.peer_axes]
+        self.alone = all(group.silent for group in self.groups)
         self.seen: Counter[str] = Counter()
         self.epoch = 0
         self.evaluation: object = None
@@ -65,7 +64,7 @@ class SampleCheck:
         """
         if epoch != self.epoch:
             self.epoch, self.seen[step] = epoch, 0
-        if has_peers() and (difference := self._difference(step, batch)) is not None:
+        if (difference := self._difference(step, batch)) is not None:
             raise DivergenceError(difference)
 
     def first_peers_batch(self, step: str, batch: Any, evaluation: object) -> Any:
@@ -87,7 +86,7 @@ class SampleCheck:
     def _first_of_peers(self, batch: Any) -> Any:
         batch = move_data_to_device(batch, torch.device("cpu"))
         for group in self.groups:
-            batch = talk.from_first(lambda value=batch: value, group)  # type: ignore[misc]
+            batch = talk.from_first(lambda value=batch: value, group.ranks)  # type: ignore[misc]
         return move_data_to_device(batch, self.device)
 
     def _difference(self, step: str, batch: Any) -> str | None:
@@ -97,9 +96,7 @@ class SampleCheck:
         self.seen[step] += 1
         table = torch.tensor([checksum(batch)], device=self.device)
         for group in self.groups:
-            parts = [torch.empty_like(table) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, table, group=group)
-            table = torch.cat(parts)
+            table = group.all_rows(table).view(-1)
         if (table == table[0]).all():
             return None
         return self._describe(step, table.flatten().tolist())

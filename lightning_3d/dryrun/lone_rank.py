@@ -1,8 +1,8 @@
 """The code that one simulated rank runs in place of code that needs other ranks, or values of tensors.
 
-The process group is torch's fake one, which sends nothing. Most code runs as it is, since only shapes count. Code that
-compares values or waits for other ranks asks `ranks.groups.has_peers()` first. The rest is replaced here by name, for
-good: a simulated rank is a process of its own that ends with its report.
+The process group is torch's fake one. Most code runs as it is, since only shapes count. `Group` and
+`ranks.talk` do nothing then. Code that compares values asks `Group.simulated` first. The rest is replaced here by name,
+for good: a simulated rank is a process of its own that ends with its report.
 
 `Decision`: plans of the unsplit module, which the first simulated rank makes for all.
 """
@@ -35,7 +35,6 @@ from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
 from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
-from lightning_3d.ranks import talk
 from lightning_3d.sandbox import deferred
 from lightning_3d.tensor import block_calls, plan_module, sample
 from lightning_3d.tensor.block_calls import record_calls
@@ -69,8 +68,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
         (type(strategy), "_divides", property(lambda self: self.world_size > 1)),
         (type(strategy), "_streams", property(lambda _: world.streams)),
-        (talk, "failed_everywhere", _no),
-        (talk, "meet", _nothing),
+        (strategy, "_quiet", True),
         (strategy, "_resume", None),  # loads no checkpoint, and writes no note of the run
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
@@ -113,10 +111,6 @@ class _ChunksOnUse:
         if rest <= 0:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._size, rest))
-
-
-def _no(own_error: bool) -> bool:
-    return False
 
 
 def _largest_run(run: Callable[[Any, int, bool], Any], batch: Any, sizes: list[int], *_: Any) -> LossMean:

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.dryrun.fake_device import FakeDevice, storage_bytes
 from lightning_3d.dryrun.report import Sent
 from lightning_3d.ranks.shards import local

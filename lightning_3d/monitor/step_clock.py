@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_3d.comm.ledger import IDLE, Ledger
+from lightning_3d.axes.ledger import IDLE, Ledger
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 
 PARTS = ("step", "data", "optimizer", "pause")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn.utils import clip_grad
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate
 from lightning_3d.ranks.mesh import SHARD_AXIS
@@ -64,7 +64,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], counted: Counted, norm_type: f
         return _largest(norm)
     total = (norm**norm_type).sum()
     with named_range(_SENT):
-        dist.all_reduce(total)
+        Group().all_reduce(total)
     return total ** (1.0 / norm_type)
 
 
@@ -87,7 +87,7 @@ def _largest(norm: Tensor) -> Tensor:
     """Return the largest norm. Not every backend's maximum passes NaN on, so that it is sent as a second number."""
     both = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf).max(), norm.isnan().any().to(norm)])
     with named_range(_SENT):
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        Group().all_max(both)
     return torch.where(both[1] > 0, math.nan, both[0])
 
 

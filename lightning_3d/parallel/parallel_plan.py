@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
+from lightning_3d.axes.group import Group
 from lightning_3d.data.same_batch import compare_first_batch
 from lightning_3d.errors import ConfigurationError, WritesError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
@@ -25,7 +26,6 @@ from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, plan_split
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.tensor.block_calls import CallRecorder, Recording, record_one_batch, records
@@ -127,7 +127,7 @@ def _calls_of_first_batch(
     so one peer of each data rank runs it.
     """
     place = layout.coordinate(trainer.global_rank)
-    lone = cut and trainer.state.fn == TrainerFn.FITTING and has_peers()
+    lone = cut and trainer.state.fn == TrainerFn.FITTING and not Group().simulated
 
     def record() -> Recording | None:
         if lone and not place.leads:

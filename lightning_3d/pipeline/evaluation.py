@@ -35,7 +35,6 @@ from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.pipeline.training_step import join, joined_dims
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
@@ -148,7 +147,7 @@ class EvaluationStep:
 
     def _is_cut(self) -> bool:
         """True where the batch has rows for several microbatches, and several ranks have blocks."""
-        if not has_peers() or self.pipeline.split.solo or not self.args:
+        if self.pipeline.wire.peers.silent or self.pipeline.split.solo or not self.args:
             return False
         try:
             return len(self._rows_and_sizes()[1]) > 1
@@ -298,7 +297,7 @@ class EvaluationStep:
                 pipeline.wire, pipeline.stage_rank, staged.pieces, forward, pipeline.stage_parameters, trains=False
             )
             execution.run(forwards(*placement, count)[pipeline.wire.rank])
-            problems = talk.Largest([int(self.problem is not None)], talk.open_hosts(pipeline.wire.group))
+            problems = talk.Largest([int(self.problem is not None)], pipeline.wire.group)
             if any(problems.wait()):
                 return None
             mine = None

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_3d.axes.group import Group
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 
 
 class StageExchange:
@@ -28,7 +28,8 @@ class StageExchange:
         self, split: PipelineSplit, group: dist.ProcessGroup, stage_rank: Sequence[int], device: torch.device
     ) -> None:
         self.split, self.group, self.stage_rank, self.device = split, group, stage_rank, device
-        self.rank = dist.get_rank(group)
+        self.peers = Group(group)
+        self.rank = self.peers.rank
         self.first_holder = {name: stage_rank[tie.stages[0]] for tie in split.ties for name in tie.names}
 
     def locate(self, parameters: Parameters) -> None:
@@ -38,7 +39,7 @@ class StageExchange:
             first = {self.first_holder.get(name, self.rank) for name in held.names}
             held.counted = not held.now.is_meta and first == {self.rank}
             owners = [self.stage_rank[stage] for stage in self.split.stages_of(held.names[0])]
-            held.source = owners[0] if len(set(owners)) < dist.get_world_size(self.group) else None
+            held.source = owners[0] if len(set(owners)) < self.peers.size else None
 
     def with_gradient(self, parameters: Parameters, gathered: Mapping[nn.Parameter, Tensor]) -> set[str]:
         """Names of parameters that some ranks lack, with a gradient on a rank that has them. Collective.
@@ -48,12 +49,11 @@ class StageExchange:
             gathered: the tensor that has the gradient in the place of a parameter.
         """
         some = [held for held in parameters if held.source is not None]
-        if not some or not has_peers():
+        if not some or self.peers.simulated:
             return set()
-        has_gradient = [gathered.get(held.now, held.now).grad is not None for held in some]
-        mask = torch.tensor(has_gradient, dtype=torch.uint8)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=talk.hosts_of(self.group))
-        return {held.names[0] for held, has in zip(some, mask.tolist(), strict=True) if has}
+        has_gradient = [int(gathered.get(held.now, held.now).grad is not None) for held in some]
+        somewhere = talk.Largest(has_gradient, self.group).wait()
+        return {held.names[0] for held, has in zip(some, somewhere, strict=True) if has}
 
     def exchange(self, mine: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
         """The entries of all ranks of the pipeline; each key must be provided by one rank only. Collective.
@@ -75,8 +75,7 @@ class StageExchange:
             tensor: Tensor = mine[key][name].detach().to(self.device).contiguous()
         else:
             tensor = value.empty(self.device)
-        dist.broadcast(tensor, group=self.group, group_src=source)
-        return tensor
+        return self.peers.broadcast(tensor, source)
 
 
 def _outline(entry: Mapping[str, Any]) -> dict[str, Any]:

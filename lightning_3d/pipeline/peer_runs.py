@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_3d.axes.group import Group
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 
 T = TypeVar("T")
 
@@ -26,11 +26,11 @@ class PeerRuns:
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        self._groups = groups if has_peers() else ()
+        self._groups = [group for group in map(Group, groups) if not group.silent]
         self._open, self._number, self._count = True, 0, 1
         for group in self._groups:
-            self._number += self._count * group.rank()
-            self._count *= group.size()
+            self._number += self._count * group.rank
+            self._count *= group.size
 
     def divide(self, runs: Sequence[Callable[[], T]], costs: Sequence[float]) -> list[T]:
         """The results of all `runs`, the first of which is made by the first peer. After one exchange all run here."""
@@ -47,7 +47,7 @@ class PeerRuns:
 
     def _exchanged(self, mine: Mapping[int, T]) -> Mapping[int, T]:
         for group in self._groups:
-            mine = {at: result for answer in talk.gather(mine, group) for at, result in answer.items()}
+            mine = {at: result for answer in talk.gather(mine, group.ranks) for at, result in answer.items()}
         self._open = False  # not before: a result may be one that cannot be sent
         return mine
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import StepCallbacks

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import PipelineSplitError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy
@@ -259,11 +260,10 @@ class AppliedSplit:
         owner = self.module.get_submodule(owner_name)
         tensor = getattr(owner, leaf)
         if name not in self.absent:
-            dist.broadcast(tensor.detach().contiguous(), group=group, group_src=source)
+            Group(group).broadcast(tensor.detach().contiguous(), source)
             return
         shape, dtype = buffer or (tensor.shape, tensor.dtype)
-        data = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(data, group=group, group_src=source)
+        data = Group(group).broadcast(torch.empty(shape, dtype=dtype, device=self.device), source)
         if not isinstance(tensor, nn.Parameter):
             owner._buffers[leaf] = data
             return

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.pipeline.split import PipelineSplit, Tie
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import like, local
 
 _TAG = 1 << 29
@@ -43,8 +41,7 @@ class Ties:
             return
         mine = {tie.name for ties in self.groups.values() for tie in ties}
         present = [int(tie.name in mine and self.grad_holder(tie.name).grad is not None) for tie in self.ties]
-        hosts = talk.open_hosts(self.wire.group) if has_peers() else None
-        self._present = talk.Largest(present, hosts)
+        self._present = talk.Largest(present, self.wire.group)
         for ranks, ties in self.groups.items():
             tensors = [self.grad_holder(tie.name) for tie in ties]
             trained = [tensor for tensor in tensors if tensor.requires_grad]
@@ -79,14 +76,8 @@ class Ties:
     def _exchange(self, ranks: tuple[int, ...], mine: Tensor) -> Tensor:
         others = [rank for rank in ranks if rank != self.wire.rank]
         buffers = {rank: torch.empty_like(mine) for rank in others}
-        operations = []
-        for rank in others:
-            self.wire.count("send", mine)
-            operations.append(dist.P2POp(dist.isend, mine, group=self.wire.group, group_peer=rank, tag=_TAG))
-            operations.append(dist.P2POp(dist.irecv, buffers[rank], group=self.wire.group, group_peer=rank, tag=_TAG))
         with self.wire.naming("exchanging gradients of tied parameters"):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            self.wire.peers.begin_swap("send", dict.fromkeys(others, mine), buffers, _TAG)()
         buffers[self.wire.rank] = mine
         total = buffers[ranks[0]].clone()
         for rank in ranks[1:]:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d.comm.ledger import IDLE, Ledger
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import IDLE, Ledger
 from lightning_3d.errors import PeerError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.traced_tensor import not_a_view
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.links import links_of
+from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 
 
@@ -51,40 +52,27 @@ class Wire:
     shared: dict[Hashable, tuple[bytes, int]] = field(default_factory=dict)
     """The last header shared at each site, and how many numbers go with it."""
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
+    def __post_init__(self) -> None:
+        self.peers = Group(self.group, PIPELINE_AXIS, self.ledger, doing=named_range)
+        self.rank, self.size = self.peers.rank, self.peers.size
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int, what: str) -> None:
         """Start sending; the tensors are kept until they have left, at the latest until `finish`."""
         self.sending = [entry for entry in self.sending if not entry[0].is_completed()]
-        link, peer = self._link(to, tag)
         for tensor in tensors:
             data = tensor.detach().contiguous()
             with _naming(what, to):
-                work = dist.isend(data, group=link, group_dst=peer, tag=tag)
-            assert work is not None
-            self.count("send", data)
+                work = self.peers.begin_send(data, to, tag)
             self.sending.append((work, data, what))
 
     def start_receive(self, specs: Sequence[Spec], source: int, tag: int, what: str) -> "Receipt":
         """Start receiving tensors of `specs`; their memory is allocated now."""
         buffers = [spec.empty(self.device) for spec in specs]
-        link, peer = self._link(source, tag)
         works = []
         for buffer in buffers:
             with _naming(what, source):
-                works.append(dist.irecv(buffer, group=link, group_src=peer, tag=tag))
+                works.append(self.peers.begin_receive(buffer, source, tag))
         return Receipt(buffers, works, what, source, self._waiting(IDLE))
-
-    def _link(self, peer: int, tag: int) -> tuple[dist.ProcessGroup, int]:
-        """The group for a message with `peer`, and its rank there. Gradients have odd tags."""
-        link = links_of(self.group).get((peer, tag % 2 == 1))
-        return (self.group, peer) if link is None else (link, 1 - link.rank())
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -119,10 +107,10 @@ class Wire:
             self.shared[site] = (header, len(numbers))
         tensors = [leaf.detach() for leaf in leaves(value) if isinstance(leaf, Tensor)]
         if scalars := [tensor.to(self.device, torch.float64) for tensor in tensors if not tensor.ndim]:
-            self._broadcast(torch.stack(scalars), self.rank)
+            self.peers.broadcast(torch.stack(scalars), self.rank)
         for tensor in tensors:
             if tensor.ndim:
-                self._broadcast(tensor.contiguous(), self.rank)
+                self.peers.broadcast(tensor.contiguous(), self.rank)
         return value
 
     def _share_received(self, source: int, site: Hashable) -> Any:
@@ -135,7 +123,7 @@ class Wire:
             numbers = self._receive_numbers(count, source)
         outline, waiting = pickle.loads(header), iter(numbers)
         scalars = sum(isinstance(leaf, Spec) and not leaf.shape for leaf in leaves(outline))
-        arrived = iter(self._broadcast(torch.empty(scalars, dtype=torch.float64, device=self.device), source))
+        arrived = iter(self.peers.broadcast(torch.empty(scalars, dtype=torch.float64, device=self.device), source))
         return map_leaves(lambda leaf: self._arrived(leaf, waiting, arrived, source), outline)
 
     def _arrived(self, leaf: Any, numbers: Iterator[float], scalars: Iterator[Tensor], source: int) -> Any:
@@ -143,27 +131,15 @@ class Wire:
             return leaf.kind(next(numbers))
         if not isinstance(leaf, Spec):
             return leaf
-        data = self._broadcast(leaf.empty(self.device), source) if leaf.shape else next(scalars).to(leaf.dtype)
+        data = self.peers.broadcast(leaf.empty(self.device), source) if leaf.shape else next(scalars).to(leaf.dtype)
         return not_a_view(data.requires_grad_()) if leaf.requires_grad and torch.is_grad_enabled() else data
 
     def _send_numbers(self, numbers: Sequence[float]) -> None:
         if numbers:
-            self.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
+            self.peers.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
 
     def _receive_numbers(self, count: int, source: int) -> list[float]:
         return talk.receive_numbers(count, source, self.group)
-
-    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        if tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=source)
-            if self.rank == source:
-                self.count("broadcast", tensor)
-        return tensor
-
-    def count(self, collective: str, tensor: Tensor) -> None:
-        """Count `tensor` as sent by this rank."""
-        if self.ledger is not None:
-            self.ledger.add(PIPELINE_AXIS, collective, tensor.numel() * tensor.element_size())
 
     def _waiting(self, reason: str) -> AbstractContextManager[None]:
         return nullcontext() if self.ledger is None else self.ledger.waiting(reason)

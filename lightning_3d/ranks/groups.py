@@ -150,11 +150,3 @@ def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Calla
     data = [each for each in range(layout.data_parallel_size) if part(each) == part(here.data)]
     ranks = [layout.rank({**here, DATA_AXIS: each}) for each in data]
     return dist.new_group(ranks, timeout, use_local_synchronization=True)
-
-
-def has_peers() -> bool:
-    """Return False on the simulated rank of a dry run: no other process answers, and its tensors have no values.
-
-    Code that compares values, or waits for other ranks, asks this first.
-    """
-    return not (dist.is_initialized() and dist.get_backend() == "fake")

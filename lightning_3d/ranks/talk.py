@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -47,10 +47,18 @@ def pickled(value: Any, pickler: type[pickle.Pickler] = Pickler) -> bytes:
     return file.getvalue()
 
 
+def has_peers() -> bool:
+    """Return False on the simulated rank of a dry run: no other process answers, and its tensors have no values.
+
+    Messages then bring what this rank says itself. Code that compares values asks `Group.simulated`.
+    """
+    return not (dist.is_initialized() and dist.get_backend() == "fake")
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank of `group`, in the order of ranks. Collective."""
-    if not dist.is_initialized():
-        return [value]
+    if not dist.is_initialized() or not has_peers():
+        return [value] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     group = hosts_of(group)
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, pickled(value), group=group)
@@ -64,17 +72,18 @@ def all_equal(value: Any) -> bool:
     values that pickle differently, so a caller that gets False has to look.
     """
     digest = int.from_bytes(hashlib.sha256(pickled(value)).digest()[:7], "big")
-    largest, least = _largest([digest, -digest])
+    largest, least = largest_of([digest, -digest])
     return largest == -least
 
 
 def any_rank(mine: bool) -> bool:
     """True where some rank of the job says so. Collective, and as cheap as `all_equal`."""
-    return _largest([int(mine)])[0] > 0
+    return largest_of([int(mine)])[0] > 0
 
 
-def _largest(numbers: list[int]) -> list[int]:
-    if not dist.is_initialized():
+def largest_of(numbers: list[int]) -> list[int]:
+    """The largest of the numbers that the ranks of the job say, in each place. Collective."""
+    if not dist.is_initialized() or not has_peers():
         return numbers
     group = hosts_of(None) or dist.group.WORLD
     assert group is not None
@@ -84,20 +93,25 @@ def _largest(numbers: list[int]) -> list[int]:
     return said.tolist()
 
 
+def barrier(device: torch.device) -> None:
+    """Return once every rank of the job, which computes on `device`, has called it."""
+    if dist.is_initialized():
+        on_device = "nccl" in dist.get_backend()  # "cpu:gloo,cuda:nccl" is a name too
+        dist.barrier(device_ids=[device.index] if on_device else None)
+
+
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None = None, first: int = 0) -> T:
     """The result of `make()` on the first rank of `group` (or on rank `first` of it), on every rank. Collective.
 
     An error of `make()` is raised on every rank too.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or not has_peers():
         return make()
     group = hosts_of(group)
     if dist.get_rank(group) == first:
         return _made_and_sent(make, group, first)
     box = [b""]
     dist.broadcast_object_list(box, group=group, group_src=first)
-    if not box[0]:
-        return make()  # a dry run: its one rank makes what no other rank sends
     answer, error = _load(box[0])
     if error is not None:
         raise error
@@ -187,13 +201,14 @@ class Largest:
 
     Args:
         numbers: as many on every rank.
-        group: from `open_hosts`; None where there is no other process.
+        group: of the ranks; None where there is no other process.
     """
 
     def __init__(self, numbers: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self._numbers = torch.tensor(numbers)
         self._work = None
-        if group is not None:
+        if group is not None and has_peers():
+            group = open_hosts(group)
             self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> list[int]:
@@ -220,6 +235,8 @@ def meet(what: str, ranks: Sequence[int] | None = None) -> None:
 
     Raises a PeerError with the ranks that did not come in time.
     """
+    if not has_peers():
+        return
     store: Any = _get_default_store()
     patience = min(PATIENCE, store.timeout.total_seconds())
     missing = _missing(what, patience, range(dist.get_world_size()) if ranks is None else ranks)
@@ -247,7 +264,7 @@ def failed_everywhere(own_error: bool) -> bool:
     Args:
         own_error: True where this rank's error does not come from the process group.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or not has_peers():
         return False
     store, mine = _get_default_store(), dist.get_rank()
 
@@ -304,8 +321,8 @@ def bounded(question: Callable[[], T], seconds: float) -> T:
 
 
 def job_store() -> Any:
-    """The store through which the ranks of this job met."""
-    return _get_default_store()
+    """The store through which the ranks of this job met, None in a dry run."""
+    return _get_default_store() if has_peers() else None
 
 
 class StoreGone(Exception):
@@ -339,42 +356,6 @@ def _occasion(store: Any, what: str, rank: int) -> int:
     return int(store.add(f"lightning_3d/{what}/count/{rank}", 1))
 
 
-BUCKET_BYTES = 8 * 2**20
-"""Bytes that are copied into one message. Larger tensors travel as they are: copies of them would add to the peak."""
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Overwrite `tensors` with the values of the first rank of `group`. Shapes must be equal on every rank."""
-    for bucket in _buckets(tensors):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.broadcast(bucket[0], group=group, group_src=0)
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group=group, group_src=0)
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        bucket: list[Tensor] = []
-        for tensor in same:
-            if tensor.nbytes > BUCKET_BYTES:
-                yield [tensor]
-                continue
-            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(tensor)
-        if bucket:
-            yield bucket
-
-
 _TAG = 1
 """The ring's messages have tag 0. The two never mix, even on one group and from two threads."""
 
@@ -383,7 +364,7 @@ def exchange(message: Tensor, group: dist.ProcessGroup, tag: int = _TAG) -> Tens
     """The `message` of every rank, one row per rank. It is a CPU tensor of one shape on all ranks.
 
     Point to point, so it can run while the background queue runs collectives on the same group. The group needs a
-    backend for CPU tensors (`hosts.open_hosts`).
+    backend for CPU tensors (`open_hosts`).
     """
     size, rank = group.size(), group.rank()
     table = message.new_empty((size, *message.shape))

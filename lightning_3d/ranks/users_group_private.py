@@ -1,6 +1,6 @@
 """The default process group as the user's code sees it: the data ranks.
 
-Code that calls `dist.all_reduce(x)`, `dist.get_world_size()` or a library's own synchronised batch norm was written for
+Code that calls `dist.all_reduce`, `dist.get_world_size` or a library's own synchronised batch norm was written for
 data parallelism. It means the ranks that work on other samples. Tensor and pipeline peers work on the same samples.
 With them a sum would count these twice, and ranks of other stages would not call it.
 

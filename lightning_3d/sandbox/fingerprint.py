@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
+from lightning_3d.ranks.talk import has_peers
 from lightning_3d.sandbox.trees import leaves
 
 Print = list[float]

@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import drawn_like_first
-from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
 
 
@@ -53,7 +53,7 @@ def keep_on_host(module: nn.Module, device: torch.device) -> None:
             continue
         here = parameter.detach().to(device)
         there = here.clone()
-        broadcast_tensors([there], group=None)
+        broadcast_tensors([there], Group())
         if not torch.equal(there, here):
             parameter.data = there.to(parameter.device)
         leave_on_host(parameter, device)
@@ -74,4 +74,4 @@ def share_first_values(module: nn.Module) -> None:
     equal = {name for name, digest in everywhere[0].items() if all(there.get(name) == digest for there in everywhere)}
     realize(item for name, item in deferred.items() if name not in equal)
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]
-    broadcast_tensors([*here, *module.buffers()], group=None)
+    broadcast_tensors([*here, *module.buffers()], Group())

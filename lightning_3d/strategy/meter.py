@@ -11,12 +11,12 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from lightning_3d.errors import PeerError
 from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.layout import Layout
 from lightning_3d.module.host_memory import peak_bytes
+from lightning_3d.ranks import talk
 
 REMEMBERED = 1000
 """Number of latest batches whose times count."""
@@ -55,13 +55,10 @@ class StepMeter:
     def end(self, batches_per_step: int) -> Measured:
         """The measurement. Collective: memory is that of the fullest rank."""
         self.batch()
-        peak = torch.tensor(peak_bytes(self._device), dtype=torch.int64, device=self._device)
-        if dist.is_initialized():
-            dist.all_reduce(peak, dist.ReduceOp.MAX)
         return Measured(
             step_seconds=median(self._batches) * batches_per_step if self._batches else None,
             seconds=time.perf_counter() - self._began,
-            memory_bytes=int(peak),
+            memory_bytes=talk.largest_of([peak_bytes(self._device)])[0],
         )
 
 

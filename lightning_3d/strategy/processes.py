@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.axes.group import Group
 from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
@@ -37,7 +38,6 @@ from lightning_3d.launch.lightning_private import (
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
 
@@ -250,11 +250,7 @@ class Processes(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
         rank_zero.refuse_where_local("a decision of all ranks")
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
+        return not talk.any_rank(not decision) if all else talk.any_rank(decision)
 
     @property
     def is_global_zero(self) -> bool:
@@ -262,9 +258,7 @@ class Processes(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         rank_zero.refuse_where_local("a barrier")
-        if dist.is_initialized():
-            on_device = "nccl" in dist.get_backend()  # "cpu:gloo,cuda:nccl" is a name too
-            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+        talk.barrier(self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized():
@@ -280,7 +274,7 @@ class Processes(ParallelStrategy):
 
     def _start_watch(self, layout: Layout) -> Watchdog | None:
         flight.clear()
-        if self.world_size == 1 or not has_peers():
+        if Group().silent:
             return None  # there is no other process
         places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         folder = flight_folder(self._module.trainer.default_root_dir)

@@ -17,7 +17,6 @@ from lightning_3d.faults import Preemption
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.strategy.checkpoints import Saving
 from lightning_3d.strategy.in_shards import shards_of
 from lightning_3d.strategy.run_note import RunNote, SavedRun, find_run, folders_of, leave_note, preempted_path, refit
@@ -177,8 +176,7 @@ class Resuming(Saving):
         return RunNote(tuple(folders), data, accumulated)
 
     def _largest(self, numbers: list[int]) -> talk.Largest:
-        world = dist.group.WORLD if self.world_size > 1 and has_peers() else None
-        return talk.Largest(numbers, None if world is None else talk.open_hosts(world))
+        return talk.Largest(numbers, dist.group.WORLD if self.world_size > 1 else None)
 
     def teardown(self) -> None:
         if self._preemption is not None:

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
@@ -22,8 +23,6 @@ from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
-from lightning_3d.ranks.talk import broadcast_tensors
 from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.strategy.banner import memory_line, opening, step_line
 from lightning_3d.strategy.memory_report import MemoryReport, gradient_bytes, rank_memory
@@ -181,7 +180,7 @@ class Training(Resuming):
 
         The strategy calls the monitor: the Trainer's list of callbacks is the user's, who may read, copy and index it.
         """
-        if not self._quiet and has_peers() and not any(isinstance(each, Monitor3D) for each in trainer.callbacks):
+        if not self._quiet and not any(isinstance(each, Monitor3D) for each in trainer.callbacks):
             self._undo.set(self, "_monitor", QuietMonitor())
 
     def _ask_monitor(self, hook: str, *args: Any) -> None:
@@ -195,7 +194,7 @@ class Training(Resuming):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._meter = StepMeter(self.root_device)
-        self._reports_memory = not self._quiet and has_peers()
+        self._reports_memory = not self._quiet
         self._first_epoch = self._module.trainer.current_epoch
         self._first_step, self._gradients = self._module.trainer.global_step, 0
         if not self._quiet:
@@ -269,4 +268,4 @@ class Training(Resuming):
         """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
         if self.layout.data_parallel_size > 1:
             buffers = [buffer for buffer in self._module.buffers() if not buffer.is_meta]
-            broadcast_tensors(buffers, group=self.data_group)
+            broadcast_tensors(buffers, Group(self.data_group))

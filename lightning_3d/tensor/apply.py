@@ -16,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.parameters import Held
-from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.shards import unsharded
 from lightning_3d.sandbox.deferred import Deferred, cut_later, empty, realize
 from lightning_3d.tensor.autograd_collectives import gather_shards
-from lightning_3d.tensor.axis import ByteCounter, GroupAxis
+from lightning_3d.tensor.axis import Axis, tensor_group
 from lightning_3d.tensor.dropout import ShardDraws
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.patch import patch_unit
@@ -73,7 +74,7 @@ class AppliedTensor:
 
 
 def apply_tensor(
-    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, undo: UndoStack, *, ledger: ByteCounter | None = None
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, undo: UndoStack, *, ledger: Ledger | None = None
 ) -> AppliedTensor:
     """Replace the parameters that `plan` splits by this rank's shards (DTensors on `mesh`) and patch the blocks.
 
@@ -86,7 +87,7 @@ def apply_tensor(
         ledger: counts the bytes of every collective.
     """
     _answer_anomaly_checks()
-    axis = GroupAxis(mesh.get_group(), ledger, RingWire(mesh.get_group()))
+    axis = Axis(tensor_group(mesh.get_group(), ledger, mesh.device_type))
     applied = AppliedTensor(module, plan, mesh, {})
     undo.collective(applied.unshard)
     shards: dict[int, nn.Parameter] = {}
@@ -142,7 +143,7 @@ def full_tensor(tensor: Tensor, split: TensorSplit | None) -> Tensor:
     home, shard = shard.device, shard.to(mesh.device_type)  # offloaded shards are in host memory
     for axis in reversed(range(mesh.ndim - 1)):
         shard = _gather_data(shard, tensor, axis, split)
-    return gather_shards(shard, GroupAxis(mesh.get_group(mesh.ndim - 1)), split).to(home)
+    return gather_shards(shard, Axis(Group(mesh.get_group(mesh.ndim - 1))), split).to(home)
 
 
 def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) -> Tensor:
@@ -158,7 +159,7 @@ def _gather_data(shard: Tensor, tensor: DTensor, axis: int, split: TensorSplit) 
     shapes = [list(shard.shape) for _ in range(mesh.size(axis))]
     for rank, shape in enumerate(shapes):
         shape[dim] = max(0, min(length, (rank + 1) * step) - rank * step)
-    return torch.cat(GroupAxis(mesh.get_group(axis)).all_gather(shard, shapes), dim=dim)
+    return torch.cat(Axis(Group(mesh.get_group(axis))).all_gather(shard, shapes), dim=dim)
 
 
 def _is_elsewhere(module: nn.Module, names: Iterable[str]) -> bool:

@@ -177,7 +177,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
     def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         if self.plan.sequence is None or index not in self.plan.sequence.results:
             return tensor
-        return LateTensor.of(tensor, split, self.axis) if self.axis.lazy else gather(tensor, self.axis, split)
+        return LateTensor.of(tensor, split, self.axis)
 
     def _enter(self, index: int, tensor: Tensor) -> Tensor:
         if index not in self.plan.inputs:
@@ -200,7 +200,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         split = self.plan.outputs.get(index)
         if split is None:
             return tensor
-        if self.axis.lazy and self.module.training and torch.is_grad_enabled():
+        if self.module.training and torch.is_grad_enabled():
             # Attention weights, for example, which the caller may never read.
             return LateTensor.of(tensor, split, self.axis)
         return gather(tensor, self.axis, split)

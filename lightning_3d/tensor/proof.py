@@ -19,13 +19,14 @@ from lightning_3d.module.host_memory import own_pages, return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.host_attention import RefuseNoHeads
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.patch import local_value, patch_unit
 from lightning_3d.tensor.sample import Sample, is_activation, tensors_in
 from lightning_3d.tensor.scratch import shard_copy
-from lightning_3d.tensor.simulate import ThreadAxis, run_shards
+from lightning_3d.tensor.simulate import ThreadGroup, run_shards
 from lightning_3d.tensor.tensor_plan import UnitPlan
 
 T = TypeVar("T")
@@ -232,12 +233,13 @@ def _prove_once(
 
 
 def _shard(
-    scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis, sums: Mapping[str, Sequence[int]]
+    scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: Axis, sums: Mapping[str, Sequence[int]]
 ) -> Outcome:
     shard = shard_copy(scratch, lambda name, value: local_value(plan, name, value, axis.rank))
     with UndoStack() as undo:
         patch_unit(shard, plan, axis, undo)
-        return replace(outcome(shard, sample, sums), summed=axis.summed)
+        found = outcome(shard, sample, sums)
+        return replace(found, summed=axis.group.summed) if isinstance(axis.group, ThreadGroup) else found
 
 
 def _split_outputs(
@@ -263,7 +265,7 @@ def _split_outputs(
     return found
 
 
-def _quiet_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
+def _quiet_shards(size: int, job: Callable[[Axis], T]) -> list[T]:
     """`run_shards` without warnings. Their filters belong to the process, so they are set around all threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -271,7 +273,7 @@ def _quiet_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
 
 
 def _forward(
-    scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: ThreadAxis, value_of: Callable[..., Tensor] = local_value
+    scratch: nn.Module, sample: Sample, plan: UnitPlan, axis: Axis, value_of: Callable[..., Tensor] = local_value
 ) -> list[Tensor]:
     shard = shard_copy(scratch, lambda name, value: value_of(plan, name, value, axis.rank))
     with UndoStack() as undo:

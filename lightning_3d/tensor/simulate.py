@@ -5,11 +5,15 @@ global generators) is safe here, and every run is the same. Backward on CPU runs
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from lightning_3d.axes.group import Group, single
+from lightning_3d.axes.ring import Pieces
+from lightning_3d.tensor.axis import Axis
 
 T = TypeVar("T")
 
@@ -78,44 +82,37 @@ class _Table:
             raise _Broken
 
 
-class ThreadAxis:
+class ThreadGroup(Group):
     """One simulated rank. It posts copies, because its tensors may change before other ranks read them."""
-
-    lazy = True
 
     def __init__(self, table: _Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, table.size
         self.summed = 0
         """Number of elements that `all_reduce` summed."""
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.summed += tensor.numel()
-        return _total(self.table.exchange(self.rank, "all_reduce", tensor.clone()))
+    def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
+        self.summed += single(buffer).numel()
+        single(buffer).copy_(_total(self._values("all_reduce", buffer)))
 
-    def begin_all_reduce(self, tensor: Tensor) -> Callable[[], Tensor]:
-        result = self.all_reduce(tensor)
-        return lambda: result
+    def all_max(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._values("all_max", tensor)).amax(dim=0))
 
-    def all_max(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self.table.exchange(self.rank, "all_max", tensor.clone())).amax(dim=0)
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
+        single(output).copy_(torch.cat(self._values("all_gather", input)))
 
-    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        return self.table.exchange(self.rank, "all_gather", tensor.clone())
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
+        peers = [peer.view(self.size, *single(output).shape) for peer in self._values("reduce_scatter", input)]
+        single(output).copy_(_total([peer[self.rank] for peer in peers]))
 
-    def reduce_scatter(self, tensors: list[Tensor]) -> Tensor:
-        copies = [tensor.clone() for tensor in tensors]
-        return _total([peer[self.rank] for peer in self.table.exchange(self.rank, "reduce_scatter", copies)])
-
-    def begin_reduce_scatter(self, tensors: list[Tensor]) -> Callable[[], Tensor]:
-        result = self.reduce_scatter(tensors)
-        return lambda: result
+    def _values(self, what: str, mine: Pieces) -> list[Tensor]:
+        return self.table.exchange(self.rank, what, single(mine).clone())
 
 
 def _total(tensors: list[Tensor]) -> Tensor:
     return sum(tensors[1:], tensors[0].clone())
 
 
-def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
+def run_shards(size: int, job: Callable[[Axis], T]) -> list[T]:
     """Run `job(axis)` on each of `size` simulated ranks and raise the first failure."""
     table = _Table(size)
     results: dict[int, T] = {}
@@ -125,7 +122,7 @@ def run_shards(size: int, job: Callable[[ThreadAxis], T]) -> list[T]:
         torch.set_num_threads(threads_before)  # this setting is of the thread, not of the process
         try:
             table.start(rank)
-            results[rank] = job(ThreadAxis(table, rank))
+            results[rank] = job(Axis(ThreadGroup(table, rank)))
             table.finish(rank)
         except _Broken:
             return

@@ -152,7 +152,7 @@ class ShardedHead(ForwardLayer, rank=Layer.SPLIT):
     def __call__(self, input: Tensor) -> Tensor:
         input = compute_late(input)
         split = TensorSplit(input.dim() - 1, self.split.pieces)
-        late = self.axis.lazy and expects_loss(self.module, self.hooks)
+        late = expects_loss(self.module, self.hooks)
         if late and may_wait() and is_large(input, self.split.size, self.axis.size):
             bias = None if self.module.bias is None else local_shard(self.module.bias)
             rows, product = Product.of(copy(input, self.axis), local_shard(self.module.weight), bias)

@@ -20,6 +20,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
+from lightning_3d.axes.group import Group, broadcast_tensors
 from lightning_3d.module.state_dict import full_module_state
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
@@ -90,7 +91,7 @@ class _AveragedModule:
         module = parallel.module
         parameters = dict(module.named_parameters(remove_duplicate=False))
         buffers = dict(module.named_buffers(remove_duplicate=False))
-        talk.broadcast_tensors([*copy.parameters(), *copy.buffers()], group=None)
+        broadcast_tensors([*copy.parameters(), *copy.buffers()], Group())
         plain = dict(copy.named_parameters(remove_duplicate=False))
         absent = {name: each for name, each in copy.named_buffers() if name in buffers and buffers[name].is_meta}
         shards: dict[nn.Parameter, nn.Parameter] = {}

@@ -17,7 +17,6 @@ from lightning_3d.axes.parameters import Parameters
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 
 _MARK = "_lightning_3d_owner"
@@ -103,17 +102,16 @@ class RemoteNumbers:
 
     def shared(self, value: Tensor, owner: Owner, what: str, place: str) -> Tensor:
         """The `value` of the rank that has it. Collective over the pipeline."""
-        if not has_peers():
+        if self.stages.peers.simulated:
             return torch.zeros((), dtype=value.dtype) if value.is_meta else value
-        group, (name, source) = self.stages.group, owner
+        name, source = owner
         self._meet(place)
         device = self.stages.device
         mine = torch.zeros(2, dtype=torch.float64, device=device)
         mine[0] = zlib.crc32(f"{name} {what}".encode())
         if not value.is_meta:
             mine[1] = local(value.detach()).to(device)
-        table = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(table, mine, group=group)
+        table = self.stages.peers.all_rows(mine)
         if any(row[0] != mine[0] for row in table):
             raise UnsupportedError(
                 f"{self.name} computes numbers from weights or gradients in another order on another stage of the"

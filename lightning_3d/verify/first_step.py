@@ -11,10 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import random_streams, talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
@@ -89,9 +89,10 @@ class FirstStep:
 
         True where the loss was scaled too far for that: the scaler will skip this step, and the next one is the first.
         """
-        if not has_peers():
+        peers = Group(group)
+        if peers.simulated:
             return False
-        found = [self._compared(name, parameter, parallel, group, scale) for name, parameter in _here(parallel)]
+        found = [self._compared(name, parameter, parallel, peers, scale) for name, parameter in _here(parallel)]
         typical = _typical(found)
         worst, unknown = _worst([each.relative(typical) for each in found])
         everyone = talk.gather([each for each in (worst, unknown) if each is not None])
@@ -118,12 +119,12 @@ class FirstStep:
             )
 
     def _compared(
-        self, name: str, parameter: nn.Parameter, parallel: ParallelModule, group: dist.ProcessGroup, scale: float
+        self, name: str, parameter: nn.Parameter, parallel: ParallelModule, peers: Group, scale: float
     ) -> Compared:
         mine = self.twin.module.get_parameter(name)
         mean = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
-        dist.all_reduce(mean, group=group)
-        mean = mean / (dist.get_world_size(group) * scale)
+        peers.all_reduce(mean)
+        mean = mean / (peers.size * scale)
         held = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # others may have one
         grad = (local(parallel.parameters.full(parameter, held)).to_dense() / scale).to(mean)
         finite = [bool(each.isfinite().all()) for each in (grad, mean)]

@@ -1,11 +1,10 @@
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
+from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.ranks.mesh import SHARD_AXIS
 from lightning_3d.ranks.shards import local, sharded_axes
 
@@ -25,14 +24,14 @@ class ReplicaCheck:
 
     def check(self, step: int) -> None:
         """Raise on every rank, naming the first parameter or buffer that is not. Collective over the world."""
-        if not has_peers():
+        ranks = Group()
+        if ranks.simulated:
             return
         named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
         parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
         named += [(name, buffers.get(name)) for name in self.buffers]
         mine = torch.tensor([[digest(t), _axes(t)] for _, t in named], device=self.device)
-        world = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(world, mine)
+        world = ranks.all_rows(mine)
         for index, (name, _) in enumerate(named):
             first: dict[tuple[int, ...], tuple[int, int]] = {}
             for rank, table in enumerate(world):

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm import (
     BackgroundQueue,
     CommConfig,
     Compression,
-    Ledger,
     ReplicatedGradients,
     build_collectives,
     build_compression,

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ring import Pieces
+from lightning_3d.axes.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.comm.background_queue import BackgroundQueue, Handle
-from lightning_3d.comm.collectives import Collectives, Native
 from lightning_3d.comm.compression import Compression
-from lightning_3d.comm.ring import Pieces
-from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import at_end_of_backward, in_backward
 from lightning_3d.zero.fsdp_private import (
@@ -74,9 +74,9 @@ class FullySharded:
     def __init__(
         self,
         root: nn.Module,
-        collectives: Collectives,
+        collectives: Group,
         engine: BackgroundQueue,
-        replicate: Collectives | None = None,
+        replicate: Group | None = None,
         *,
         native_copies: bool = False,
         compression: Compression | None = None,
@@ -194,7 +194,7 @@ class FullySharded:
     def _count_all_reduce(self, shard: Tensor) -> None:
         """FSDP2's hook after its own all-reduce."""
         assert self.replicate is not None
-        self.replicate.count("all_reduce", 2 * (self.replicate.size - 1) * shard.nbytes // self.replicate.size)
+        self.replicate.count_all_reduce(shard)
 
     def _end(self, handle: Handle, later: bool) -> None:
         if not later:
@@ -227,11 +227,12 @@ class FullySharded:
             for group in groups_at(later):
                 group.unshard(async_op=True)
 
-    def _over(self, group: dist.ProcessGroup) -> Collectives:
-        """Return the collectives to use where FSDP2 names `group`: ours, or native ones on those ranks."""
+    def _over(self, group: dist.ProcessGroup) -> Group:
+        """Return the collectives to use where FSDP2 names `group`: ours, or the library's on those ranks."""
         if group.size() == self.collectives.size:
             return self.collectives
-        return Native(group, self.collectives.ledger, self.collectives.axis)
+        ours = self.collectives
+        return Group(group, ours.axis, ours.ledger, doing=ours.doing)
 
 
 class _AllGather(AllGather):

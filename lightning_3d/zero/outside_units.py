@@ -20,7 +20,6 @@ from lightning_3d.errors import PeerError
 from lightning_3d.module.autograd_private import in_backward
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import talk
-from lightning_3d.ranks.groups import has_peers
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.shard_units import looks_up
 
@@ -88,7 +87,7 @@ class OutsideUnit:
 
     def _meet(self) -> None:
         """Wait for the other ranks, which must gather at the same time."""
-        if not has_peers() or self.ranks.size() == 1:
+        if self.ranks.size() == 1:
             return
         try:
             talk.meet(f"A read of {self.name}", dist.get_process_group_ranks(self.ranks))

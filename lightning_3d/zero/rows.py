@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+from lightning_3d.axes.group import Group
 
 
 def my_rows(full: Tensor, rank: int, size: int) -> Tensor:
@@ -21,10 +21,10 @@ def my_interval(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 def all_rows(mine: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
     """Return the full tensor of `shape`, of which every rank of `group` has the rows `mine`. Collective."""
-    size = dist.get_world_size(group)
-    rows = -(-shape[0] // size)
+    everyone = Group(group)
+    rows = -(-shape[0] // everyone.size)
     padded = mine.new_zeros((rows, *shape[1:]))
     padded[: mine.shape[0]] = mine
-    full = mine.new_empty((rows * size, *shape[1:]))
-    _all_gather(full, padded, group=group)
+    full = mine.new_empty((rows * everyone.size, *shape[1:]))
+    everyone.all_gather(full, padded)
     return full[: shape[0]]

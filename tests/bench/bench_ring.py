@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.collectives import Native, Ring
-from lightning_3d.comm.ledger import Ledger
+from lightning_3d.axes.group import Group
+from tests.axes.rings import ring
 from tests.workers import run
 
 
@@ -20,9 +20,8 @@ def _bench(megabytes: int, turns: int) -> dict[str, list[tuple[float, float]]]:
     size = dist.get_world_size()
     length = megabytes * 2**18 // size * size
     whole, part, other = torch.randn(length), torch.empty(length // size), torch.empty(length)
-    ledger = Ledger()
-    pair = [kind(dist.new_group(), ledger, "data") for kind in (Native, Ring)]
-    calls: dict[str, Callable[[Native | Ring], None]] = {
+    pair = [Group(dist.new_group()), ring(dist.new_group())]
+    calls: dict[str, Callable[[Group], None]] = {
         "all_reduce": lambda kind: kind.all_reduce(whole, average=True),
         "reduce_scatter": lambda kind: kind.reduce_scatter(part, whole, average=True),
         "all_gather": lambda kind: kind.all_gather(other, part),

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm import compression as compression_module
 from lightning_3d.comm.codecs import CODECS, Half, Int8
-from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import CheckpointError, ConfigurationError
 from lightning_3d.layout import COMPRESSED_BYTES
+from tests.axes.rings import ring
 from tests.workers import run
 
 KINDS = ["bf16", "fp16", "int8", "powersgd"]
@@ -18,7 +18,7 @@ KINDS = ["bf16", "fp16", "int8", "powersgd"]
 
 def _compression(kind, **options):
     ledger = Ledger()
-    collectives = Ring(dist.new_group(), ledger, "data")
+    collectives = ring(dist.new_group(), ledger)
     return build_compression(CommConfig(grad_compression=kind, **options), collectives), ledger
 
 
@@ -103,19 +103,19 @@ def _in_portions(numbers):
     compression_module.PORTION = numbers
     compression, ledger = _compression("int8")
     began, ended = [], []
-    batch, add = dist.batch_isend_irecv, ledger.add
-    dist.batch_isend_irecv = lambda ops: began.append(len(ended)) or batch(ops)
-    ledger.add = lambda *given: ended.append(1) or add(*given)
-    try:
-        for step in range(2):
-            gradients = [_mine(40, 30, seed=10 * step + index) for index in range(4)]
-            compression.all_reduce(gradients, list("abcd"))
-            shards = [torch.empty(600) for _ in range(2)]
-            compression.reduce_scatter(
-                shards, [_mine(1200, seed=7 + index) for index in range(2)], list("ef"), [30, 30]
-            )
-    finally:
-        dist.batch_isend_irecv = batch
+    swap = compression.collectives.begin_swap
+
+    def begin_swap(*given):
+        began.append(len(ended))
+        end = swap(*given)
+        return lambda: ended.append(end())
+
+    compression.collectives.begin_swap = begin_swap
+    for step in range(2):
+        gradients = [_mine(40, 30, seed=10 * step + index) for index in range(4)]
+        compression.all_reduce(gradients, list("abcd"))
+        shards = [torch.empty(600) for _ in range(2)]
+        compression.reduce_scatter(shards, [_mine(1200, seed=7 + index) for index in range(2)], list("ef"), [30, 30])
     return [*gradients, *shards], compression.state_dict(), ledger.bytes(), began
 
 

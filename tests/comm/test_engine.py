@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.collectives import Ring
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.errors import PeerError
+from tests.axes.rings import ring
 from tests.workers import WorkerError, run
 
 
@@ -55,13 +55,13 @@ def test_close_finishes_what_was_submitted_and_refuses_more():
 
 def _peer_dies():
     group = dist.new_group(timeout=timedelta(seconds=5))
-    ring, engine, buffer = Ring(group, Ledger(), "data"), BackgroundQueue(), torch.ones(1 << 20)
-    engine.submit(lambda: ring.all_reduce(buffer, average=True)).wait()
+    group, engine, buffer = ring(group), BackgroundQueue(), torch.ones(1 << 20)
+    engine.submit(lambda: group.all_reduce(buffer, average=True)).wait()
     if dist.get_rank() == 1:
         os._exit(3)
     start = time.monotonic()
     with pytest.raises(PeerError, match="did not answer"):
-        engine.submit(lambda: ring.all_reduce(buffer, average=True)).wait()
+        engine.submit(lambda: group.all_reduce(buffer, average=True)).wait()
     assert time.monotonic() - start < 10
     engine.close()
 

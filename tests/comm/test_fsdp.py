@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.config import CommConfig, build_collectives, build_compression
-from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.unallocated import CopyNotes, UnallocatedBuffer
 from lightning_3d.zero.fsdp_private import groups_at, sharded_parameters
 from lightning_3d.zero.fsdp_seam import FullySharded
+from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
 from tests.workers import run
 
@@ -110,7 +111,7 @@ def _recomputed():
     for block in model:
         fully_shard(block, reshard_after_forward=True)
     engine, ledger = SlowEngine(), Ledger()
-    seam = FullySharded(model, Ring(dist.new_group(), ledger, "data"), engine)
+    seam = FullySharded(model, ring(dist.new_group(), ledger), engine)
     data = torch.randn(dist.get_world_size(), 4, 8)
     for _ in range(3):
         ledger.reset()
@@ -142,7 +143,7 @@ def _hybrid():
 
     def over(name):
         ranks = dist.get_process_group_ranks(mesh[name].get_group())
-        return Ring(dist.new_group(ranks, use_local_synchronization=True), ledger, name)
+        return ring(dist.new_group(ranks, use_local_synchronization=True), ledger, name)
 
     FullySharded(model, over("shard"), engine, replicate=over("replicate"))
     difference = _train(model, twin, accumulate=2)
@@ -155,14 +156,14 @@ def test_hybrid_shard():
     assert max(run(_hybrid, world=4, group=True)) < 1e-5
 
 
-class Watched(Ring):
+class Watched(Group):
     """Notes the memory of each buffer that it averages, without keeping it."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.averaged = []
 
-    def all_reduce(self, buffer, *, average):
+    def all_reduce(self, buffer, *, average=False):
         self.averaged.append(weakref.ref(buffer))
         super().all_reduce(buffer, average=average)
 
@@ -175,9 +176,9 @@ def _hybrid_on_streams():
     _shard(model, reshard=True, mesh=mesh["shard"])
     groups = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in ("shard", "replicate")}
     opened = {name: dist.new_group(ranks, use_local_synchronization=True) for name, ranks in groups.items()}
-    replicate = Watched(opened["replicate"], Ledger(), "replicate")
+    replicate = ring(opened["replicate"], axis="replicate", kind=Watched)
     engine = BackgroundQueue(threaded=False)
-    seam = FullySharded(model, Ring(opened["shard"], Ledger(), "shard"), engine, replicate=replicate)
+    seam = FullySharded(model, ring(opened["shard"]), engine, replicate=replicate)
     for _ in range(2):
         replicate.averaged.clear()
         model(torch.randn(3, 7)).pow(2).mean().backward()
@@ -202,7 +203,7 @@ def _native_hybrid():
     _shard(model, reshard=True, mesh=mesh)
     engine = SlowEngine()
     ranks = dist.get_process_group_ranks(mesh["shard"].get_group())
-    FullySharded(model, Ring(dist.new_group(ranks, use_local_synchronization=True), Ledger(), "shard"), engine)
+    FullySharded(model, ring(dist.new_group(ranks, use_local_synchronization=True)), engine)
     difference = _train(model, twin)
     engine.close()
     return difference
@@ -220,7 +221,7 @@ def _half(policy):
     for model in (ours, theirs):
         _shard(model, reshard=True, policy=policy)
     engine = SlowEngine()
-    FullySharded(ours, Ring(dist.new_group(), Ledger(), "data"), engine)
+    FullySharded(ours, ring(dist.new_group()), engine)
     data = torch.randn(dist.get_world_size(), 3, 7)[dist.get_rank()]
     for model in (ours, theirs):
         model(data).float().pow(2).mean().backward()
@@ -247,7 +248,7 @@ def _outside_of_backward(deferred):
     twin = copy.deepcopy(model)
     _shard(model, reshard=False)
     engine = SlowEngine()
-    seam = FullySharded(model, Ring(dist.new_group(), Ledger(), "data"), engine)
+    seam = FullySharded(model, ring(dist.new_group()), engine)
     seam.deferred = deferred
     difference = _train(model, twin, accumulate=2, finish=seam.finish)
     engine.close()
@@ -263,7 +264,7 @@ def _hooked():
     model = Net()
     _shard(model, reshard=False)
     engine, seen = SlowEngine(), []
-    FullySharded(model, Ring(dist.new_group(), Ledger(), "data"), engine)
+    FullySharded(model, ring(dist.new_group()), engine)
     weight = model.blocks[1][0].weight
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
     model(torch.randn(3, 7)).mean().backward()

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.collectives import Native, Ring
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError, UnsupportedError
+from tests.axes.rings import ring
 from tests.comm.slow import SlowEngine
 from tests.workers import run
 
@@ -38,9 +39,9 @@ class Case:
         self.model = Net()
         self.twin = copy.deepcopy(self.model)
         self.engine, self.ledger = SlowEngine(), Ledger()
-        ring = Ring(dist.new_group(), self.ledger, "data")
+        group = ring(dist.new_group(), self.ledger)
         self.replicas = ReplicatedGradients(
-            list(self.model.parameters()), ring, self.engine, dist.group.WORLD, bucket_mb=0.001, **options
+            list(self.model.parameters()), group, self.engine, dist.group.WORLD, bucket_mb=0.001, **options
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.model, self.twin)]
@@ -179,8 +180,8 @@ def test_ranks_that_freeze_differently_are_told():
     run(_disagree, world=2, group=True)
 
 
-class Noted(Native):
-    def begin_all_reduce(self, buffer, *, average):
+class Noted(Group):
+    def begin_all_reduce(self, buffer, *, average=False):
         end, size = super().begin_all_reduce(buffer, average=average), buffer.numel()
         self.events.append("begin")
 
@@ -195,7 +196,7 @@ class Noted(Native):
 def _on_streams():
     """Where the library has streams there is no thread of ours: buckets are under way while backward continues."""
     layer = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    collectives = Noted(dist.new_group(), Ledger(), "data")
+    collectives = Noted(dist.new_group(), "data", Ledger())
     engine = BackgroundQueue(threaded=False)
     replicas = ReplicatedGradients(list(layer.parameters()), collectives, engine, dist.group.WORLD, bucket_mb=5e-4)
     for _ in range(2):
@@ -221,9 +222,7 @@ def test_buckets_are_under_way_during_backward_and_gradients_are_views_of_them()
 def _twice():
     engine = SlowEngine()
     layer = nn.Linear(512, 512)
-    replicas = ReplicatedGradients(
-        list(layer.parameters()), Ring(dist.new_group(), Ledger(), "data"), engine, dist.group.WORLD
-    )
+    replicas = ReplicatedGradients(list(layer.parameters()), ring(dist.new_group()), engine, dist.group.WORLD)
     x = torch.randn(2, 512, requires_grad=True)
     y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
@@ -238,8 +237,8 @@ def test_a_gradient_that_comes_twice_in_one_backward_is_refused():
 
 def _channels_last():
     layer, engine = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), SlowEngine()
-    ring = Ring(dist.new_group(), Ledger(), "data")
-    replicas = ReplicatedGradients(list(layer.parameters()), ring, engine, dist.group.WORLD)
+    group = ring(dist.new_group())
+    replicas = ReplicatedGradients(list(layer.parameters()), group, engine, dist.group.WORLD)
     layer(torch.full((1, 4, 5, 5), float(dist.get_rank())).to(memory_format=torch.channels_last)).sum().backward()
     before = layer.weight.grad.stride()
     replicas.finish()
@@ -255,7 +254,7 @@ def _sparse():
     engine = SlowEngine()
     table = nn.Embedding(10, 4, sparse=True)
     nn.init.ones_(table.weight)
-    replicas = ReplicatedGradients([table.weight], Ring(dist.new_group(), Ledger(), "data"), engine, dist.group.WORLD)
+    replicas = ReplicatedGradients([table.weight], ring(dist.new_group()), engine, dist.group.WORLD)
     table(torch.tensor([dist.get_rank(), 5])).sum().backward()
     replicas.finish()
     engine.close()

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.comm import ring
+from lightning_3d.axes import ring
 from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.zero import shard_units

@@ -2,9 +2,10 @@
 
 import torch
 
+from lightning_3d.axes.group import Group
+from lightning_3d.layout import TENSOR_AXIS
 from lightning_3d.pipeline.ties import Ties
 from lightning_3d.strategy.window import Window
-from lightning_3d.tensor.axis import GroupAxis
 
 
 def _accumulation_is_not_averaged(patch):
@@ -14,13 +15,13 @@ def _accumulation_is_not_averaged(patch):
 
 def _input_gradients_are_not_summed(patch):
     """Tensor ranks that keep their own part of the gradient of what enters a split region."""
-    all_reduce = GroupAxis.all_reduce
+    all_reduce = Group.all_reduce
 
-    def without(self, tensor):
-        in_backward = torch._C._current_graph_task_id() != -1
-        return tensor.clone() if in_backward else all_reduce(self, tensor)
+    def without(self, buffer, **options):
+        if self.axis != TENSOR_AXIS or torch._C._current_graph_task_id() == -1:
+            all_reduce(self, buffer, **options)
 
-    patch.setattr(GroupAxis, "all_reduce", without)
+    patch.setattr(Group, "all_reduce", without)
 
 
 def _ties_are_not_summed(patch):

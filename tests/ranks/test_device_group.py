@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_3d import Strategy3D
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.background_queue import BackgroundQueue
-from lightning_3d.comm.collectives import Ring
 from lightning_3d.comm.hierarchical import Hierarchical
-from lightning_3d.comm.ledger import Ledger
 from lightning_3d.comm.replicate import ReplicatedGradients
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
@@ -53,12 +54,12 @@ def test_objects_and_numbers_travel_between_hosts():
     run(_messages, world=2, group=True)
 
 
-class OnHosts(Ring):
+class OnHosts(Group):
     """Stands in for NCCL: sends the gradients of this CPU by a group that nothing else uses."""
 
     def __init__(self, group):
-        ranks = dist.get_process_group_ranks(group)
-        super().__init__(dist.new_group(ranks, backend="gloo"), Ledger(), "data")
+        ranks = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        super().__init__(ranks, "data", Ledger(), RingWire(ranks))
 
 
 def _replicas():
@@ -89,7 +90,7 @@ def test_replicated_gradients_agree_without_a_cpu_backend_and_wait_only_where_th
 def _hierarchical():
     _device_only()
     collectives = Hierarchical(dist.group.WORLD, Ledger(), "data", 2)
-    assert talk.timeout_of(collectives.inside.group) == timedelta(seconds=30)
+    assert talk.timeout_of(collectives.inside.ranks) == timedelta(seconds=30)
 
 
 def test_hierarchical_sync_starts():

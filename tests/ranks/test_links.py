@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_3d.axes.group import Group
 from lightning_3d.layout import SCHEDULES, stage_ranks
 from lightning_3d.pipeline.schedule import actions
-from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import links, talk
 from tests.parity import train
 from tests.workers import run
@@ -24,18 +24,18 @@ def test_rounds_join_each_pair_of_neighbours_once(size):
 
 def _over_links(name, world, strategy):
     """Train with links, although gloo needs none; returns the run and the sizes of the groups that sent."""
-    sizes, link_of = set(), Wire._link
+    sizes, link_of = set(), Group._link
 
-    def noted(wire, peer, tag):
-        link, other = link_of(wire, peer, tag)
-        sizes.add((link.size(), link is wire.group))
+    def noted(group, peer, tag):
+        link, other = link_of(group, peer, tag)
+        sizes.add((link.size(), link is group.ranks))
         return link, other
 
-    links.talk, Wire._link = SimpleNamespace(takes_cpu_tensors=lambda group: False, timeout_of=talk.timeout_of), noted
+    links.talk, Group._link = SimpleNamespace(takes_cpu_tensors=lambda group: False, timeout_of=talk.timeout_of), noted
     try:
         return train(name, world, strategy, {}, {"max_epochs": 1}), sizes
     finally:
-        links.talk, Wire._link = talk, link_of
+        links.talk, Group._link = talk, link_of
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import copy
 import math
 import traceback
 import warnings
-from contextlib import nullcontext
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_3d.axes import ledger
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.apply import apply_tensor, full_tensor
 from lightning_3d.tensor.block_calls import record_calls
@@ -30,15 +30,13 @@ OPTIMIZERS = {
 }
 
 
-class Ledger:
+class Ledger(ledger.Ledger):
     def __init__(self):
+        super().__init__()
         self.calls = []
 
     def add(self, axis, op, nbytes):
         self.calls.append(op)
-
-    def waiting(self, reason):
-        return nullcontext()
 
 
 def train(module, loss_of, batches, optimizer="sgd"):

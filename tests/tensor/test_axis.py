@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d.comm import shared_memory
-from lightning_3d.comm.ring_wire import RingWire
-from lightning_3d.tensor.axis import GroupAxis
+from lightning_3d.axes import shared_memory
+from lightning_3d.axes.group import Group
+from lightning_3d.tensor.axis import Axis, tensor_group
 from tests.workers import run
 
 FREE = {"view", "_unsafe_view", "slice", "unbind", "new_empty"}
@@ -33,7 +33,7 @@ def _numbers(shape, rank):
 
 
 def _gathered(shapes, turned):
-    axis = GroupAxis(dist.group.WORLD)
+    axis = Axis(Group(dist.group.WORLD))
     mine = _numbers(shapes[axis.rank], axis.rank)
     mine = mine.t().contiguous().t() if turned else mine
     with Passes() as passes:
@@ -58,7 +58,7 @@ def test_a_gather_sends_its_tensor_as_it_is(shapes, turned, first, last):
 
 
 def _scattered(sizes, begins):
-    axis = GroupAxis(dist.group.WORLD)
+    axis = Axis(Group(dist.group.WORLD))
     whole = _numbers([4, sum(sizes), 3], axis.rank)
     shards = list(whole.split(sizes, dim=1))
     with Passes() as passes:
@@ -77,7 +77,7 @@ def test_shards_of_a_sum_are_copied_once(begins):
 
 
 def _turned(wire):
-    axis = GroupAxis(dist.group.WORLD, wire=RingWire(dist.group.WORLD) if wire else None)
+    axis = Axis(tensor_group(dist.group.WORLD, None, "cpu" if wire else "meta"))
     whole = _numbers([4, 2, 3, 5], axis.rank).contiguous(memory_format=torch.channels_last)
     total = _numbers([4, 2, 3, 5], 0) + _numbers([4, 2, 3, 5], 1)
     for found in (axis.reduce_scatter(list(whole.split(2))), axis.begin_reduce_scatter(list(whole.split(2)))()):
@@ -90,15 +90,17 @@ def test_shards_of_images_whose_channels_come_last(wire):
 
 
 def _through_memory(linked):
-    axis, machine = GroupAxis(dist.group.WORLD, wire=RingWire(dist.group.WORLD)), shared_memory._machine
-    if not linked and axis.rank == 1:
+    machine = shared_memory._machine
+    if not linked and dist.get_rank() == 1:
         shared_memory._machine = lambda: 0  # as if this rank were elsewhere
-    mine = _numbers([5, 3], axis.rank)
     try:
-        with torch.inference_mode(), Passes() as passes:  # validation may come before training
-            axis.all_reduce(mine)
+        with torch.inference_mode():  # validation may come before training
+            axis = Axis(tensor_group(dist.group.WORLD, None, "cpu"))
     finally:
         shared_memory._machine = machine
+    mine = _numbers([5, 3], axis.rank)
+    with torch.inference_mode(), Passes() as passes:
+        axis.all_reduce(mine)
     total = axis.all_reduce(mine)
     rows = axis.all_gather(mine, [[5, 3], [5, 3]])
     shard = axis.reduce_scatter(list(_numbers([4, 3], axis.rank).split(2)))

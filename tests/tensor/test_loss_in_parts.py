@@ -71,7 +71,6 @@ def divided(module, x, loss, ranks=2):
         head = nn.Linear(WIDTH, CLASSES)
         head.weight = nn.Parameter(local_part(module["head"].weight.detach(), weights, axis.rank).clone())
         head.bias = nn.Parameter(local_part(module["head"].bias.detach(), weights, axis.rank).clone())
-        axis.lazy = True
         patch_vocabulary(head, {"weight": weights}, axis, UndoStack())
         return outcome(nn.ModuleDict({"head": head}), x, loss)[0]
 

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_3d.comm.ring_wire import SEGMENT_BYTES, RingWire
-from lightning_3d.ranks.groups import has_peers
+from lightning_3d.axes.ring_wire import RingWire
 
 SMALL_BYTES = 256 << 10
 """Pieces below this are packed: a message costs more than the copies, and a block has a dozen biases and norms."""
@@ -28,15 +27,8 @@ Pieces = Tensor | Sequence[Tensor]
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def ring_reduce_scatter(
-    output: Pieces,
-    input: Pieces,
-    wire: RingWire,
-    *,
-    average: bool = False,
-    segment_bytes: int = SEGMENT_BYTES,
-) -> int:
-    """Sum `input` over the ranks of `wire` and write this rank's shard to `output`. Returns the bytes sent.
+def ring_reduce_scatter(output: Pieces, input: Pieces, wire: RingWire, *, average: bool = False) -> None:
+    """Sum `input` over the ranks of `wire` and write this rank's shard to `output`.
 
     Args:
         output: contiguous, `input.numel() / N` elements; may be this rank's part of `input`.
@@ -44,13 +36,8 @@ def ring_reduce_scatter(
             Several inputs and as many outputs, of one dtype, travel as one collective.
         wire: to the neighbours; nothing else uses its process group meanwhile.
         average: divide by the number of ranks.
-        segment_bytes: upper bound of one message.
     """
-    size, inputs, outputs = wire.size, _flat(input), _flat(output)
-    if size == 1:
-        for target, source in zip(outputs, inputs, strict=True):
-            _copy_unless_same(target, source)
-        return 0
+    size, inputs, outputs = wire.size, flat(input), flat(output)
     small, large = _small(inputs)
     if small:
         packed = torch.cat([inputs[index].view(size, -1) for index in small], dim=1)
@@ -58,87 +45,70 @@ def ring_reduce_scatter(
         targets = [outputs[index] for index in small]
         inputs = [*(inputs[index] for index in large), packed.view(-1)]
         outputs = [*(outputs[index] for index in large), own]
-    sent = _turn(inputs, outputs, range(size - 1), wire, average, segment_bytes)
+    _turn(inputs, outputs, range(size - 1), wire, average)
     if small:
         for target, part in zip(targets, own.split([target.numel() for target in targets]), strict=True):
             target.copy_(part)
-    return sent
 
 
-def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire, *, segment_bytes: int = SEGMENT_BYTES) -> int:
-    """Collect every rank's `input`, in rank order, in `output`. Returns the bytes sent.
+def ring_all_gather(output: Pieces, input: Pieces, wire: RingWire) -> None:
+    """Collect every rank's `input`, in rank order, in `output`.
 
     Args:
         output: contiguous, N times as long as `input`.
         input: contiguous; may be this rank's part of `output`, which saves a copy. Several inputs and as many outputs,
             of one dtype, travel as one collective.
         wire: to the neighbours; nothing else uses its process group meanwhile.
-        segment_bytes: upper bound of one message.
     """
-    size, inputs, outputs = wire.size, _flat(input), _flat(output)
-    small, large = _small(outputs) if size > 1 else ([], range(len(outputs)))
+    size, inputs, outputs = wire.size, flat(input), flat(output)
+    small, large = _small(outputs)
     owns: list[Tensor] = []
     for index in large:
         source, target = inputs[index], outputs[index]
         owns.append(target.narrow(0, wire.rank * source.numel(), source.numel()))
-        _copy_unless_same(owns[-1], source)
+        copy_unless_same(owns[-1], source)
     wholes = [outputs[index] for index in large]
     if small:
         widths = [inputs[index].numel() for index in small]
         packed = inputs[small[0]].new_empty(size, sum(widths))
         owns.append(torch.cat([inputs[index] for index in small], out=packed[wire.rank]))
         wholes.append(packed.view(-1))
-    sent = _turn(wholes, owns, range(size - 1, 2 * size - 2), wire, False, segment_bytes)
+    _turn(wholes, owns, range(size - 1, 2 * size - 2), wire, average=False)
     if small:
         for index, part in zip(small, packed.split(widths, dim=1), strict=True):
             outputs[index].view(size, -1).copy_(part)
-    return sent
 
 
-def ring_all_reduce(
-    buffer: Pieces, wire: RingWire, *, average: bool = False, segment_bytes: int = SEGMENT_BYTES
-) -> int:
-    """Sum (or average) the contiguous `buffer` over the ranks of `wire`, in place. Returns the bytes sent.
+def ring_all_reduce(buffer: Pieces, wire: RingWire, *, average: bool = False) -> None:
+    """Sum (or average) the contiguous `buffer` over the ranks of `wire`, in place.
 
     Several buffers of one dtype travel as one collective. Where N does not divide the length of one, its last few
     elements travel in a padded piece of N elements.
     """
     size = wire.size
-    if size == 1:
-        return 0
     pieces: list[Tensor] = []
     tails: list[tuple[Tensor, Tensor]] = []
-    for flat in _flat(buffer):
-        even = flat.numel() // size * size
-        pieces.append(flat[:even])
-        if even < flat.numel():
-            padded = flat.new_zeros(size)
-            padded[: flat.numel() - even] = flat[even:]
+    for piece in flat(buffer):
+        even = piece.numel() // size * size
+        pieces.append(piece[:even])
+        if even < piece.numel():
+            padded = piece.new_zeros(size)
+            padded[: piece.numel() - even] = piece[even:]
             pieces.append(padded)
-            tails.append((flat[even:], padded))
+            tails.append((piece[even:], padded))
     pieces = [piece for piece in pieces if piece.numel()]
     owns = [piece.view(size, -1)[wire.rank] for piece in pieces]
-    sent = _turn(pieces, owns, range(2 * size - 2), wire, average, segment_bytes)
+    _turn(pieces, owns, range(2 * size - 2), wire, average)
     for tail, padded in tails:
         tail.copy_(padded[: tail.numel()])
-    return sent
 
 
-def _turn(
-    flats: Sequence[Tensor],
-    owns: Sequence[Tensor],
-    hops: range,
-    wire: RingWire,
-    average: bool,
-    segment_bytes: int,
-) -> int:
+def _turn(flats: Sequence[Tensor], owns: Sequence[Tensor], hops: range, wire: RingWire, average: bool) -> None:
     """Go through `hops` of the ring (see the top of this file), each of `flats` in N chunks; `owns` get the sums."""
-    if not has_peers():  # the bytes only: a large ring has more messages than a dry run has time for
-        return len(hops) * sum(own.numel() * own.element_size() for own in owns)
     size, rank = wire.size, wire.rank
-    chunks, results = _cut(flats, owns, size, segment_bytes)
+    chunks, results = _cut(flats, owns, wire)
     if not results or not hops:
-        return 0
+        return
     host, count = results[0].device.type == "cpu", len(results)
     ahead = min(WINDOW, len(hops) * count) if host else count
     steps = [(hop, k) for hop in hops for k in range(count)]
@@ -164,16 +134,14 @@ def _turn(
         elif hop < size - 2:
             segment.add_(arrived)
         else:
-            _copy_unless_same(segment, arrived)
+            copy_unless_same(segment, arrived)
         messages.post(landing(step + ahead), segment if hop + 1 in hops else None)
     messages.flush()
-    return len(hops) * sum(result.numel() * result.element_size() for result in results)
 
 
-def _cut(
-    flats: Sequence[Tensor], owns: Sequence[Tensor], size: int, segment_bytes: int
-) -> tuple[list[list[Tensor]], list[Tensor]]:
+def _cut(flats: Sequence[Tensor], owns: Sequence[Tensor], wire: RingWire) -> tuple[list[list[Tensor]], list[Tensor]]:
     """The segments of all chunks, by rank, and those of the results."""
+    size = wire.size
     chunks: list[list[Tensor]] = [[] for _ in range(size)]
     results: list[Tensor] = []
     for flat, own in zip(flats, owns, strict=True):
@@ -181,7 +149,7 @@ def _cut(
         if part * size != flat.numel():
             raise ValueError(f"{flat.numel()} elements are not {size} parts of {part}.")
         # NCCL cuts messages itself, and each extra one costs a launch.
-        count = -(-part * flat.element_size() // segment_bytes) if flat.device.type == "cpu" else min(part, 1)
+        count = -(-part * flat.element_size() // wire.segment_bytes) if flat.device.type == "cpu" else min(part, 1)
         if count:
             results.extend(own.tensor_split(min(part, count)))
             for segments, chunk in zip(chunks, flat.view(size, part).unbind(0), strict=True):
@@ -192,7 +160,7 @@ def _cut(
 def _small(pieces: Sequence[Tensor]) -> tuple[Sequence[int], Sequence[int]]:
     """Return the `pieces` that are packed into one message, and the others."""
     small = [index for index, piece in enumerate(pieces) if piece.numel() * piece.element_size() < SMALL_BYTES]
-    if len(small) < 2 or not has_peers():  # a dry run does not count copies that the background thread makes and frees
+    if len(small) < 2:
         return (), range(len(pieces))
     return small, [index for index in range(len(pieces)) if index not in small]
 
@@ -202,7 +170,8 @@ def _slots(segments: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     return segments[0].new_empty(count, longest).unbind(0)
 
 
-def _flat(pieces: Pieces) -> list[Tensor]:
+def flat(pieces: Pieces) -> list[Tensor]:
+    """The `pieces`, without their shapes."""
     return [piece.view(-1) for piece in ([pieces] if isinstance(pieces, Tensor) else pieces)]
 
 
@@ -214,6 +183,7 @@ def _last_add(out: Tensor, arrived: Tensor, own: Tensor, divisor: int) -> Tensor
     return out.div_(divisor) if divisor > 1 else out
 
 
-def _copy_unless_same(target: Tensor, source: Tensor) -> None:
+def copy_unless_same(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors that may have the same memory."""
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm import shared_memory
+from lightning_3d.axes import shared_memory
 from tests.workers import run
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm import shared_memory
-from lightning_3d.comm.ring import ring_all_reduce
-from lightning_3d.comm.ring_wire import RingWire
+from lightning_3d.axes import shared_memory
+from lightning_3d.axes.ring import ring_all_reduce
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.errors import PeerError
 from tests.workers import run
 

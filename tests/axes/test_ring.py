@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.comm.collectives import Native, Ring
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring_wire import RingWire
 from lightning_3d.comm.hierarchical import Hierarchical
-from lightning_3d.comm.ledger import Ledger
-from lightning_3d.comm.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from lightning_3d.comm.ring_wire import RingWire
 from lightning_3d.errors import LayoutError
 from lightning_3d.ranks.talk import timeout_of
+from tests.axes.rings import ring
 from tests.workers import WorkerError, run
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
@@ -29,16 +29,35 @@ def _same_on_all(tensor):
     return all(torch.equal(other, tensor) for other in others)
 
 
-def _wire(shared):
+class _Counted:
+    """Messages, and the bytes that are sent with them."""
+
+    def __init__(self, messages, wire):
+        self.messages, self.wire = messages, wire
+        self.own_memory, self.land, self.flush = messages.own_memory, messages.land, messages.flush
+
+    def post(self, receive, send):
+        self.wire.sent += 0 if send is None else send.nbytes
+        self.messages.post(receive, send)
+
+
+class _Wire(RingWire):
+    sent = 0
+
+    def begin(self, *, host):
+        return _Counted(super().begin(host=host), self)
+
+
+def _group(shared, segment):
     """Over shared memory, as between ranks of one machine, or over the process group, as between machines."""
-    wire = RingWire(dist.new_group())
-    wire._tried = not shared
-    return wire
+    wire = _Wire(dist.new_group())
+    wire._tried, wire.segment_bytes = not shared, segment
+    return Group(wire.group, "data", Ledger(), wire)
 
 
 def _all_reduce(lengths, dtypes, segments, shared):
-    wire = _wire(shared)
-    size = wire.size
+    group = _group(shared, None)
+    wire, size = group.wire, group.size
     for dtype in dtypes:
         for length in lengths:
             for segment in segments:
@@ -47,12 +66,14 @@ def _all_reduce(lengths, dtypes, segments, shared):
                 dist.all_reduce(expected)
                 for average in (False, True):
                     buffer = mine.clone()
-                    sent = ring_all_reduce(buffer, wire, average=average, segment_bytes=segment)
+                    group.ledger, wire.sent, wire.segment_bytes = Ledger(), 0, segment
+                    group.all_reduce(buffer, average=average)
                     want = expected / size if average else expected
                     close = torch.allclose(buffer.double(), want, atol=TOLERANCE[dtype] * size, rtol=TOLERANCE[dtype])
                     assert close, (dtype, length, segment, average)
                     padded = -(-length // size) * size
-                    assert sent == 2 * (size - 1) * padded // size * mine.element_size()
+                    sent = 2 * (size - 1) * padded // size * mine.element_size()
+                    assert wire.sent == group.ledger.bytes("data", "all_reduce") == sent
                     assert _same_on_all(buffer), (dtype, length, segment)
     assert (wire._shared is not None) == (shared and size > 1)
 
@@ -69,20 +90,23 @@ def test_all_reduce_on_eight_ranks():
 
 
 def _parts(length, shared):
-    wire = _wire(shared)
-    size, rank = wire.size, wire.rank
+    group = _group(shared, 128)
+    wire, size, rank = group.wire, group.size, group.rank
     for pieces in ([length], [length, 3, 0, 1]):
         inputs = [_values(piece * size, torch.float32, piece) for piece in pieces]
         outputs = [torch.empty(piece) for piece in pieces]
         expected = [value.double() for value in inputs]
         for value in expected:
             dist.all_reduce(value)
-        sent = ring_reduce_scatter(outputs, [value.clone() for value in inputs], wire, segment_bytes=128)
-        assert sent == (size - 1) * sum(pieces) * 4
+        group.ledger, wire.sent, sent = Ledger(), 0, (size - 1) * sum(pieces) * 4
+        group.reduce_scatter(outputs, [value.clone() for value in inputs])
+        assert wire.sent == group.ledger.bytes("data", "reduce_scatter") == sent
         for output, value in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output.double(), value.view(size, -1)[rank], atol=1e-5, rtol=1e-5)
         wholes = [torch.empty(piece * size) for piece in pieces]
-        assert ring_all_gather(wholes, outputs, wire, segment_bytes=128) == sent
+        group.all_gather(wholes, outputs)
+        assert wire.sent == 2 * sent
+        assert group.ledger.bytes("data", "all_gather") == sent
         for whole, value in zip(wholes, expected, strict=True):
             torch.testing.assert_close(whole.double(), value, atol=1e-5, rtol=1e-5)
             assert _same_on_all(whole)
@@ -95,9 +119,8 @@ def test_reduce_scatter_and_all_gather(world, shared):
 
 
 def _wrong_length():
-    wire = RingWire(dist.new_group())
     with pytest.raises(ValueError, match="7 elements are not 2 parts of 3"):
-        ring_reduce_scatter(torch.empty(3), torch.empty(7), wire)
+        _group(True, 128).reduce_scatter(torch.empty(3), torch.empty(7))
     dist.barrier()  # the other rank may still be connecting
 
 
@@ -110,8 +133,8 @@ def _alike(ranks_per_node):
     ledger = Ledger()
     size, rank = dist.get_world_size(), dist.get_rank()
     kinds = {
-        "ring": Ring(dist.new_group(), ledger, "ring"),
-        "native": Native(dist.new_group(), ledger, "native"),
+        "ring": ring(dist.new_group(), ledger, "ring"),
+        "native": Group(dist.new_group(), "native", ledger),
         "hierarchical": Hierarchical(dist.new_group(), ledger, "hierarchical", ranks_per_node),
     }
     length = 12 * size
@@ -146,7 +169,7 @@ def test_the_three_kinds_agree():
 def _impatient():
     group = dist.new_group(timeout=timedelta(seconds=7))
     hierarchical = Hierarchical(group, Ledger(), "data", 2)
-    assert timeout_of(hierarchical.inside.group) == timeout_of(hierarchical.between.group) == timedelta(seconds=7)
+    assert timeout_of(hierarchical.inside.ranks) == timeout_of(hierarchical.between.ranks) == timedelta(seconds=7)
 
 
 def test_the_rings_of_nodes_wait_as_long_as_the_group():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.comm.shared_memory import SharedMemory, connect
+from lightning_3d.axes.shared_memory import SharedMemory, connect
 from lightning_3d.errors import PeerError
 
 SEGMENT_BYTES = 3 << 20
@@ -18,6 +18,7 @@ class RingWire:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.segment_bytes = SEGMENT_BYTES
         self._shared: SharedMemory | None = None
         self._tried = False
 

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from lightning_3d.ranks.named_range_private import named_range
 
 IDLE = "pipeline_idle"
 """The reason of waits for a tensor of another stage. The others are named by their axis."""
@@ -20,16 +22,18 @@ class Row(NamedTuple):
 
 
 class Waiting:
-    """A context that adds its seconds to those of its reason."""
+    """A context that adds its seconds to those of its reason, and has a name in a trace."""
 
-    def __init__(self, waited: dict[str, float], reason: str) -> None:
-        self._waited, self._reason, self._began = waited, reason, 0.0
+    def __init__(self, waited: dict[str, float], reason: str, name: str) -> None:
+        self._waited, self._reason, self._range = waited, reason, named_range(name)
 
     def __enter__(self) -> None:
+        self._range.__enter__()
         self._began = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._waited[self._reason] = self._waited.get(self._reason, 0.0) + time.perf_counter() - self._began
+        self._range.__exit__(*error)
 
 
 class Ledger:
@@ -73,12 +77,12 @@ class Ledger:
             with self._lock:
                 self._counts = before
 
-    def waiting(self, reason: str) -> "Waiting":
+    def waiting(self, reason: str, name: str = "waiting") -> "Waiting":
         """Count the seconds inside as waits of the step for `reason`, an axis or `IDLE`. Contexts must not nest.
 
         Only for hosts that wait themselves, as with gloo. With NCCL the host goes on, and its device waits.
         """
-        return Waiting(self._waited, reason)
+        return Waiting(self._waited, reason, name)
 
     @property
     def waited(self) -> dict[str, float]:

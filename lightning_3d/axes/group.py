@@ -1,0 +1,260 @@
+"""`Group`: the ranks of an axis, and their collectives by our ring or by the library."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.axes.ring import Pieces, copy_unless_same, flat, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from lightning_3d.axes.ring_wire import RingWire
+from lightning_3d.ranks.links import links_of
+from lightning_3d.ranks.named_range_private import named_range
+from lightning_3d.ranks.talk import has_peers
+
+# torch 2.13 renamed these two and warns at the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Group:
+    """The ranks of an axis, and their collectives in place. Bytes are counted, and waits have names.
+
+    A group of one rank sends nothing, and neither does one whose other ranks are simulated (a dry run).
+
+    Args:
+        ranks: a process group that nothing else uses meanwhile (`dist.new_group`). By default all ranks of the job.
+        axis: the name that bytes and waits are counted under.
+        ledger: where calls and bytes are counted: those of a ring, also where the library sends, which does not tell.
+        wire: our ring over `ranks`. None: the library sends (NCCL's ring, gloo's).
+        doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
+    """
+
+    begins = False
+    """True where collectives can be under way while this rank goes on."""
+
+    def __init__(
+        self,
+        ranks: dist.ProcessGroup | None = None,
+        axis: str = "all ranks",
+        ledger: Ledger | None = None,
+        wire: RingWire | None = None,
+        doing: Callable[[str], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self.ranks: Any = ranks or (dist.group.WORLD if dist.is_initialized() else None)
+        self.axis, self.ledger, self.wire = axis, ledger, wire
+        self.doing = doing or (named_range if ledger is None else partial(ledger.waiting, axis))
+        self.size, self.rank = (1, 0) if self.ranks is None else (self.ranks.size(), self.ranks.rank())
+        self.simulated = not has_peers()
+        """True in a dry run: tensors have no values to compare."""
+        self.silent = self.size == 1 or self.simulated
+        self.takes_pieces, self.begins = wire is not None, wire is None and not self.silent
+        """True where several tensors can be passed for each of `input` and `output`, and for `buffer`."""
+        self.averages = not self.silent and "nccl" in dist.get_backend(self.ranks)
+        """True where the library divides sums on the way: gloo would need another pass over them."""
+
+    def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
+        """Write this rank's shard of the sum of `input`, whose contents are lost, to `output`."""
+        self._count("reduce_scatter", (self.size - 1) * _bytes(output))
+        if self.silent:
+            _keep(output, input)
+            return
+        with self.waiting("reduce_scatter"):
+            if self.wire is not None:
+                ring_reduce_scatter(output, input, self.wire, average=average)
+                return
+            _reduce_scatter(single(output), single(input), self._sum(average), self.ranks)
+        self._divide(output, average)
+
+    def begin_reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> Callable[[], None]:
+        """Begin the same, and return what waits for it."""
+        if not self.begins:
+            self.reduce_scatter(output, input, average=average)
+            return _nothing
+        self._count("reduce_scatter", (self.size - 1) * _bytes(output))
+        work = _reduce_scatter(single(output), single(input), self._sum(average), self.ranks, async_op=True)
+        return self._ending("reduce_scatter", work, output, average)
+
+    def all_gather(self, output: Pieces, input: Pieces) -> None:
+        """Write every rank's `input` in rank order to `output`; `input` may be this rank's shard of it."""
+        self._count("all_gather", (self.size - 1) * _bytes(input))
+        if self.silent:
+            _keep(output, input)
+            return
+        with self.waiting("all_gather"):
+            if self.wire is not None:
+                ring_all_gather(output, input, self.wire)
+            else:
+                _all_gather(single(output), single(input), self.ranks)
+
+    def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
+        """Add `buffer` up over the ranks, in place, to the same bits on each."""
+        self.count_all_reduce(buffer)
+        if self.silent:
+            return
+        with self.waiting("all_reduce"):
+            if self.wire is not None:
+                ring_all_reduce(buffer, self.wire, average=average)
+                return
+            dist.all_reduce(single(buffer), self._sum(average), self.ranks)
+        self._divide(buffer, average)
+
+    def begin_all_reduce(self, buffer: Pieces, *, average: bool = False) -> Callable[[], None]:
+        """Begin the same, and return what waits for it."""
+        if not self.begins:
+            self.all_reduce(buffer, average=average)
+            return _nothing
+        self.count_all_reduce(buffer)
+        work = dist.all_reduce(single(buffer), self._sum(average), self.ranks, async_op=True)
+        return self._ending("all_reduce", work, buffer, average)
+
+    def all_max(self, tensor: Tensor) -> None:
+        """Write the largest over the ranks to `tensor`."""
+        if not self.silent:
+            with self.waiting("all_reduce"):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, self.ranks)
+        self.count_all_reduce(tensor)
+
+    def all_rows(self, tensor: Tensor) -> Tensor:
+        """The `tensor` of every rank: one row for each."""
+        rows = tensor.new_empty((self.size, *tensor.shape))
+        self.all_gather(rows.view(-1), tensor.reshape(-1))
+        return rows
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Write the `tensor` of rank `source` to that of each rank, and return it."""
+        if tensor.numel():
+            if not self.silent:
+                with self.waiting("broadcast"):
+                    dist.broadcast(tensor, group=self.ranks, group_src=source)
+            if self.rank == source:
+                self.count("broadcast", tensor)
+        return tensor
+
+    def begin_send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        """Begin to send to one rank."""
+        self.count("send", tensor)
+        ranks, peer = self._link(to, tag)
+        return dist.isend(tensor, group=ranks, group_dst=peer, tag=tag)
+
+    def begin_receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        """Begin to receive what one rank sends."""
+        ranks, peer = self._link(source, tag)
+        return dist.irecv(tensor, group=ranks, group_src=peer, tag=tag)
+
+    def begin_swap(
+        self, collective: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int
+    ) -> Callable[[], None]:
+        """Begin the messages of a `collective` to some ranks and from some, and return what waits for all."""
+        self._count(collective, sum(tensor.nbytes for tensor in sends.values()))
+        if self.silent:
+            return _nothing
+        message = partial(dist.P2POp, group=self.ranks, tag=tag)
+        messages = [message(dist.irecv, tensor, group_peer=peer) for peer, tensor in receives.items()]
+        messages += [message(dist.isend, tensor, group_peer=peer) for peer, tensor in sends.items()]
+        works = dist.batch_isend_irecv(messages)
+
+        def end() -> None:
+            with self.waiting(collective):
+                for work in works:
+                    work.wait()
+
+        return end
+
+    def _link(self, peer: int, tag: int) -> tuple[dist.ProcessGroup, int]:
+        """The group for a message with `peer`, and its rank there. Gradients have odd tags."""
+        link = links_of(self.ranks).get((peer, tag % 2 == 1))
+        return (self.ranks, peer) if link is None else (link, 1 - link.rank())
+
+    def waiting(self, collective: str) -> AbstractContextManager[object]:
+        """Name what this rank waits for."""
+        return self.doing(f"{collective} on {self.axis}")
+
+    def count(self, collective: str, tensor: Tensor) -> None:
+        """Count `tensor` as sent by this rank."""
+        self._count(collective, tensor.nbytes)
+
+    def count_all_reduce(self, buffer: Pieces) -> None:
+        """Count a sum over the ranks: two passes of a ring, with a shard to each other rank in each."""
+        pieces = [buffer] if isinstance(buffer, Tensor) else buffer
+        shard = sum(-(-piece.numel() // self.size) * piece.element_size() for piece in pieces)
+        self._count("all_reduce", 2 * (self.size - 1) * shard)
+
+    def _count(self, collective: str, sent: int) -> None:
+        if self.ledger is not None:
+            self.ledger.add(self.axis, collective, sent)
+
+    def _sum(self, average: bool) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if average and self.averages else dist.ReduceOp.SUM
+
+    def _divide(self, total: Pieces, average: bool) -> None:
+        if average and not self.averages:
+            single(total).div_(self.size)
+
+    def _ending(self, collective: str, work: dist.Work, total: Pieces, average: bool) -> Callable[[], None]:
+        def end() -> None:
+            with self.waiting(collective):
+                work.wait()
+            self._divide(total, average)
+
+        return end
+
+
+def _keep(output: Pieces, input: Pieces) -> None:
+    """What a rank has of a result that depends on no other rank."""
+    for target, source in zip(flat(output), flat(input), strict=True):
+        length = min(target.numel(), source.numel())
+        copy_unless_same(target[:length], source[:length])
+
+
+def _bytes(pieces: Pieces) -> int:
+    return pieces.nbytes if isinstance(pieces, Tensor) else sum(piece.nbytes for piece in pieces)
+
+
+def _nothing() -> None:
+    """Waits for nothing."""
+
+
+def single(pieces: Pieces) -> Tensor:
+    """The one tensor that collectives without `takes_pieces` are given."""
+    assert isinstance(pieces, Tensor)
+    return pieces
+
+
+BUCKET_BYTES = 8 * 2**20
+"""Bytes that are copied into one message. Larger tensors travel as they are: copies of them would add to the peak."""
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: Group) -> None:
+    """Overwrite `tensors` with the values of the first rank of `group`. Shapes must be equal on every rank."""
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            group.broadcast(bucket[0], 0)
+            continue
+        flat = group.broadcast(torch.cat([tensor.reshape(-1) for tensor in bucket]), 0)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        bucket: list[Tensor] = []
+        for tensor in same:
+            if tensor.nbytes > BUCKET_BYTES:
+                yield [tensor]
+                continue
+            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        if bucket:
+            yield bucket

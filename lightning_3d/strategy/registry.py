@@ -1,6 +1,7 @@
 """Names for `Trainer(strategy="...")`, registered when the package is imported."""
 
 import sys
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning_3d.errors import ConfigurationError
@@ -13,6 +14,26 @@ NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d_zero3", "data parallel, everything sharded", {"zero_stage": 3}),
     ("3d_zero3_offload", "everything sharded and kept in host memory", {"zero_stage": 3, "offload": "all"}),
 )
+
+MISTAKES = (
+    "3d_zero", *(f"3d_zero{stage}" for stage in range(4, 10)), *(f"3d_zero{stage}_offload" for stage in range(3)),
+    "3d_auto", "3d_offload", "3d_fsdp", "3d_ddp", *(f"zero{stage}" for stage in range(4)),
+)  # fmt: skip
+"""Names that users guess. Lightning answers an unknown name with a list that has none of ours."""
+
+
+def refuse_mistakes(registry: Any) -> None:
+    """Register each name of `MISTAKES` as one that raises. The command line knows it by the description."""
+    for name in MISTAKES:
+        registry.register(name, partial(_refuse_name, name), description="not a strategy", override=True)
+
+
+def _refuse_name(name: str) -> NoReturn:
+    ours = ", ".join(known for known, *_ in NAMES)
+    raise ConfigurationError(
+        f"strategy={name!r} is not a registered strategy. This package registers {ours}. For other settings pass an"
+        " object: strategy=Strategy3D(tensor_parallel_size=2, zero_stage=3)."
+    )
 
 
 def refuse_other_package() -> None:

@@ -61,7 +61,7 @@ from lightning_3d.strategy.in_shards import (
 )
 from lightning_3d.strategy.placing import Placing
 from lightning_3d.strategy.processes import StartMethod
-from lightning_3d.strategy.registry import NAMES
+from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.resume import Resume
 from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
@@ -405,3 +405,4 @@ class Strategy3D(Placing):
         """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
         for name, description, arguments in NAMES:
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
+        refuse_mistakes(strategy_registry)

@@ -119,7 +119,13 @@ class ShardedData(DataParallel):
             for owner in fsdp_private.owners(group) - unguarded:
                 guard = _guard(group, self.half, end if owner in self.apart else None)
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
+        for unit in units:
+            for group in fsdp_private.groups_at(unit):
+                outside_private.note_second_order(group, self._keep_gathered)
+                outside_private.return_arguments(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
+        self.accumulates = self.second_order = False
+        """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
         self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
@@ -201,7 +207,16 @@ class ShardedData(DataParallel):
         self._end_units()
         self._end_reads()
 
+    def _keep_gathered(self) -> None:
+        """Keep all parameters for the graph of a derivative, and reduce once, after the backward of the loss."""
+        self.second_order = True
+        fsdp_private.accumulate_only(self.module, self.groups, True)
+        for unit in self.apart.values():
+            unit.hold()
+
     def before_backward(self, loss: Tensor) -> None:
+        for group in self.groups if self.second_order else ():
+            fsdp_private.gather(group)
         if self.trained == 1 and self.streams and self._frees:
             fsdp_private.prefetch_in([module for module in self.seam.order if module is not self.module])
         fsdp_private.lead_shards(self.groups)  # at its end gathered parameters are freed
@@ -209,6 +224,11 @@ class ShardedData(DataParallel):
             loss.register_hook(lambda grad: fsdp_private.start_backward(self.module, grad))
 
     def after_backward(self) -> None:
+        if self.second_order:
+            self.second_order = False
+            fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
+            if not self.accumulates:
+                fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         self._end_units()
         self.replicated.after_backward()
@@ -234,6 +254,7 @@ class ShardedData(DataParallel):
     def accumulate_only(self, on: bool) -> None:
         self.replicated.accumulate_only(on)
         if self.stage == 1 or self.pipelined:
+            self.accumulates = on
             fsdp_private.accumulate_only(self.module, self.groups, on)
 
     def discard_pending(self) -> None:

@@ -61,6 +61,12 @@ def set_streams(streams: Streams, generator: torch.Generator | None = None) -> N
         generator.set_state(streams["generator"])
 
 
+def equal(one: Streams, other: Streams) -> bool:
+    """Return True for the same states of the same streams."""
+    return all(bool((one[name] == state).all()) if isinstance(state, torch.Tensor) else one[name] == state
+               for name, state in other.items())  # fmt: skip
+
+
 @contextmanager
 def restored_streams() -> Iterator[None]:
     """Restore every stream afterwards."""

@@ -36,7 +36,7 @@ class Table(MutableMapping):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         assert func is torch.cat
-        return Table({name: torch.cat([table[name] for table in args[0]]) for name in args[0][0].keys()})
+        return Table({name: torch.cat([table[name] for table in args[0]]) for name in args[0][0].entries})
 
     def __getitem__(self, key):
         if isinstance(key, str):

@@ -62,9 +62,9 @@ def set_streams(streams: Streams, generator: torch.Generator | None = None) -> N
 
 
 def equal(one: Streams, other: Streams) -> bool:
-    """Return True for the same states of the same streams."""
-    return all(bool((one[name] == state).all()) if isinstance(state, torch.Tensor) else one[name] == state
-               for name, state in other.items())  # fmt: skip
+    """Return True if the streams that both name have the same states."""
+    pairs = [(one[name], state) for name, state in other.items() if name in one]
+    return all(mine.equal(state) if isinstance(state, torch.Tensor) else mine == state for mine, state in pairs)
 
 
 @contextmanager

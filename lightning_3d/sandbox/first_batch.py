@@ -70,25 +70,19 @@ def first_batch(loaders: Loaders) -> Any:
     caller restores the main random streams.
     """
     combined, own = loaders.combined, loaders.combined.flattened
-    states = {each: state for loader in own for each, state in _generators(loader).items()}
     separate = [_read_again(each) for each in own]
     reads = [_Once(each) if copy is None else None for each, copy in zip(own, separate, strict=True)]
+    states = [_generators(each) for each, copy in zip(own, separate, strict=True) if copy is not None]
     combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
-    if not any(reads):
-        try:
-            with restored_states(states):
-                return next(iter(combined))[0]
-        finally:
-            combined.reset()
-            combined.flattened = own
     try:
-        return deepcopy(next(iter(combined))[0])  # the step may write into its batch
+        with restored_states({each: state for found in states for each, state in found.items()}):
+            batch = next(iter(combined))[0]
+        return deepcopy(batch) if any(reads) else batch  # the step may write into it
     finally:
         combined.reset()
-        combined.flattened = [
-            loader if once is None else once.given_back() for loader, once in zip(own, reads, strict=True)
-        ]
-        loaders.source.dataloader = _Given(loaders, loaders.source.instance)
+        combined.flattened = [own if once is None else once.given_back() for own, once in zip(own, reads, strict=True)]
+        if any(reads):
+            loaders.source.dataloader = _Given(loaders, loaders.source.instance)
 
 
 def _read_again(loader: Any) -> Any:
@@ -97,7 +91,7 @@ def _read_again(loader: Any) -> Any:
     It has a copy of the stream where this process would read the stream.
     """
     if not isinstance(loader, DataLoader):
-        return loader if isinstance(loader, Sequence) else None
+        return loader if isinstance(loader, Sequence | Tensor) else None
     if not isinstance(loader.dataset, IterableDataset):
         return loader
     inner = vars(loader.dataset).values()
@@ -177,26 +171,27 @@ class _Once:
 
     def given_back(self) -> Any:
         """The loader, whose next iteration begins with what was read. It is the same object, if it can be."""
-        kind: Any = type(self.loader)
-        if self.rest is None:
-            return self.loader
-        again = type(kind.__name__, (kind,), {"__iter__": lambda _: self.again(kind), "__module__": kind.__module__})
+        loader, kind = self.loader, type(self.loader)
+        again = {"__iter__": lambda _: self._again(kind), "__module__": kind.__module__, "__slots__": ()}
         try:
-            self.loader.__class__ = again
-        except TypeError:  # an iterator of Python's own
-            return self.again(kind)
-        return self.loader
-
-    def again(self, kind: type) -> Iterator[Any]:
-        self.begun.repeat()
-        return self._again(kind)
+            if self.rest is not None:
+                loader.__class__ = type(kind.__name__, (kind,), again)
+        except TypeError:  # a type of Python's own: a generator, or a container
+            return self._again(kind) if isinstance(loader, Iterator) else loader
+        return loader
 
     def _again(self, kind: type) -> Iterator[Any]:
+        self.begun.repeat()
+        return self._read(kind)
+
+    def _read(self, kind: type) -> Iterator[Any]:
         if type(self.loader) is not kind:
             self.loader.__class__ = kind
         self.read.repeat()
-        yield from self.items
-        yield from self.rest or ()
+        while self.items:
+            yield self.items.pop(0)
+        if self.rest is not None:
+            yield from self.rest
 
 
 @dataclass

@@ -173,6 +173,8 @@ class _Once:
         """The loader, whose next iteration begins with what was read. It is the same object, if it can be."""
         loader, kind = self.loader, type(self.loader)
         again = {"__iter__": lambda _: self._again(kind), "__module__": kind.__module__, "__slots__": ()}
+        if hasattr(kind, "load_state_dict"):  # a run that resumes goes on elsewhere
+            again["load_state_dict"] = lambda _, state: self._own(kind).load_state_dict(state)
         try:
             if self.rest is not None:
                 loader.__class__ = type(kind.__name__, (kind,), again)
@@ -180,13 +182,17 @@ class _Once:
             return self._again(kind) if isinstance(loader, Iterator) else loader
         return loader
 
+    def _own(self, kind: type) -> Any:
+        if type(self.loader) is not kind:
+            self.loader.__class__ = kind
+        return self.loader
+
     def _again(self, kind: type) -> Iterator[Any]:
         self.begun.repeat()
         return self._read(kind)
 
     def _read(self, kind: type) -> Iterator[Any]:
-        if type(self.loader) is not kind:
-            self.loader.__class__ = kind
+        self._own(kind)
         self.read.repeat()
         while self.items:
             yield self.items.pop(0)

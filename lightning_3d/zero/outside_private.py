@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_3d.module.undo import UndoStack
-from lightning_3d.sandbox.trees import leaves, map_leaves
+from lightning_3d.sandbox.trees import leaves
 
 
 def in_forward(group: Any) -> bool:
@@ -77,38 +76,6 @@ def reduce_late(group: Any) -> None:
         group._training_state = TrainingState.IDLE
 
 
-def note_second_order(group: Any, noted: Callable[[], None]) -> None:
-    """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
-    original = group.pre_backward
-
-    def pre_backward(*prefetch: Any) -> None:
-        if torch.is_grad_enabled():
-            noted()
-        original(*prefetch)
-
-    group.pre_backward = pre_backward
-
-
-def return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
-    """Have `unit` return the tensors that it was given where its forward returns its arguments.
-
-    FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
-    positions, both from one dict, would have positions on which that energy does not depend.
-    """
-    original = group._register_post_backward_hook
-    given: dict[int, tuple[Tensor, Any]] = {}
-
-    def register(args: Any, kwargs: Any) -> Any:
-        found = original(args, kwargs)
-        if found[0] is not args or found[1] is not kwargs:
-            pairs = zip(leaves(found), leaves((args, kwargs)), strict=True)
-            given.update({id(new): (new, own) for new, own in pairs if new is not own})
-        return found
-
-    def put_back(module: nn.Module, args: Any, output: Any) -> Any:
-        own = dict(given)
-        given.clear()
-        return map_leaves(lambda leaf: own[id(leaf)][1] if id(leaf) in own else leaf, output) if own else output
-
-    group._register_post_backward_hook = register
-    undo.callback(unit.register_forward_hook(put_back).remove)
+def wrap_inputs(group: Any, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function that gives a unit tensors by which FSDP2 sees the end of its backward."""
+    group._register_post_backward_hook = wrap(group._register_post_backward_hook)

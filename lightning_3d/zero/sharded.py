@@ -21,6 +21,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.deferred import empty, realize
+from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel
@@ -121,8 +122,8 @@ class ShardedData(DataParallel):
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
         for unit in units:
             for group in fsdp_private.groups_at(unit):
-                outside_private.note_second_order(group, self._keep_gathered)
-                outside_private.return_arguments(unit, group, undo)
+                _note_second_order(group, self._keep_gathered)
+                _return_arguments(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
@@ -350,3 +351,42 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
             gathered(group)
 
     return gather
+
+
+def _note_second_order(group: Any, noted: Callable[[], None]) -> None:
+    """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
+    original = group.pre_backward
+
+    def pre_backward(*prefetch: Any) -> None:
+        if torch.is_grad_enabled():
+            noted()
+        original(*prefetch)
+
+    group.pre_backward = pre_backward
+
+
+def _return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
+    """Have `unit` return the tensors that it was given where its forward returns its arguments.
+
+    FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
+    positions, both from one dict, would have positions on which that energy does not depend.
+    """
+    given: dict[int, tuple[Tensor, Any]] = {}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(args: Any, kwargs: Any) -> Any:
+            found = original(args, kwargs)
+            if found[0] is not args or found[1] is not kwargs:
+                pairs = zip(leaves(found), leaves((args, kwargs)), strict=True)
+                given.update({id(new): (new, own) for new, own in pairs if new is not own})
+            return found
+
+        return register
+
+    def put_back(module: nn.Module, args: Any, output: Any) -> Any:
+        own = dict(given)
+        given.clear()
+        return map_leaves(lambda leaf: own[id(leaf)][1] if id(leaf) in own else leaf, output) if own else output
+
+    outside_private.wrap_inputs(group, wrap)
+    undo.callback(unit.register_forward_hook(put_back).remove)

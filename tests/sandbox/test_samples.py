@@ -73,6 +73,14 @@ class Drawing(Slice):
             yield x + torch.rand(()), y
 
 
+class Restored(Slice):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.stream = iter(state["rest"])
+
+
 LOADERS = {
     "list": lambda batches: DataLoader(batches, batch_size=None),
     "again": lambda batches: DataLoader(Again(batches), batch_size=None),
@@ -83,6 +91,7 @@ LOADERS = {
     "slice": lambda batches: Slice(batches, 2),
     "slots": lambda batches: Slotted(batches, 2),
     "drawing": lambda batches: Drawing(batches, 2),
+    "restored": lambda batches: Restored(batches, 2),
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 
@@ -100,6 +109,9 @@ class Given(Callback):
     def on_fit_start(self, trainer, module):
         if self.draws:
             torch.rand(())
+        source = trainer.fit_loop._data_source.instance
+        if self.looks and isinstance(source, Restored):
+            source.load_state_dict({"rest": module.batches})
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.given += tree_leaves(batch)

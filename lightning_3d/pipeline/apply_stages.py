@@ -39,16 +39,17 @@ def prove_stages(pipeline: Pipeline, uncut_run: UncutRun, hooks: StepCallbacks) 
     except (ConfigurationError, RunError):
         raise
     except Exception as error:  # raised here at once: other ranks may wait for this one within the step
-        failed = f"Cut into stages, the step fails, but uncut it does not ({type(error).__name__}: {error})."
         if _differentiates(error):
             raise PipelineSplitError(
-                f"{failed} It takes derivatives by itself (torch.autograd.grad: a gradient penalty, a physics loss, an"
-                " adversarial input), through blocks of other stages, which no single rank can. Use"
-                " pipeline_parallel_size=1; tensor, ZeRO and data parallelism can do this."
+                f"{uncut_run.step} takes derivatives by itself (torch.autograd.grad: forces, a gradient penalty, a"
+                " physics loss, an adversarial input). They go through blocks of other stages, and no rank of a"
+                f" pipeline has the whole graph ({type(error).__name__}: {error}). Use pipeline_parallel_size=1: data"
+                " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         raise PipelineSplitError(
-            f"{failed} Does its code read from a block of another stage what only the rank of that stage has (a tensor"
-            " kept on a module)? Pass it from block to block, or keep both on one stage with pipeline_split."
+            f"Cut into stages, the step fails, but uncut it does not ({type(error).__name__}: {error}). Does its code"
+            " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
+            " Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
 
 

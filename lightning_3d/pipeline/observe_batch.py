@@ -163,7 +163,7 @@ def observe_one_batch(
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         cut = fitting and bool(args)  # evaluation runs full batches
-        rows = Rows.of(args[0], promised_samples(loaders), module) if cut else TENSORS
+        rows = Rows.of(args[0], promised_samples(loaders.combined), module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 

@@ -51,7 +51,6 @@ finder = ServedNames()
 
 def serve() -> None:
     """Serve the names in this process and in those that it starts. Nothing happens the second time."""
-    os.environ[VARIABLE] = "1"
     if finder in sys.meta_path:
         return
     for name, other in SERVED.items():
@@ -63,6 +62,7 @@ def serve() -> None:
     for name in SERVED:
         _compare_versions(name.replace("_", "-"))
     sys.meta_path.insert(0, finder)
+    os.environ[VARIABLE] = "1"
 
 
 def serve_where_asked() -> None:

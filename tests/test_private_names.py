@@ -66,6 +66,7 @@ PRIVATE = {
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/on_axes strategy/processes",
         "_checkpoint_connector": "strategy/resume",
+        "_data_connector": "data/remade_loader_private",
         "_signal_connector": "faults/preemption",
     },
     "lightning.pytorch.callbacks.ModelCheckpoint": {
@@ -76,6 +77,9 @@ PRIVATE = {
         "_hparams": "sandbox/snapshot",
         "_hparams_initial": "sandbox/snapshot",
         "_log_hyperparams": "sandbox/snapshot",
+    },
+    "lightning.pytorch.trainer.connectors.data_connector": {
+        "_prepare_dataloader": "data/remade_loader_private",
     },
     "lightning.pytorch.loops.fit_loop": {
         "_combined_loader": "data/fit_loop",

@@ -89,7 +89,10 @@ class Processes(ParallelStrategy):
 
     def __repr__(self) -> str:
         """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses other class trees."""
-        return f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`>"
+        return (
+            f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`:"
+            " call lightning_3d.serve_pytorch_lightning() before anything imports that>"
+        )
 
     # ---- who and where -------------------------------------------------------------------------------------------
 

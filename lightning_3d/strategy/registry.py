@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.launch.served_names import REMEDY
 
 NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d", "the layout that the planner chooses", {"layout": "auto"}),
@@ -39,7 +40,7 @@ def _refuse_name(name: str) -> NoReturn:
 def refuse_other_package() -> None:
     """Let the names raise in Trainers of the separate package `pytorch_lightning`, if it is loaded."""
     other = sys.modules.get("pytorch_lightning.strategies")
-    if other is not None:
+    if other is not None and other is not sys.modules.get("lightning.pytorch.strategies"):
         for name, description, _ in NAMES:
             other.StrategyRegistry.register(name, _refuse, description=description, override=True)
 
@@ -47,6 +48,6 @@ def refuse_other_package() -> None:
 def _refuse() -> NoReturn:
     raise ConfigurationError(
         "lightning_3d works with the package `lightning`, and this Trainer is of the separate package"
-        " `pytorch_lightning`, which has other classes."
-        " Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
+        f" `pytorch_lightning`, which has other classes. {REMEDY} In code of your own, import Trainer and"
+        " LightningModule from `lightning.pytorch`; the code is the same."
     )

@@ -18,6 +18,7 @@ from lightning_3d.activations.recompute_choice import Recompute, RecomputeArgume
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
+from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
@@ -335,6 +336,7 @@ class Strategy3D(Placing):
             finetune_by_identity(self._undo)
         wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data, self._undo)
         evaluate_with_no_grad(trainer, self._undo)
+        check_remade_loaders(trainer, self._undo)
         self._undo.callback(gather_over(self.data_group, self.layout))
 
     def _save_full_tensors(self, trainer: Trainer, parallel: ParallelModule) -> None:

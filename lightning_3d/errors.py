@@ -28,6 +28,9 @@ from difflib import get_close_matches
 class Lightning3DError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    rank: int | None = None
+    """The rank that raised it first, where others raise it too."""
+
 
 class ConfigurationError(Lightning3DError, ValueError):
     """Something the user set, or the module they gave, cannot be used."""

@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from lightning_3d.errors import PeerError
 from lightning_3d.faults.flight_recorder import flight
-from lightning_3d.faults.verdict import Verdict, confession, is_communication, judge
+from lightning_3d.faults.verdict import Verdict, confession, judge
+from lightning_3d.ranks.agreement import is_communication
 from lightning_3d.ranks.talk import StoreGone, bounded
 
 GRACE = 30.0

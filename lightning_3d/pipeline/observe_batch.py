@@ -33,7 +33,7 @@ from lightning_3d.pipeline.loss_mean import (
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe, run_step
 from lightning_3d.pipeline.peer_runs import PeerRuns
-from lightning_3d.ranks import random_streams, talk
+from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
@@ -101,7 +101,8 @@ class _Runs:
                 return step_result(loss_of(output), parameters, seen.marks, tuple(seen.calls))
         except Lightning3DError:
             raise
-        except Exception:  # code that needs real noise, or differentiates by other weights itself
+        except Exception as error:  # code that needs real noise, or differentiates by other weights itself
+            agreement.raise_if_alone(error)
             return None
         finally:
             undo.close()
@@ -239,6 +240,7 @@ def _on_every_rank(
             with trial(module, gradients=True, logs=False), refuse:
                 uncut = observation(peers)
         except Exception as error:
+            agreement.raise_if_alone(error)
             peers.close()
             if isinstance(error, UnsupportedError):
                 raise
@@ -251,7 +253,7 @@ def _on_every_rank(
         peers.close()
         return uncut
 
-    uncut = talk.together(leave_no_trace, UnsupportedError)
+    uncut = agreement.together(leave_no_trace, UnsupportedError)
     mine = (uncut.calls, uncut.read, uncut.loss_mean) if uncut is not None else None
     if talk.all_equal(mine):
         return uncut
@@ -274,7 +276,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
     except UnsupportedError:
         raise
     except Exception as error:
-        if len(sizes) == 1 or not _works(run, args[0]):
+        if agreement.is_alone(error) or len(sizes) == 1 or not _works(run, args[0]):
             raise
         raise UnsupportedError(
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
@@ -289,6 +291,7 @@ def _works(run: Callable[[Any], None], batch: Any) -> bool:
         run(batch)
     except UnsupportedError:
         raise
-    except Exception:
+    except Exception as error:
+        agreement.raise_if_alone(error)
         return False
     return True

@@ -27,7 +27,6 @@ from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.nccl_settings import set_nccl_watchdog
-from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.launch.lightning_private import (
     TunerExitException,
@@ -38,6 +37,7 @@ from lightning_3d.launch.lightning_private import (
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
+from lightning_3d.ranks.agreement import is_alone, is_communication
 from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
 
@@ -308,7 +308,8 @@ class Processes(ParallelStrategy):
         """The error to raise for `error`, once all ranks know of it."""
         own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
         explained = self._watch.explained(error) if self._watch is not None else error
-        self._fail(own_error=own and (not interrupted or self.world_size == 1))  # Ctrl-C stops each rank elsewhere
+        elsewhere = is_alone(error) or (interrupted and self.world_size > 1)  # Ctrl-C stops each rank elsewhere
+        self._fail(own_error=not elsewhere)
         if own and self._failed and self._watch is not None and not interrupted:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return explained
@@ -322,7 +323,7 @@ class Processes(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if not self._judged:
-            self._fail(own_error=not is_communication(exception))
+            self._fail(own_error=not is_alone(exception))
         if self._failed:
             if self._watch is not None:
                 self._watch.linger()

@@ -3,7 +3,7 @@
 import pytest
 from torch import distributed as dist
 
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from tests.workers import run
 
 
@@ -32,7 +32,7 @@ def fails(rank):
         return dist.get_rank()
 
     try:
-        return talk.together(make, ValueError)
+        return agreement.together(make, ValueError)
     except Exception as error:
         return f"{error}"
 

@@ -92,7 +92,7 @@ def assigns_data(func: Any) -> bool:
 
 
 def storage(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor and its views share."""
+    """A number for the memory that a tensor and its views share. It stays while that is freed and allocated again."""
     with torch._C.DisableTorchFunction():
         return local(tensor).untyped_storage()._cdata
 

@@ -124,7 +124,8 @@ class ShardedData(DataParallel):
         for unit in units:
             for group in fsdp_private.groups_at(unit):
                 _note_second_order(group, self._keep_gathered)
-                _return_arguments(unit, group, undo)
+                if not is_compiled(unit):  # in compiled code a hook would end the graph
+                    _return_arguments(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
         self.accumulates = self.second_order = False
         """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""

@@ -7,12 +7,13 @@ from typing import Literal, cast
 
 from lightning_3d.errors import Lightning3DError
 
-How = Literal["failed", "interrupted", "left", "lost", "late", "apart"]
+How = Literal["failed", "interrupted", "left", "lost", "stopped", "late", "apart"]
 _WORDS = {
     "failed": "failed",
     "interrupted": "was interrupted (Ctrl-C)",
     "left": "ended itself (sys.exit)",
     "lost": "does not answer any more: its process was killed or stopped, or its machine cannot be reached",
+    "stopped": "was stopped for a while",
     "late": "did not come",
     "apart": "was elsewhere",
 }

@@ -222,13 +222,15 @@ class Processes(ParallelStrategy):
         if not self._ran_before and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        self._watch = self._start_watch()
         share_seeded_state()
         self._nodes = self._find_nodes()
         self._before_layout()
         if self.local_rank == 0 and dist.get_backend() != "fake":
             self._move_old_records()
         layout = check_same_layout(lambda: self.layout, self.world_size)
-        self._watch = self._start_watch(layout)
+        if self._watch is not None:
+            self._watch.places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         self._mesh = None
 
     def _find_nodes(self) -> Sequence[int]:
@@ -275,11 +277,12 @@ class Processes(ParallelStrategy):
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
-    def _start_watch(self, layout: Layout) -> Watchdog | None:
+    def _start_watch(self) -> Watchdog | None:
+        """Watch the ranks from the start, although their places are not known yet."""
         flight.clear()
         if Group().silent:
             return None  # there is no other process
-        places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
+        places = dict.fromkeys(range(dist.get_world_size()), "its place is not known yet")
         folder = flight_folder(self._module.trainer.default_root_dir)
         return Watchdog(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 

@@ -64,7 +64,14 @@ from lightning_3d.strategy.placing import Placing
 from lightning_3d.strategy.processes import StartMethod
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
+from lightning_3d.strategy.step_checks import (
+    ActivationsFit,
+    FirstStepAgrees,
+    LossesAgree,
+    ReplicasAgree,
+    SamplesAgree,
+    StepCheck,
+)
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.window import Window
 from lightning_3d.usercode.averages_private import shard_averages
@@ -350,7 +357,10 @@ class Strategy3D(Placing):
         random = StepRandom(self.layout, self.coordinate)
         window = Window(trainer, self._module, parallel.data)
         runner = make_runner(parallel, random, window, plugin, self._undo)
-        checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
+        checks: list[StepCheck] = [
+            SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer),
+            LossesAgree(self.layout, self.coordinate, self._module, plugin),
+        ]
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
         if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":

@@ -37,8 +37,8 @@ from lightning_3d.sandbox.snapshot import Changes, Watched, changed, marks, plai
 from lightning_3d.sandbox.trees import leaves
 from lightning_3d.sandbox.trial import holders
 
-Kind = Literal["attribute", "buffer", "block", "buffer of a block", "object"]
-"""Of the module itself; around blocks; inside of one; of a module or an object around blocks."""
+Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
+"""Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
 _NORMS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _FLOOR = 1e-5
 """Differences of two runs of the same code that are rounding, on a device that adds up in any order."""
@@ -92,7 +92,8 @@ class StateWatch:
         owners, buffers = self._buffers(), dict(self.module.named_buffers())
         for name in (*changed(self.module, self.before), *(name for name in buffers if name not in self.known)):
             unit = self.inside.get(id(owners.get(name)))
-            found[Place(name, "buffer" if unit is None else "buffer of a block", unit)] = _print(buffers.get(name))
+            around: Kind = "buffer" if name in self.known else "new buffer"
+            found[Place(name, around if unit is None else "buffer of a block", unit)] = _print(buffers.get(name))
         names = {id(each): name for name, each in self.owners.items()}
         for holder, watched in self.watched:
             unit = self.inside.get(id(holder))
@@ -185,6 +186,12 @@ def find_carried(
         return mean
     if mean.verdict == "mean" and {place.kind for place in places} == {"attribute"} and _joins(runs, parts, counts):
         return mean
+    if new := [place for place in places if place.kind == "new buffer"]:
+        raise UnsupportedError(
+            f"The loss depends on what the step keeps in a buffer that it registers ({_names(new)})."
+            " Ranks of a pipeline put back and share the buffers that are there before training. Register it in"
+            " __init__."
+        )
     left = runs.in_sequence(each, [True] * len(each))
     inside = _inside(_checked(left, places), places) if _differ(others, left, places) else None
     mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]

@@ -47,6 +47,9 @@ REFUSED = [
     ("CodebookInside", "auto", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
     ("CodebookInside", "batch", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
     ("ObjectState", "auto", r"outside of blocks \('Scale.value'\).* Keep it with register_buffer"),
+    ("Hidden", "auto", r"keeps something of a batch for the next one \('hidden'\), and with that it fails on a microb"),
+    ("NamespaceState", "auto", r"outside of blocks \('SimpleNamespace.scale'\)"),
+    ("LateBuffer", "auto", r"in a buffer that it registers \('centre'\).* Register it in __init__"),
     ("QueueParameter", "auto", "puts another parameter in the place of 'queue'.* Make it a buffer"),
     ("Windows", "auto", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6., .8, 6., .8, 6. for parts of it"),
     ("Windows", "batch", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6. for parts of it"),
@@ -63,7 +66,9 @@ def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, te
     assert str(error.value).count("--- rank") == 2
 
 
-@pytest.mark.parametrize("name", in_turn(["CodebookInside", "Windows", "Points", "FirstRows", "EarlyMean"], 2))
+@pytest.mark.parametrize(
+    "name", in_turn(["CodebookInside", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2)
+)
 def test_the_remedy_of_one_microbatch_works(name):
     """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""
     check(partial(of, name, name in ("Windows", "Points")), 2, {"num_microbatches": 1})

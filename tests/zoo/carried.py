@@ -3,6 +3,7 @@
 On one device all rows of a batch see the state from before it.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -216,6 +217,28 @@ class ObjectState(Chain):
         return self.scale(self.blocks(x))
 
 
+@member("pipeline", because="The same in a namespace.")
+class NamespaceState(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(scale=torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.blocks(x)
+        scale, self.kept.scale = self.kept.scale, 0.5 * self.kept.scale + 0.5 * z.detach().abs().max()
+        return z / scale
+
+
+@member("pipeline", because="A buffer that the first step registers.")
+class LateBuffer(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.blocks(x)
+        if not hasattr(self, "centre"):
+            self.register_buffer("centre", torch.zeros(3))
+        centre, self.centre = self.centre, 0.5 * self.centre + z.detach().mean(0)
+        return z - centre
+
+
 @member("pipeline", because="The state of the batch before goes into the first block.")
 class Recurrence(Chain):
     def __init__(self) -> None:
@@ -232,6 +255,19 @@ class Recurrence(Chain):
 def seeded(module: Any, batch: Any) -> torch.Generator | None:
     """A generator that draws the same in each layout, if the module is to be compared with one device."""
     return torch.Generator().manual_seed(int(batch["y"].sum())) if module.seeded else None
+
+
+@member("pipeline", because="A hidden state with a row for each sample.")
+class Hidden(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[:4](x)
+        x = x if self.hidden is None else x + self.hidden
+        self.hidden = x.detach() if self.training else None
+        return self.blocks[4](x)
 
 
 @member("pipeline", because="Each step takes windows of its batch at random.")

@@ -14,6 +14,7 @@ from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
 from lightning_3d.pipeline.first_pass import EvalDirector
 from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.pass_clock import PassClock
@@ -48,7 +49,7 @@ class Pipeline:
         schedule: str = "1f1b",
         num_microbatches: int | Literal["auto"] = "auto",
         loss_scope: Literal["microbatch", "batch"] = "microbatch",
-        mixing: int | None = None,
+        mixing: Mixing | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """
@@ -61,8 +62,8 @@ class Pipeline:
             num_microbatches: pieces of a batch; fewer where a batch has fewer rows.
             loss_scope: "batch" computes head and loss once on the full batch, for losses that are no mean over
                 samples. All forwards run before all backwards then, whatever `schedule` says.
-            mixing: the first call of a block that uses other samples of the batch. With "batch" the head must begin
-                before it.
+            mixing: the first call of a block that a microbatch gives other values for. With "batch" the head must have
+                it.
             ledger: counts the bytes that this rank sends along the pipeline.
         """
         check_supported(module)

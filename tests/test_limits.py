@@ -46,16 +46,16 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 43610),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 39121),
-    "product files": (lambda: len(CODE), 331),
+    "product lines": (lambda: lines(CODE.values()), 44830),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40780),
+    "product files": (lambda: len(CODE), 339),
     "tensor subclasses": (tensor_subclasses, 6),
-    "class swaps": (lambda: places(r"\.__class__ = "), 6),
+    "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (
         lambda: places(r'\.forward = |"forward"\] = |__setattr__\(\w+, "forward"|undo\.set\(\w+, "forward"'),
         0,
     ),
-    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 25),
+    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 26),
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
     "files that import private names": (private_imports, 25),

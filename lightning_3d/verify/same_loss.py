@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import Coordinate
+from lightning_3d.layout import PIPELINE_AXIS, Coordinate
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.trees import loss_of
 
@@ -18,7 +18,7 @@ def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
     loss = loss_of(output)
     mine = None if loss is None else float(loss.detach())
     first: dict[tuple[int, int], tuple[int, float | None]] = {}
-    for rank, (peers, other) in enumerate(talk.gather(((place.data, place.pipeline), mine))):
+    for rank, (peers, other) in enumerate(talk.gather(((place.data, place[PIPELINE_AXIS]), mine))):
         known, expected = first.setdefault(peers, (rank, other))
         if not _alike(other, expected, rounding):
             raise DivergenceError(

@@ -24,6 +24,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+NO_PIPELINE = "pipeline_parallel_size=1"
+"""The remedy where stages cannot do what one device can."""
+
 
 class Lightning3DError(Exception):
     """Base of every error that this package raises on purpose."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.dryrun.cluster import World
 from lightning_3d.dryrun.fake_device import FakeDevice
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.forward import without_layers
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -89,7 +89,7 @@ def results(wire: Wire, value: Any, site: Any) -> Any:
         return value
     if not hasattr(wire, "rehearsed"):
         raise UnsupportedError(
-            "a dry run cannot simulate a pipeline that has all blocks on one stage. Use pipeline_parallel_size=1, which"
+            f"a dry run cannot simulate a pipeline that has all blocks on one stage. Use {NO_PIPELINE}, which"
             " does the same work with less memory."
         )
     return wire.rehearsed

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.module.memory_amount import bytes_in
 
@@ -84,7 +84,7 @@ class Offload:
         if not layout.shards_data:
             raise ConfigurationError(
                 f'offload has "parameters". This saves nothing with one data rank in {layout}, where all parameters of'
-                " a rank are gathered during a step. Use zero_stage=3 and pipeline_parallel_size=1, or leave"
+                f" a rank are gathered during a step. Use zero_stage=3 and {NO_PIPELINE}, or leave"
                 ' "parameters" out: "optimizer" and "activations" work in every layout.'
             )
 

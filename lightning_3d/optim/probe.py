@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.optim.sharded_steps import step_one_at_a_time
 from lightning_3d.optim.stand_ins import StandIns
 from lightning_3d.ranks.random_streams import restored_streams
@@ -65,12 +65,12 @@ def reach_of(optimizer: Optimizer, pipelined: bool) -> Reach:
             f"{kind.__name__} steps a parameter differently when it steps others too: by a number that it computes from"
             " all of them (a norm of all gradients), or with random numbers that it draws for one after another. A"
             " pipeline rank has only its stages' parameters. Use another optimizer (gradients are clipped by the norm"
-            " of all with gradient_clip_val), or pipeline_parallel_size=1."
+            f" of all with gradient_clip_val), or {NO_PIPELINE}."
         )
     if pipelined and calls > 1:
         raise UnsupportedError(
             f"{kind.__name__} evaluates the loss several times per step. Between the evaluations it reads gradients, of"
-            " which a pipeline rank has only its stages'. Use another optimizer, or pipeline_parallel_size=1."
+            f" which a pipeline rank has only its stages'. Use another optimizer, or {NO_PIPELINE}."
         )
     return reach
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 
 _torch: Any = distributed_c10d
 _C10D = (distributed_c10d.__name__, "torch.distributed.c10d_logger", __name__)
@@ -102,7 +102,7 @@ def _default_group(plain: Callable[[], Any]) -> Any:
         raise UnsupportedError(
             f"{_place(caller)} makes a process group during training. Its ranks would be counted among all ranks, of"
             " which tensor and pipeline peers work on the same samples. Without a group torch.distributed uses the data"
-            " ranks; use that, or only data parallelism and ZeRO (tensor_parallel_size=1, pipeline_parallel_size=1)."
+            f" ranks; use that, or only data parallelism and ZeRO (tensor_parallel_size=1, {NO_PIPELINE})."
         )
     return _shown()
 

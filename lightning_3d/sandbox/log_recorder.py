@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.metrics import named_metrics
 from lightning_3d.ranks.rank_zero import acting_as_rank_zero
 from lightning_3d.sandbox.loggers import RecordCall, do, recorded_trainer
@@ -196,7 +196,7 @@ class LogRecorder:
             raise UnsupportedError(
                 f"{what} inside of a block. A stage of a pipeline runs its own blocks only, so other ranks would not"
                 " have it. Return the value from the block, and log it or give it to the metric in the step itself;"
-                " or use pipeline_parallel_size=1."
+                f" or use {NO_PIPELINE}."
             )
 
     def _copy_metrics(self) -> None:

@@ -166,7 +166,7 @@ class Training(Resuming):
         if not fitting or plan is None:
             return
         if plan.split is not None:
-            line = plan.split.warning(self.layout.pipeline_parallel_size, self.layout.schedule)
+            line = plan.split.warning(self.layout.sizes[PIPELINE_AXIS], self.layout.schedule)
             if line is not None:
                 rank_zero_warn(line)
         self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_3d.errors import UnsupportedError, is_meta_error
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError, is_meta_error
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.shards import unsharded
@@ -39,7 +39,7 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline owns ({why}). The norm"
         " of all gradients is trainer.strategy.grad_norm(). Compute other numbers in training_step, where a logged"
-        " value is the same on every rank. Or use pipeline_parallel_size=1."
+        f" value is the same on every rank. Or use {NO_PIPELINE}."
     )
 
 
@@ -94,7 +94,7 @@ class HookRules(Rule):
                 raise UnsupportedError(
                     f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
                     " An example is the weight of a target network and the weight that it follows. Use"
-                    " pipeline_parallel_size=1."
+                    f" {NO_PIPELINE}."
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are
@@ -107,7 +107,7 @@ class HookRules(Rule):
             raise UnsupportedError(
                 f"{self.name} initialises a tensor that another stage of the pipeline owns by"
                 f" {caller.f_code.co_name.removeprefix('_no_grad_')}. On this rank it draws nothing, so all later"
-                " random numbers would differ. Do so in setup, or use pipeline_parallel_size=1."
+                f" random numbers would differ. Do so in setup, or use {NO_PIPELINE}."
             )
         harmless = _is_plain(func) and not any(map(is_copy, args))
         result = self._compute(func, args, kwargs, nullcontext() if harmless else self.shards or nullcontext())

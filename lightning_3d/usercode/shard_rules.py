@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks.shards import like, local
 from lightning_3d.sandbox.interceptor import storage
@@ -72,7 +72,7 @@ class ShardRules(TorchDispatchMode):
             raise UnsupportedError(
                 f"{self.name} draws random numbers for a gradient. Other stages of the pipeline do not have it and"
                 " would draw nothing, so all later random numbers would differ. Draw them for the parameter"
-                " instead (torch.randn_like(weight)), or use pipeline_parallel_size=1."
+                f" instead (torch.randn_like(weight)), or use {NO_PIPELINE}."
             )
         here = drawn_for.device
         if drawn_for.is_meta:  # all ranks go through as many numbers

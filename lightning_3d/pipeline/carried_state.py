@@ -127,12 +127,12 @@ class StepRuns(Protocol):
         """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
 
         Args:
-            put_back: for each part, True to put back buffers around blocks and attributes of the module behind it.
+            put_back: for each part, True to put back buffers around blocks and attributes of the module after it.
         """
         ...
 
     def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
-        """The same with all put back behind each part, but for the attributes `names` of the module."""
+        """The same with all put back after each part, but for the attributes `names` of the module."""
         ...
 
     def changes(self, seed: int, rows: Any) -> Changes:
@@ -237,7 +237,7 @@ def _with_state(runs: StepRuns, part: Any, places: Sequence[Place]) -> Mixing | 
 
 
 def _checked(results: list[StepResult] | Exception, places: Sequence[Place]) -> list[StepResult]:
-    """`results`. Raises where a part does not run behind another one."""
+    """`results`. Raises where a part does not run after another one."""
     if isinstance(results, Exception):
         raise UnsupportedError(
             f"training_step keeps something of a batch for the next one ({_names(places)}), and with that it fails on a"

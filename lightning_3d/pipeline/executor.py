@@ -1,6 +1,6 @@
 """Runs the actions of one rank: forwards, backwards, sends and receives of every microbatch of a step."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
-from lightning_3d.pipeline.pass_clock import PassClock
+from lightning_3d.pipeline.context import CutModule
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import Action
-from lightning_3d.pipeline.wire import Receipt, Spec, Wire
+from lightning_3d.pipeline.wire import Receipt, Spec
 
 
 @dataclass
@@ -35,30 +35,23 @@ Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
 class Execution:
     """One step of one rank."""
 
-    wire: Wire
-    stage_rank: Sequence[int]
+    pipeline: CutModule
     traces: Sequence[StepTrace]
     """One per microbatch."""
     forward: Forward
-    parameters: Callable[[int], list[Tensor]]
-    """The tensors of a stage that get gradients."""
     head: Head | None = None
     """With the loss on the full batch."""
     trains: bool = True
     """False where only forwards run: nothing is kept for a backward."""
-    in_one_piece: Container[int] = ()
-    """Stages that run the full backward where the schedule has the half for inputs."""
-    clock: PassClock | None = None
-    """Times the passes, where somebody asks for them."""
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
     passed_on: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """Activations for a next stage on this same rank."""
     leaving: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=dict)
 
-    @property
-    def last(self) -> int:
-        return len(self.stage_rank) - 1
+    def __post_init__(self) -> None:
+        self.wire, self.stage_rank = self.pipeline.wire, self.pipeline.stage_rank
+        self.last = len(self.stage_rank) - 1
 
     def run(self, actions: Sequence[Action]) -> None:
         steps = {
@@ -126,18 +119,20 @@ class Execution:
         in_flight = self.in_flight[stage, index]
         grads = self._output_grads(in_flight, stage, index)
         with self._timing("I", stage, index):
-            if stage in self.in_one_piece:
+            if stage in self.pipeline.in_one_piece:
                 full_backward(in_flight.outputs, grads)
                 in_flight.outputs = []
             else:
-                in_flight.half = input_half(in_flight.outputs, grads, in_flight.inputs, self.parameters(stage))
+                in_flight.half = input_half(
+                    in_flight.outputs, grads, in_flight.inputs, self.pipeline.stage_parameters(stage)
+                )
         self._pass_back(in_flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:
         half = self.in_flight.pop((stage, index)).half
         if half is not None:
             with self._timing("W", stage, index):
-                half.run(self.parameters(stage))
+                half.run(self.pipeline.stage_parameters(stage))
 
     def _pass_back(self, in_flight: InFlight, stage: int, index: int) -> None:
         if stage == 0:
@@ -175,7 +170,8 @@ class Execution:
         self.arriving["B", stage, index] = self.wire.start_receive(specs, source, _tag(stage, index, 1), what)
 
     def _timing(self, kind: str, stage: int, index: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.clock is None else self.clock.timing(kind, stage, index)
+        clock = self.pipeline.clock if self.trains else None
+        return nullcontext() if clock is None else clock.timing(kind, stage, index)
 
     def _local(self, stage: int) -> bool:
         return self.stage_rank[stage] == self.wire.rank

@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
     from lightning_3d.strategy.strategy import Strategy3D as Strategy3D
 
 __version__ = "0.1.0"
-__all__ = ["Anatomy", "Layout", "Monitor3D", "Precision3D", "Strategy3D"]
+__all__ = ["Anatomy", "Layout", "Monitor3D", "Precision3D", "Strategy3D", "serve_pytorch_lightning"]
 
 _HOMES = {
     "Anatomy": "module.anatomy",
@@ -37,7 +37,16 @@ def register() -> None:
     for name, home in _HOMES.items():
         globals()[name] = getattr(_import_module(f"lightning_3d.{home}"), name)
     globals()["Strategy3D"].register_strategies(StrategyRegistry)
+    _import_module("lightning_3d.launch.served_names").serve_where_asked()
     _import_module("lightning_3d.strategy.registry").refuse_other_package()
+
+
+def serve_pytorch_lightning() -> None:
+    """Let `pytorch_lightning` and `lightning_fabric` mean `lightning.pytorch` and `lightning.fabric`.
+
+    Call it before a package is imported that uses them. Processes that start later inherit it.
+    """
+    _import_module("lightning_3d.launch.served_names").serve()
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": ("lightning_3d.commands.inspect", "how a module would be sharded: tensor plan, stages, parameters"),
     "compare": ("lightning_3d.commands.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
     "timeline": ("lightning_3d.commands.timeline", "the recorded timetable of a pipeline beside the ideal one"),
+    "run": ("lightning_3d.commands.run", "run a script whose packages import `pytorch_lightning`"),
     "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, for plans that use it"),
     "consolidate": ("lightning_3d.commands.consolidate", "one file from a sharded checkpoint"),
     "export": ("lightning_3d.commands.export", "safetensors from a sharded checkpoint, for from_pretrained"),
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(COMMANDS[name][0])
         return int(command.run(_parser_of(name, command).parse_args(arguments[1:])))
     except Lightning3DError as error:
+        if name == "run":
+            raise  # the script's own: its traceback is worth reading
         print(printable(f"{prog}: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -28,6 +28,9 @@ from difflib import get_close_matches
 class Lightning3DError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    rank: int | None = None
+    """The rank that raised it first, where others raise it too."""
+
 
 class ConfigurationError(Lightning3DError, ValueError):
     """Something the user set, or the module they gave, cannot be used."""
@@ -90,9 +93,9 @@ def explain_shard_errors(layout: object) -> Iterator[None]:
             raise
         if "setStorage" in text and _FREED in text:
             raise UnsupportedError(
-                "training_step differentiates through blocks (torch.autograd.grad, as in a gradient penalty or a"
-                f" physics-informed loss), and its backward needs weights that are already freed ({layout}). Use"
-                " zero_stage=0; tensor parallelism can do this."
+                f"The backward of training_step needs weights that are freed already ({layout}; {_first(text)}). ZeRO"
+                " frees those of a block when its call has ended, and a graph outside of the call keeps them. Use"
+                " zero_stage=0, which frees none."
             ) from error
         if "invalid gradient" in text and "expected device meta" in text:
             raise UnsupportedError(

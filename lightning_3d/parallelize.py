@@ -6,7 +6,7 @@
 [Note: order] stages -> proof -> tensor -> activations -> disk -> data -> heads.
 Stages come first, so that no rank shards a weight that it is about to drop. They are compared with the uncut module
 at once, while blocks give the numbers of one device: dropout on shards gives others. Tensor comes before data, so that
-FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last: one that is split has another way.
+FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last, without those that are split by then.
 Layers around one forward have the order of `module.forward.Layer`, whatever step adds them first.
 A new parallelism is a folder, an entry in `axes` of the table of parameters, and one step here.
 """

@@ -14,7 +14,7 @@ from lightning_3d.activations.recompute_blocks import owned_blocks
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.interceptor import storage
 
 SMALL = 2**20
 """Bytes of an activation that is not worth a copy."""
@@ -47,13 +47,13 @@ class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.next(*args, **kwargs)
-        weights = {_memory(local(parameter)) for parameter in self.module.parameters()}
+        weights = {storage(parameter) for parameter in self.module.parameters()}
         copies: dict[Any, tuple[Tensor, OnHost]] = {}
         """With the tensors: while one is alive, no other has its memory."""
         self.bytes = 0
 
         def pack(tensor: Tensor) -> Any:
-            if type(tensor) is not Tensor or tensor.nbytes < SMALL or _memory(tensor) in weights:
+            if type(tensor) is not Tensor or tensor.nbytes < SMALL or storage(tensor) in weights:
                 return tensor
             key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
             if key not in copies:
@@ -70,10 +70,6 @@ class OffloadedForward(ForwardLayer, rank=Layer.OFFLOAD):
 def _unpack(packed: Any) -> Tensor:
     unpacked: Tensor = packed.back() if isinstance(packed, OnHost) else packed
     return unpacked
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def offload_activations(module: nn.Module, anatomy: Anatomy, undo: UndoStack) -> None:

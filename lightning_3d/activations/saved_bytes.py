@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_3d.module.autograd_private import storage_key
-from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.interceptor import storage
 
 
 class SavedBytes:
@@ -26,11 +25,11 @@ class SavedBytes:
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the memory of `tensors`."""
-        self.excluded.update(storage_key(local(tensor)) for tensor in tensors)
+        self.excluded.update(storage(tensor) for tensor in tensors)
 
     def add(self, tensor: Tensor) -> "_Saved | None":
         """Count `tensor` until the result is released."""
-        key = storage_key(tensor)
+        key = storage(tensor)
         if key in self.excluded or isinstance(tensor, nn.Parameter):
             return None
         return _Saved(self, key, tensor.untyped_storage().nbytes())

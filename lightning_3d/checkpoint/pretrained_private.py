@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.checkpoint.plain_json import parse
-from lightning_3d.checkpoint.safetensors_files import OpenFile, Slot, read_box, read_header
+from lightning_3d.checkpoint.safetensors_files import OpenFile, Slot, marked, read_box, read_header
 from lightning_3d.errors import CheckpointError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox import deferred
@@ -125,7 +125,7 @@ class _File:
                 found: Tensor = self.opened.get_tensor(name)
             return found
         tensor = torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
-        self.recorder.read_later(tensor, _READ, slot)
+        self.recorder.read_later(tensor, _READ, marked(slot))
         if tensor.nbytes < deferred.SMALL:
             self.recorder.use([tensor])
         return tensor

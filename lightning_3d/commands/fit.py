@@ -40,23 +40,19 @@ def train(arguments: Sequence[str]) -> int:
         ) from error
 
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.strategies import StrategyRegistry
 
     class Parser(OneLine, LightningArgumentParser):
         """Lightning's parser, with our errors. Printed configs include our defaults."""
 
         def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+            _check_name(cfg.get("trainer.strategy"))
             return super().dump(_with_defaults(cfg), *args, **kwargs)
 
     class OurCLI(LightningCLI):
-        """LightningCLI with our parser, and an error for unknown strategy names."""
+        """LightningCLI with our parser and our errors."""
 
         def instantiate_trainer(self, **kwargs: Any) -> "Trainer":
-            name = self._get(self.config_init, "trainer.strategy")
-            if isinstance(name, str) and name not in (known := StrategyRegistry.available_strategies()) + ["auto"]:
-                ours = ", ".join(each for each in known if each.startswith("3d"))
-                hint = did_you_mean(name, known) or f". This package registers {ours}; Lightning has its own."
-                raise ConfigurationError(f"--trainer.strategy {name!r} is not a registered strategy{hint}")
+            _check_name(self._get(self.config_init, "trainer.strategy"))
             try:
                 return super().instantiate_trainer(**kwargs)
             except (ValueError, TypeError, MisconfigurationException) as error:
@@ -73,6 +69,17 @@ def train(arguments: Sequence[str]) -> int:
             args=None if given == sys.argv[1:] else given, parser_class=Parser, parser_kwargs={"prog": "lightning-3d"}
         )
     return 0
+
+
+def _check_name(name: Any) -> None:
+    """Raise for an unknown name of a strategy, with those that are close to it."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    known = [each for each, entry in StrategyRegistry.items() if entry["description"] != "not a strategy"]
+    if isinstance(name, str) and name not in (*known, "auto"):
+        ours = ", ".join(each for each in known if each.startswith("3d"))
+        hint = did_you_mean(name, known) or f". This package registers {ours}; Lightning has its own."
+        raise ConfigurationError(f"--trainer.strategy {name!r} is not a registered strategy{hint}")
 
 
 def _with_defaults(config: Any) -> Any:

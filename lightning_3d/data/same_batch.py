@@ -9,7 +9,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.data.same_samples import SEED, leaf_checksums
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
-from lightning_3d.ranks import random_streams, talk
+from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
 
 Marks = dict[str, tuple[str, int]]
@@ -45,7 +45,8 @@ def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
         with random_streams.restored_streams():
             loaders = loaders_of(trainer)
             return leaf_checksums(first_batch(loaders)) if map_style(loaders) else None
-    except Exception:
+    except Exception as error:
+        agreement.raise_if_alone(error)
         return None
 
 

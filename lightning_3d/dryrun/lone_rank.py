@@ -112,7 +112,7 @@ class _ChunksOnUse:
         return self._tensor.narrow(self._dim, start, min(self._size, rest))
 
 
-def _largest_run(run: Callable[[Any, int, bool], Any], batch: Any, sizes: list[int], *_: Any) -> LossMean:
+def _largest_run(run: Callable[[Any, int, bool], Any], batch: Any, sizes: list[int], *_: Any, **__: Any) -> LossMean:
     """The run on the full batch, for its memory: losses without values are all alike, and taken for means."""
     if len(sizes) > 1:
         run(batch, 3, False)

@@ -36,6 +36,8 @@ class RankMeter(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.found["setup_peak"] = self.pretend.memory.restart()
+        for scheduler in trainer.lr_scheduler_configs:
+            scheduler.strict = False  # the metric of a plateau may come from validation, which is skipped
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.begun:

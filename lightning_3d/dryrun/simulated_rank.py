@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import distributed as dist
 from torch import nn
@@ -138,13 +138,15 @@ def _become(world: World, rank: int) -> None:
 
 
 def _shorten(trainer: Trainer, meter: RankMeter) -> None:
-    """Switch off logging and saving. The meter ends training."""
-    trainer.num_sanity_val_steps = 0
+    """Switch off validation, logging and saving. The meter ends training."""
+    trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
     trainer.loggers = [DummyLogger()] if trainer.loggers else []
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, Checkpoint):
             vars(callback).update(dict.fromkeys(SAVING, _nothing))
+        elif isinstance(callback, EarlyStopping):
+            callback.strict = False  # its metric may come from validation
     trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
     trainer.callbacks = [meter, *callbacks]  # type: ignore[attr-defined]
 

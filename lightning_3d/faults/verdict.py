@@ -5,16 +5,15 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
-from torch import distributed as dist
+from lightning_3d.errors import Lightning3DError
 
-from lightning_3d.errors import PeerError
-
-How = Literal["failed", "interrupted", "left", "lost", "late", "apart"]
+How = Literal["failed", "interrupted", "left", "lost", "stopped", "late", "apart"]
 _WORDS = {
     "failed": "failed",
     "interrupted": "was interrupted (Ctrl-C)",
     "left": "ended itself (sys.exit)",
     "lost": "does not answer any more: its process was killed or stopped, or its machine cannot be reached",
+    "stopped": "was stopped for a while",
     "late": "did not come",
     "apart": "was elsewhere",
 }
@@ -61,16 +60,10 @@ def _at(place: str | None) -> str:
     return f" ({place})" if place else ""
 
 
-def is_communication(error: BaseException) -> bool:
-    """Return True if another rank caused `error`."""
-    if isinstance(error, PeerError | dist.DistError):
-        return True
-    words = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
 def confession(error: BaseException, rank: int, where: str) -> Verdict:
-    """The verdict on `rank`, which raised `error` by itself."""
+    """The verdict on `rank`, which raised `error` by itself, or on the rank whose error it raises too."""
+    if isinstance(error, Lightning3DError) and error.rank is not None:
+        rank = error.rank
     if isinstance(error, KeyboardInterrupt):
         return Verdict("interrupted", {rank: where})
     if isinstance(error, SystemExit):

@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from lightning_3d.errors import PeerError
 from lightning_3d.faults.flight_recorder import flight
-from lightning_3d.faults.verdict import Verdict, confession, is_communication, judge
+from lightning_3d.faults.verdict import Verdict, confession, judge
+from lightning_3d.ranks.agreement import is_communication
 from lightning_3d.ranks.talk import StoreGone, bounded
 
 GRACE = 30.0
@@ -60,6 +61,8 @@ class Watchdog:
         self._neighbour, self._changed = b"", time.monotonic()
         self._place, self._moved, self._look = "", time.monotonic(), 0.0
         self._recorded = False
+        self._ran, self._slept, self._woke = time.monotonic(), 0.0, 0.0
+        """When this process ran last, the seconds that it was stopped before, and the end of those."""
         self._server = b""
         """The last beat of rank 0, which may take the store with it when it dies."""
         self._threads = [
@@ -138,6 +141,9 @@ class Watchdog:
         """End this process if it cannot end itself. This thread calls nothing that could block."""
         while not self._stop.wait(0.2):
             now = time.monotonic()
+            if now - self._ran > self.silence:
+                self._slept, self._woke = now - self._ran, now
+            self._ran = now
             if self.verdict is None and now - self._answered > self.silence + self.beat and self._threads[0].is_alive():
                 self._learn(self._store_lost())
             if self.verdict is not None and not self.failing and now > self.known_since + self._patience(self.verdict):
@@ -237,6 +243,8 @@ class Watchdog:
 
     def _post(self, store: Store, verdict: Verdict) -> Verdict:
         """Make `verdict` the one of all ranks unless there is one. Return the one that counts."""
+        if verdict.how in ("lost", "late", "apart"):
+            verdict = self._stopped() or verdict
         holds = Verdict.loads(store.compare_set(f"{self.key}/verdict", "", verdict.dumps()))
         if holds is None:  # the text there is no verdict, and must not hide this one
             store.set(f"{self.key}/verdict", verdict.dumps())
@@ -247,7 +255,19 @@ class Watchdog:
         if self.verdict is None:
             self.verdict, self.known_since = verdict, time.monotonic()
 
+    def _stopped(self) -> Verdict | None:
+        """The verdict on this rank itself, where it has just gone on after a stop: others have given it up."""
+        now = time.monotonic()
+        recent = self._slept if now - self._woke < 2 * self.silence else 0.0
+        seconds = max(now - self._ran, recent)
+        if seconds <= self.silence or self._stop.is_set():
+            return None
+        why = f"it did not run for {seconds:.0f} s (a stop signal, a machine that was suspended), so others gave it up"
+        return Verdict("stopped", {self.rank: flight.standing()}, why)
+
     def _store_lost(self) -> Verdict:
+        if (stopped := self._stopped()) is not None:
+            return stopped
         if _agent_serves():
             return Verdict("lost", {}, "the torchrun agent that serves the job's store does not answer any more")
         return Verdict("lost", {0: _standing(self._server)}, "it served the job's store")

@@ -20,6 +20,7 @@ from hydra.utils import to_absolute_path
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
@@ -211,9 +212,19 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         strategy: Any = trainer.strategy
-        return {**super().get_extra_results(trainer), "measured": pickle.dumps(strategy.measured)}
+        names = [name for name, _ in trainer.lightning_module.named_parameters()]
+        return {**super().get_extra_results(trainer), "measured": pickle.dumps(strategy.measured), "names": names}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         strategy: Any = trainer.strategy
         strategy.measured = pickle.loads(extra["measured"])  # else None where `fit` was called, as in a notebook
+        here = {name for name, _ in trainer.lightning_module.named_parameters()}
+        missing = [name for name in extra["names"] if name not in here]
+        if missing and trainer.state.fn == TrainerFn.FITTING:
+            kind = type(trainer.lightning_module).__name__
+            rank_zero_warn(
+                f"{kind} has no {missing[0]} in this process ({len(missing)} parameters in all): forked processes built"
+                " them in configure_model and have ended. Call module.configure_model() before trainer.fit, and the"
+                f" trained weights are here after it. Or load a checkpoint: {kind}.load_from_checkpoint(path)."
+            )

@@ -40,11 +40,6 @@ def same_version(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return a number for the memory behind `tensor`, which stays while that is freed and allocated again."""
-    return tensor.untyped_storage()._cdata
-
-
 def is_memory_shared(memory: torch.UntypedStorage) -> bool:
     """Return True where more than one tensor uses `memory`: then it has references besides the object's own."""
     return torch._C._storage_Use_Count(memory._cdata) > 2  # type: ignore[attr-defined,no-any-return]

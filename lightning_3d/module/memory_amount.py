@@ -1,4 +1,4 @@
-"""`bytes_in`: an amount of memory as the user writes it."""
+"""`bytes_in`: an amount of memory as the user writes it. `in_words` writes it."""
 
 import re
 
@@ -15,3 +15,9 @@ def bytes_in(amount: str | float, argument: str) -> int:
             f"{argument}={amount!r} is no amount of memory. Write '20GB' or '500MB', or a number of bytes."
         )
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def in_words(nbytes: float) -> str:
+    """`nbytes` in the largest unit of which it has one: "12.00 KB"."""
+    unit = max((unit for unit in _UNITS if unit and _UNITS[unit] <= nbytes), key=lambda each: _UNITS[each], default="B")
+    return f"{nbytes / _UNITS[unit]:,.2f} {unit}"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.launch.side_file import write_side_file
 from lightning_3d.layout import Schedule, stage_ranks
 from lightning_3d.pictures.timetable import Pass
 from lightning_3d.pipeline.schedule import stages_per_rank
@@ -46,8 +47,7 @@ class PassRecord:
 def write_record(record: PassRecord, file: Path) -> None:
     """Write `record` as JSON."""
     steps = [{**vars(step), "passes": [_data(done) for done in step.passes]} for step in record.steps]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**vars(record), "steps": steps}))
+    write_side_file(file, json.dumps({**vars(record), "steps": steps}))
 
 
 def _data(done: Pass) -> list[float | int | str]:

@@ -22,7 +22,7 @@ from lightning_3d.offload.offload_choice import Place
 from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, step_small
 from lightning_3d.optim.sharded_steps import Closure, replace_step
 from lightning_3d.optim.state_bytes import bytes_per_byte
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement
 from lightning_3d.ranks.shards import like, local
 
 _UNITS = 3
@@ -209,7 +209,7 @@ def offload_states(
     def steps() -> DiskSteps:
         return DiskSteps(optimizer, transfers, None if folder is None else DiskFile(Path(folder)), shard)
 
-    undo.callback(talk.together(steps, ConfigurationError).start())
+    undo.callback(agreement.together(steps, ConfigurationError).start())
 
 
 def checked_states(optimizer: Optimizer) -> list[float]:

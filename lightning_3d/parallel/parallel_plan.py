@@ -25,7 +25,7 @@ from lightning_3d.pipeline.observe_batch import observe_one_batch
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, plan_split
 from lightning_3d.precision import Precision3D
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
 from lightning_3d.tensor.block_calls import CallRecorder, Recording, record_one_batch, records
@@ -135,7 +135,7 @@ def _calls_of_first_batch(
         with computed_on_use(module), rank_local() if lone else nullcontext():
             return record_one_batch(trainer, module, to_device, recorder)
 
-    return talk.together(record, WritesError)
+    return agreement.together(record, WritesError)
 
 
 def plan_pipeline(

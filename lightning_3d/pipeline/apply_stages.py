@@ -4,7 +4,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from lightning_3d.errors import ConfigurationError, PipelineSplitError, RunError
+from lightning_3d.errors import ConfigurationError, DivergenceError, Lightning3DError, PipelineSplitError
 from lightning_3d.layout import Layout, stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import StepCallbacks
@@ -12,7 +12,7 @@ from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import PipelineSplit, apply_split
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement
 
 
 def apply_stages(
@@ -32,23 +32,31 @@ def apply_stages(
 
 def prove_stages(pipeline: Pipeline, uncut_run: UncutRun, hooks: StepCallbacks) -> None:
     """Compare one microbatch with what the uncut module computed. Collective; raises on every rank."""
+    with UndoStack() as undo:
+        pipeline.open(hooks, undo)
+        agreement.together(lambda: _prove(pipeline, uncut_run))
+
+
+def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
     try:
-        with UndoStack() as undo:
-            pipeline.open(hooks, undo)
-            talk.together(lambda: pipeline.prove(uncut_run), ConfigurationError)
-    except (ConfigurationError, RunError):
+        pipeline.prove(uncut_run)
+    except (ConfigurationError, DivergenceError):
         raise
-    except Exception as error:  # raised here at once: other ranks may wait for this one within the step
-        failed = f"Cut into stages, the step fails, but uncut it does not ({type(error).__name__}: {error})."
+    except Exception as error:
+        agreement.raise_if_alone(error)
+        known = isinstance(error, Lightning3DError) and error.rank is not None
+        name = error if known else f"{type(error).__name__}: {error}"
         if _differentiates(error):
             raise PipelineSplitError(
-                f"{failed} It takes derivatives by itself (torch.autograd.grad: a gradient penalty, a physics loss, an"
-                " adversarial input), through blocks of other stages, which no single rank can. Use"
-                " pipeline_parallel_size=1; tensor, ZeRO and data parallelism can do this."
+                f"{uncut_run.step} takes derivatives by itself (torch.autograd.grad: forces, a gradient penalty, a"
+                " physics loss, an adversarial input). They go through blocks of other stages, and no rank of a"
+                f" pipeline has the whole graph ({name}). Use pipeline_parallel_size=1: data"
+                " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         raise PipelineSplitError(
-            f"{failed} Does its code read from a block of another stage what only the rank of that stage has (a tensor"
-            " kept on a module)? Pass it from block to block, or keep both on one stage with pipeline_split."
+            f"Cut into stages, the step fails, but uncut it does not ({name}). Does its code"
+            " read from a block of another stage what only the rank of that stage has (a tensor kept on a module)?"
+            " Pass it from block to block, or keep both on one stage with pipeline_split."
         ) from error
 
 

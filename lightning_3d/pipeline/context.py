@@ -13,6 +13,7 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.pass_clock import PassClock
 from lightning_3d.pipeline.rehearsal import StepTrace
@@ -72,8 +73,8 @@ class CutModule:
     loss_scope: Literal["microbatch", "batch"] = "microbatch"
     """"batch" computes head and loss once on the full batch, for losses that are no mean over samples. All forwards run
     before all backwards then, whatever `schedule` says."""
-    mixing: int | None = None
-    """The first call of a block that uses other samples of the batch. With "batch" the head must begin before it."""
+    mixing: Mixing | None = None
+    """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
     ledger: Ledger | None = None
     """Counts the bytes that this rank sends along the pipeline."""
     rows: Rows | None = None

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_3d.errors import Lightning3DError, PipelineSplitError, RunError, UnsupportedError
+from lightning_3d.errors import Lightning3DError, PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, Rest, first_pass
@@ -32,7 +32,7 @@ from lightning_3d.pipeline.schedule import forwards
 from lightning_3d.pipeline.stage import Cut, play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.pipeline.training_step import join, joined_dims
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
@@ -184,9 +184,10 @@ class EvaluationStep:
         """The problem that `run` has with microbatches, None where it has none."""
         try:
             run()
-        except (RunError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # reported by `_give_up`, on every rank
+            agreement.raise_if_alone(error)
             return _text(error)
         return None
 
@@ -236,14 +237,12 @@ class EvaluationStep:
             pipeline.gates.directed(rehearsal),
             pipeline.recorder.recording(Record()),
         ):
-            try:
-                self._of(piece).call()
-            except Cut:
-                return rehearsal.trace_like(full)
-            except Exception as error:
-                rehearsal.fail(error)
-                raise
-        raise PipelineSplitError("on a microbatch it ends before its last block")
+            with rehearsal.agreed():
+                try:
+                    self._of(piece).call()
+                except Cut:
+                    return rehearsal.trace_like(full)
+                raise PipelineSplitError("on a microbatch it ends before its last block")
 
     def _prove(self, staged: StagedPass, rehearsal: PassRehearsal) -> None:
         """Compare the results of the stages with those of the full batch. Collective."""

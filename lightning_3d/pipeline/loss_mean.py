@@ -5,17 +5,20 @@ tokens. That changes next to nothing while the losses of all tokens are still al
 gradient differs at once. So gradients are compared too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_3d.pipeline.given_rows import Given, Kind, first_not_of_rows
 from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
 from lightning_3d.sandbox.trees import weighted_mean
@@ -34,11 +37,35 @@ class StepResult(NamedTuple):
     """Of the outputs of all calls of blocks."""
     calls: tuple[str, ...] = ()
     """Names of the blocks that were called."""
+    given: tuple[Given, ...] = ()
+    """What each call was given."""
+    drawn: frozenset[int] = frozenset()
+    """Lengths of the random tensors that the step drew."""
+    written: Mapping[Any, str] = MappingProxyType({})
+    """What the step wrote beside its logs: see `carried_state`."""
+
+
+class Mixing(NamedTuple):
+    """A call of a block that gives other values for a microbatch than for the full batch."""
+
+    call: int
+    """Its index in the step."""
+    text: str = (
+        "The output of {unit!r} for a sample depends on the other samples of the batch (their mean, a capacity that"
+        " they share). A pipeline computes it for each microbatch, so it would train otherwise than one device does."
+        " num_microbatches=1 runs the full batch at once."
+    )
+    """The error where no head has the call."""
 
 
 Verdict = Literal["mean", "random", "unknown", "no mean"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """The one that counts if data ranks disagree is the last of theirs."""
+
+
+def first_call(found: Iterable[Mixing | None]) -> Mixing | None:
+    """The one whose call is first, of several for one call the first of them."""
+    return min((each for each in found if each is not None), key=lambda each: each.call, default=None)
 
 
 @dataclass(frozen=True)
@@ -49,8 +76,8 @@ class LossMean:
     """"random" where the step differs from itself, "unknown" where there is nothing to compare."""
     reason: str = ""
     """Why it is no mean, or was not compared."""
-    mixing: int | None = None
-    """The first call of a block, in the step, that gives other values for a microbatch than for the full batch."""
+    mixing: Mixing | None = None
+    """The first of its kind in the step."""
 
 
 MEAN = LossMean("mean")
@@ -92,11 +119,9 @@ def compare_parts(
     """
     if len(sizes) < 2:
         return MEAN
-    cuts = sorted({0, 1, 1 + round((len(sizes) - 1) * 2 / 3), len(sizes)})
-    counts = [sum(sizes[start:end]) for start, end in pairwise(cuts)]
+    counts, pieces = parts_of(batch, sizes, rows)
     # Seeds differ on purpose: the step has no dropout here, and the order of its blocks must not depend on the seed.
-    each = [batch, *split_batch(batch, counts, rows)]
-    runs = [partial(run, part, seed, seed <= 2) for seed, part in enumerate(each, 1)]
+    runs = [partial(run, part, seed, seed <= 2) for seed, part in enumerate([batch, *pieces], 1)]
     # not the real sizes, which may differ between data ranks: a step may send messages to these
     together, *found = divide(runs, [len(counts), *[1] * len(counts)])
     parts = [part for part in found if part is not None]
@@ -105,22 +130,54 @@ def compare_parts(
     if together.loss != together.loss:
         return LossMean("unknown", "the loss on the first batch is not a number")
     difference = _difference(together, parts, counts, rounding)
-    if difference is None:
-        return MEAN
-    if _differ(together, run(batch, len(cuts) + 1, False), rounding):
+    random = difference is not None and _differ(together, run(batch, len(pieces) + 2, False), rounding)
+    sampled = _sampled(together, parts, "drawn" if difference is None else "chosen" if random else "any")
+    if sampled is not None:
+        return LossMean("no mean", "blocks get other samples for the batch than for its parts", sampled)
+    if random:
         return LossMean("random", "the loss of equal samples differs from run to run")
-    return LossMean("no mean", difference, first_that_mixes(together.marks, parts[0].marks, rounding))
+    return MEAN if difference is None else LossMean("no mean", difference, _mixing(together, parts[0], rounding))
+
+
+def parts_of(batch: Any, sizes: list[int], rows: Rows = TENSORS) -> tuple[list[int], list[Any]]:
+    """The rows of three parts of a batch, or of two, and the parts: see `compare_parts`."""
+    cuts = sorted({0, 1, 1 + round((len(sizes) - 1) * 2 / 3), len(sizes)})
+    counts = [sum(sizes[start:end]) for start, end in pairwise(cuts)]
+    return counts, split_batch(batch, counts, rows)
 
 
 def find_mixing(
-    run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows, divide: Divide = run_here
+    run: Run, batch: Any, sizes: list[int], rounding: float, rows: Rows, divide: Divide, *, drawn: bool
 ) -> LossMean:
-    """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs."""
+    """Compare the blocks on the full batch with those on the first microbatch, for a loss that is no mean. Two runs.
+
+    Args:
+        drawn: True where random numbers are drawn between blocks: other numbers would look like other samples.
+    """
     part = split_batch(batch, sizes, rows)[0]
-    together, first = divide([partial(run, batch, 2, True), partial(run, part, 1, True)], [2, 1])
+    together, first = divide([partial(run, batch, 1, True), partial(run, part, 2, True)], [2, 1])
     if first is None or together is None:
         return UNSEEN
-    return LossMean("unknown", mixing=first_that_mixes(together.marks, first.marks, rounding))
+    mixing = _sampled(together, [first], "chosen") or (None if drawn else _mixing(together, first, rounding))
+    return LossMean("unknown", mixing=mixing)
+
+
+def _mixing(together: StepResult, part: StepResult, rounding: float) -> Mixing | None:
+    call = first_that_mixes(together.marks, part.marks, rounding)
+    return None if call is None else Mixing(call)
+
+
+def _sampled(together: StepResult, parts: Sequence[StepResult], kind: Kind) -> Mixing | None:
+    drawn = together.drawn.intersection(*(part.drawn for part in parts))
+    found = first_not_of_rows(together.given, [part.given for part in parts], drawn, kind)
+    return None if found is None else Mixing(found[0], _OTHER_SAMPLES.format(found[1]))
+
+
+_OTHER_SAMPLES = (
+    "training_step gives {{unit!r}} other samples than those of its batch (windows or points that it draws, the first"
+    " rows): {}. A pipeline runs it on each microbatch, with as many samples each time, so it would train otherwise"
+    " than one device does. Choose them in the dataset, or use num_microbatches=1, which runs the full batch at once."
+)
 
 
 def _difference(together: StepResult, parts: list[StepResult], sizes: list[int], rounding: float) -> str | None:
@@ -137,6 +194,16 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
             f" {those}"
         )
     return None
+
+
+def distance(one: StepResult, other: StepResult) -> float:
+    """The difference of two runs on the same samples, relative to them."""
+    if one.gradient.shape != other.gradient.shape:
+        return math.inf
+    if one.loss != one.loss:
+        return 0.0 if other.loss != other.loss else math.inf
+    off = abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-6)
+    return max(off, _distance(one.gradient, [other.gradient], [1]))
 
 
 def _differ(one: StepResult, other: StepResult | None, rounding: float) -> bool:
@@ -157,16 +224,14 @@ def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> fl
     return float((together - sum(part * weight for part, weight in zip(parts, weights, strict=True))).norm()) / scale
 
 
-def step_result(
-    loss: Tensor | None, parameters: Sequence[nn.Parameter], marks: Sequence[CallMarks], calls: tuple[str, ...]
-) -> StepResult | None:
-    """The loss, sums of its gradient with respect to some parameters, and the `marks` of the step's `calls`."""
+def step_result(loss: Tensor | None, parameters: Sequence[nn.Parameter], **seen: Any) -> StepResult | None:
+    """The loss, sums of its gradient with respect to some parameters, and what else was `seen`."""
     if loss is None:
         return None
     trained = list(parameters) if loss.requires_grad else []
     grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
     found = [random_sums(grad.to_dense()) for grad in grads if grad is not None]
-    return StepResult(float(loss.detach()), torch.cat(found) if found else torch.empty(0), marks, calls)
+    return StepResult(float(loss.detach()), torch.cat(found) if found else torch.empty(0), **seen)
 
 
 SUMS, WIDTH = 16, 256

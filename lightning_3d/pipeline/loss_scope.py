@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_3d.layout import Layout
-from lightning_3d.pipeline.loss_mean import UNSEEN, LossMean
+from lightning_3d.pipeline.loss_mean import UNSEEN, Mixing
 from lightning_3d.pipeline.observe import UncutRun
 
 Scope = Literal["microbatch", "batch"]
@@ -21,8 +21,8 @@ class ChosenScope:
 
     value: Scope
     line: str = ""
-    mixing: int | None = None
-    """The first call of a block that uses other samples of the batch: the head must begin before it."""
+    mixing: Mixing | None = None
+    """The first call of a block that a microbatch gives other values for: the head must have it."""
 
 
 MICROBATCH = ChosenScope("microbatch")
@@ -41,16 +41,12 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
         return MICROBATCH
     if mean.verdict == "random":
         return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
-    return ChosenScope(
-        "batch",
-        f"  loss: {_why(mean)}, so it is computed once on the full batch (loss_scope='batch'). {_cost(layout)}. Where"
-        " you know that it is a mean over samples: loss_scope='microbatch'",
-        mean.mixing,
-    )
-
-
-def _why(mean: LossMean) -> str:
-    return f"no mean over samples ({mean.reason})" if mean.verdict == "no mean" else f"unknown ({mean.reason})"
+    why, instead = f"no mean over samples ({mean.reason})", ""
+    if mean.verdict != "no mean":
+        why = f"unknown ({mean.reason})"
+        instead = ". Where you know that it is a mean over samples: loss_scope='microbatch'"
+    line = f"  loss: {why}, so it is computed once on the full batch (loss_scope='batch'). {_cost(layout)}{instead}"
+    return ChosenScope("batch", line, mean.mixing)
 
 
 def _cost(layout: Layout) -> str:

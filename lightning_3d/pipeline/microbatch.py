@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.sandbox.trees import _SIMPLE, children, leaves, rebuild
+from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves, rebuild
 
 Path = tuple[int, ...]
 """The way to a value inside a batch: positions in nested containers."""
@@ -82,6 +82,8 @@ class Rows:
         if isinstance(value, Tensor):
             return value[start:stop] if value.ndim and value.shape[0] == rows else value
         inner = children(value)
+        if has_row_count(value):
+            return value[start:stop] if value.batch_size[:1] == (rows,) else value
         if inner is None:
             return value
         if _is_list(value) and len(value) == rows and not _has_rows(value, rows):
@@ -126,7 +128,7 @@ def _kind(entry: Any) -> Any:
     """Equal for two samples of one list: sizes may differ, the rest does not."""
     if isinstance(entry, Tensor):
         return entry.ndim, entry.dtype
-    keys = frozenset(entry) if isinstance(entry, Mapping) else None
+    keys = frozenset(entry.keys()) if isinstance(entry, Mapping) else None
     return type(entry), keys
 
 
@@ -194,7 +196,7 @@ def signature(value: Any, depth: int = _DEPTH) -> Any:
         return (tuple(value.shape), value.dtype, value.requires_grad)
     inner = children(value)
     if inner is not None:
-        keys = tuple(value) if isinstance(value, Mapping) else None
+        keys = tuple(value.keys()) if isinstance(value, Mapping) else None
         return (type(value), keys, tuple(signature(item, depth) for item in inner))
     held = {} if isinstance(value, (*_SIMPLE, type)) or not depth else getattr(value, "__dict__", {})
     if not held:

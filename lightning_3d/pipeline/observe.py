@@ -18,6 +18,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
+from lightning_3d.pipeline.given_rows import Given, shapes_of
 from lightning_3d.pipeline.loss_mean import (
     ROUNDING,
     UNSEEN,
@@ -75,7 +76,7 @@ class Observer:
     def __init__(self, seed: int, *, marked: bool = False) -> None:
         self.seed, self.marked = seed, marked
         self.calls: list[str] = []
-        self.arguments: list[Prints] = []
+        self.given: list[Given] = []
         self.passed: set[nn.Parameter] = set()
         """Parameters among the arguments."""
         self.marks: list[CallMarks] = []
@@ -87,7 +88,7 @@ class Observer:
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.drawn = self.drawn or self.state != self._state()
         self.passed.update(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
-        self.arguments.append(fingerprint((args, kwargs)))
+        self.given.append(Given(shapes_of((args, kwargs)), fingerprint((args, kwargs))))
         random_streams.restart(self.seed, 2 * len(self.calls))
         self.calls.append(unit)
         return args, kwargs
@@ -145,7 +146,7 @@ def observe(
             grads = _gradients(module, loss) if loss is not None and loss.requires_grad else {}
     with context():
         rounding = ROUNDING if hooked else rounding_of(module)
-    calls, arguments = tuple(observer.calls), tuple(observer.arguments)
+    calls, arguments = tuple(observer.calls), tuple(each.prints for each in observer.given)
     passed = sorted(name for item in observer.passed for name in names.get(item, ()))
     read = tuple(dict.fromkeys([*reads.found, *passed]))
     return UncutRun(

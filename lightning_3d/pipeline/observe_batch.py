@@ -1,6 +1,6 @@
 """Observes the first batch before the cut: one microbatch, and whether the loss of all is the mean over its parts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import distributed as dist
 from lightning_3d.errors import Lightning3DError, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.carried_state import StateWatch, find_carried
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
     ROUNDING,
@@ -23,8 +24,10 @@ from lightning_3d.pipeline.loss_mean import (
     StepResult,
     compare_parts,
     find_mixing,
+    first_call,
     last_trained,
     norms_on_running_statistics,
+    parts_of,
     rounding_of,
     step_result,
     trained_in,
@@ -33,11 +36,14 @@ from lightning_3d.pipeline.loss_mean import (
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
 from lightning_3d.pipeline.observe import UncutRun, observe, run_step
 from lightning_3d.pipeline.peer_runs import PeerRuns
-from lightning_3d.ranks import random_streams, talk
+from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.silence import SilenceRandom
+from lightning_3d.sandbox.snapshot import Changes, isolated, isolated_buffers, open_buffers
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
@@ -65,8 +71,11 @@ class _Runs:
     peers: PeerRuns
     block: str | None
     """The block whose gradients are compared: the last one. Before the first run the order of declaration counts."""
+    rounding: float
     uncut: UncutRun | None = None
     results: list[StepResult | None] = field(default_factory=list)
+    latest: Sequence[StepResult | None] = ()
+    """The results that were divided last."""
 
     def observed(self) -> UncutRun:
         """The run of the first microbatch, made here unless a peer has made it."""
@@ -82,6 +91,7 @@ class _Runs:
         else:
             results = self.peers.divide(runs, costs)
         self.results += results
+        self.latest = results
         return results
 
     def _first_alone(self) -> UncutRun:
@@ -89,22 +99,74 @@ class _Runs:
             return replace(self.first(), args=())  # peers have the batch
 
     def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
-        parameters = trained_in(self.module, self.block)
-        undo = UndoStack()
-        gates = Gates(self.module, self.units, (), undo)
-        around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         try:
-            with trial(self.module, gradients=True, optimizers=False), training_only(self.module, parameters):
-                with around(), Interceptor(SilenceRandom()), rank_local():
-                    seed += self.seed
-                    seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
-                return step_result(loss_of(output), parameters, seen.marks, tuple(seen.calls))
+            with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
+                return self._run(Gates(self.module, self.units, (), undo), rows, seed, marked)
         except Lightning3DError:
             raise
-        except Exception:  # code that needs real noise, or differentiates by other weights itself
+        except Exception as error:  # code that needs real noise, or differentiates by other weights itself
+            agreement.raise_if_alone(error)
             return None
-        finally:
-            undo.close()
+
+    def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
+        """Run the step on parts of a batch one after the other, see `carried_state.StepRuns`."""
+        with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False, logs=False):
+            gates, logs, results = Gates(self.module, self.units, (), undo), LogRecorder(self.module), []
+            for (seed, rows), back in zip(parts, put_back, strict=True):
+                with self._putting_back() if back else nullcontext(), logs.recording(Record(), own_metrics=True):
+                    result = self._attempt(gates, rows, seed)
+                if isinstance(result, Exception):
+                    return result
+                results.append(result)
+        return results
+
+    def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
+        """The same with all put back behind each part, but for the attributes `names` of the module."""
+        results, counts = list[StepResult](), dict[str, Any]()
+        for seed, rows in parts:
+            with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
+                vars(self.module).update(counts)
+                result = self._attempt(Gates(self.module, self.units, (), undo), rows, seed)
+                counts = {name: vars(self.module)[name] for name in names if name in vars(self.module)}
+            if isinstance(result, Exception):
+                return result
+            results.append(result)
+        return results
+
+    def changes(self, seed: int, rows: Any) -> Changes:
+        """What the step does to the attributes of the module."""
+        with UndoStack() as undo, trial(self.module, gradients=True, optimizers=False):
+            with isolated(self.module) as changes:
+                self._run(Gates(self.module, self.units, (), undo), rows, seed, False)
+        return changes
+
+    def _attempt(self, gates: Gates, rows: Any, seed: int) -> StepResult | Exception:
+        try:
+            result = self._run(gates, rows, seed, True)
+        except Lightning3DError:
+            raise
+        except Exception as error:
+            return error
+        assert result is not None  # it had a loss on these rows before
+        return result
+
+    @contextmanager
+    def _putting_back(self) -> Iterator[None]:
+        with isolated(self.module), isolated_buffers(self.module, open_buffers(self.module, self.units)):
+            yield
+
+    def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
+        parameters, silence = trained_in(self.module, self.block), SilenceRandom()
+        around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
+        with training_only(self.module, parameters):
+            watch = StateWatch(self.module, self.units)
+            with around(), Interceptor(silence), rank_local():
+                seed += self.seed
+                seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
+            return step_result(
+                loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
+                drawn=frozenset(silence.lengths), written=watch.written(),
+            )  # fmt: skip
 
     def refuse_random_order(self) -> None:
         """Raise where the step draws which blocks run."""
@@ -122,7 +184,7 @@ _BACKWARD = 2
 """Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
-    " train exactly as one device does. loss_scope='auto' or 'batch' computes it on the full batch."
+    " train exactly as one device does. loss_scope='auto' computes it on the full batch, or says why it cannot."
 )
 _NORMALIZES = (
     ": batch norm inside of blocks normalizes over the samples of a microbatch, so microbatches do not train exactly as"
@@ -163,7 +225,7 @@ def observe_one_batch(
             return None
         args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
         cut = fitting and bool(args)  # evaluation runs full batches
-        rows = Rows.of(args[0], promised_samples(loaders), module) if cut else TENSORS
+        rows = Rows.of(args[0], promised_samples(loaders.combined), module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 
@@ -179,7 +241,7 @@ def observe_one_batch(
                 lambda: observe(
                     module, units, name, first, context=context, loss_of=loss_of, compared=fitting, seed=seed
                 ),
-                peers, last_trained(module, units),
+                peers, last_trained(module, units), rounding=_rounding(module, units, context),
             )  # fmt: skip
             mean = _test_for_mean(runs, sizes, rows, loss_scope) if cut else UNSEEN
             uncut = runs.observed()
@@ -199,29 +261,45 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
     module, batch, units = runs.module, runs.args[0], runs.units
     if loss_scope == "batch":
         uncut = runs.observed()
-        if uncut.drawn or len(sizes) == 1:  # other numbers would look like other samples
+        if len(sizes) == 1:
             return UNSEEN
         with norms_on_running_statistics(module, units):
-            mixing = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide)
-        runs.refuse_random_order()
-        return mixing
-    with runs.context():
-        rounding = ROUNDING if any(hooked_inside(module, units)) else rounding_of(module)
-    mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
+            mean = find_mixing(runs, batch, sizes, uncut.rounding, rows, runs.divide, drawn=uncut.drawn)
+            runs.refuse_random_order()
+            counts = [sizes[0], sum(sizes[1:])]
+            two, alone = split_batch(batch, counts, rows), [*runs.latest, None]
+            return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
+    mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
     if runs.block != (called := last_trained(module, uncut.calls)):  # a term of its own would hide another one
         runs.block = called
-        mean = compare_parts(runs, batch, sizes, rounding, rows, runs.divide)
+        mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     runs.refuse_random_order()
-    if mean.verdict != "no mean":
-        return mean
+    alone = list(runs.latest)  # with the batch norms
+    if mean.verdict == "no mean":
+        mean = _without_norms(runs, mean, sizes, rows, loss_scope)
+    counts, parts = parts_of(batch, sizes, rows)
+    carried = find_carried(runs, mean, parts, counts, alone, compared=not uncut.drawn)
+    if carried is not mean and loss_scope == "microbatch":
+        rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
+    return carried
+
+
+def _without_norms(runs: _Runs, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
+    """The result of the test for a loss that is no mean, without the batch norms of blocks; warns of both."""
+    module, units = runs.module, runs.units
     with norms_on_running_statistics(module, units) as frozen:
-        alone = compare_parts(runs, batch, sizes, rounding, rows, runs.divide) if frozen else mean
+        alone = compare_parts(runs, runs.args[0], sizes, runs.rounding, rows, runs.divide) if frozen else mean
     because_of_norms = alone.verdict == "mean"
     if because_of_norms or loss_scope == "microbatch":
         why = _NORMALIZES if because_of_norms else _NO_MEAN
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {mean.reason}{why}")
     return alone
+
+
+def _rounding(module: Any, units: Sequence[str], context: Callable[[], AbstractContextManager[Any]]) -> float:
+    with context():
+        return ROUNDING if any(hooked_inside(module, units)) else rounding_of(module)
 
 
 def _on_every_rank(
@@ -239,6 +317,7 @@ def _on_every_rank(
             with trial(module, gradients=True, logs=False), refuse:
                 uncut = observation(peers)
         except Exception as error:
+            agreement.raise_if_alone(error)
             peers.close()
             if isinstance(error, UnsupportedError):
                 raise
@@ -251,7 +330,7 @@ def _on_every_rank(
         peers.close()
         return uncut
 
-    uncut = talk.together(leave_no_trace, UnsupportedError)
+    uncut = agreement.together(leave_no_trace, UnsupportedError)
     mine = (uncut.calls, uncut.read, uncut.loss_mean) if uncut is not None else None
     if talk.all_equal(mine):
         return uncut
@@ -262,7 +341,7 @@ def _on_every_rank(
     calls, read, _ = found[0]  # all ranks must cut alike
     means = [mean for _, _, mean in found]
     worst = max(means, key=lambda mean: VERDICTS.index(mean.verdict))
-    mixing = min((mean.mixing for mean in means if mean.mixing is not None), default=None)
+    mixing = first_call(mean.mixing for mean in means)
     return replace(uncut, calls=calls, read=read, loss_mean=replace(worst, mixing=mixing))
 
 
@@ -274,7 +353,7 @@ def _cut_as_rows(run: Callable[[Any], None], args: tuple[Any, ...], sizes: list[
     except UnsupportedError:
         raise
     except Exception as error:
-        if len(sizes) == 1 or not _works(run, args[0]):
+        if agreement.is_alone(error) or len(sizes) == 1 or not _works(run, args[0]):
             raise
         raise UnsupportedError(
             f"{step} runs on a batch, and fails on one of the {len(sizes)} microbatches that a pipeline cuts it into"
@@ -289,6 +368,7 @@ def _works(run: Callable[[Any], None], batch: Any) -> bool:
         run(batch)
     except UnsupportedError:
         raise
-    except Exception:
+    except Exception as error:
+        agreement.raise_if_alone(error)
         return False
     return True

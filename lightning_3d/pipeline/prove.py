@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import DivergenceError, PipelineSplitError, RunError, is_meta_error
+from lightning_3d.errors import DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.context import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
 from lightning_3d.pipeline.stage import play
+from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
 from lightning_3d.sandbox.record import Record
@@ -66,24 +67,17 @@ def _run_in_stages(
     with trial(pipeline.module, gradients=True, logs=False):
         relay.forward(replace(step, real=False, expected=rehearsal.arguments), result)
         if uncut is not None:
-            relay.problem = _unlike_uncut(uncut, rehearsal, result) or relay.problem or _other_buffer(pipeline, uncut)
-    _raise_if_any(pipeline, relay.problem)
+            relay.compare(uncut, rehearsal, result)
+    pipeline.wire.meet("the forward in stages", relay.problem)
     unreached = relay.unreached()
     if (uncut is not None and uncut.grads) or pipeline.schedule in HALVED_BACKWARD:
         with alone():
             mine = relay.backward()
         stages = [grads for rank in pipeline.wire.agree(mine) for grads in rank]
-        _raise_if_any(pipeline, relay.problem)
+        pipeline.wire.meet("the backward in stages", relay.problem)
         if uncut is not None:
             _compare_gradients(stages, uncut)
     return unreached
-
-
-def _raise_if_any(pipeline: CutModule, problem: str | None) -> None:
-    """Raise the problem of any rank on every rank."""
-    problems = [text for text in pipeline.wire.agree(problem) if text]
-    if problems:
-        raise PipelineSplitError(problems[0])
 
 
 def _run_together(step: StepContext) -> tuple[Rehearsal, StepTrace, Any]:
@@ -92,15 +86,12 @@ def _run_together(step: StepContext) -> tuple[Rehearsal, StepTrace, Any]:
     record = Record()
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
-        with isolated(pipeline.module) as changes:
-            try:
+        with rehearsal.agreed():
+            with isolated(pipeline.module) as changes:
                 result = _call(step)
-            except Exception as error:
-                rehearsal.fail(error)
-                raise
-        loss_of(result)  # where it has none: the error of the user's step, and not of its stages
-        rehearsal.use_at_end((result, list(changes.values())))
-    trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
+            loss_of(result)  # where it has none: the error of the user's step, and not of its stages
+            rehearsal.use_at_end((result, list(changes.values())))
+            trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
     return rehearsal, trace, fingerprint(untrace(result))
 
 
@@ -194,8 +185,15 @@ class StageRelay:
     received: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
     """The tensors that crossed the cut behind each stage; for the last stage its loss, if it has one."""
-    problem: str | None = None
-    """Description of the first error on this rank."""
+    problem: Exception | None = None
+    """The first error on this rank."""
+
+    def compare(self, uncut: UncutRun, rehearsal: Rehearsal, result: Any) -> None:
+        """Note the first difference from the module before it was cut."""
+        other = _unlike_uncut(uncut, rehearsal, result)
+        if other is None and self.problem is None:
+            other = _other_buffer(self.pipeline, uncut)
+        self.problem = self.problem if other is None else PipelineSplitError(other)
 
     def forward(self, step: StepContext, result: Any) -> None:
         """Run every stage in turn; compare its inputs and outputs with those of the full step."""
@@ -214,13 +212,12 @@ class StageRelay:
             if stage < self._last:
                 return list(output)
             if differ(fingerprint(untrace(output)), result):
-                self.problem = self.problem or "Cut into stages, the step returns another result than uncut."
+                raise PipelineSplitError("Cut into stages, the step returns another result than uncut.")
             loss = loss_of(output)
             return [] if loss is None else [loss]
-        except RunError:
-            raise
-        except Exception as error:  # sent to every rank, and raised on all
-            self.problem = self.problem or _text(error, stage)
+        except Exception as error:  # raised on every rank, where they meet
+            agreement.raise_if_alone(error)
+            self.problem = self.problem or _of_stage(error, stage)
             specs = self.trace.specs(stage) if stage < self._last else []
             return [spec.empty(self.pipeline.wire.device).zero_() for spec in specs]
 
@@ -265,10 +262,9 @@ class StageRelay:
     def _try_to_differentiate(self, stage: int, arriving: list[Tensor]) -> tuple[list[Tensor], dict[str, Print]]:
         try:
             return self._differentiate(stage, arriving)
-        except RunError:
-            raise
-        except Exception as error:  # sent to every rank, and raised on all
-            self.problem = (
+        except Exception as error:  # raised on every rank, where they meet
+            agreement.raise_if_alone(error)
+            self.problem = PipelineSplitError(
                 f"stage {stage}: the backward fails when other stages' blocks are absent ({type(error).__name__}:"
                 f" {error}). What is recomputed in backward must not reach over a cut: put cuts at the borders of"
                 " checkpointed regions with pipeline_split, or recompute block by block. Call a function of autograd by"
@@ -367,10 +363,10 @@ def _printed(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Print]]:
             handle.remove()
 
 
-def _text(error: Exception, stage: int) -> str:
-    if type(error).__module__.startswith("lightning_3d."):
-        return str(error)
-    return (
+def _of_stage(error: Exception, stage: int) -> Lightning3DError:
+    if isinstance(error, Lightning3DError):
+        return error
+    return PipelineSplitError(
         f"stage {stage}: the step fails when other stages' blocks are absent ({type(error).__name__}: {error}). Code"
         " outside of the blocks must not need more of a block than what it returns."
     )

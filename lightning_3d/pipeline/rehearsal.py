@@ -5,6 +5,8 @@ real everywhere. Where tensors are computed and used determines which of them mu
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils import checkpoint
 
-from lightning_3d.errors import ConfigurationError, PipelineSplitError, UnsupportedError
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.traced_tensor import Node, StepTape, TracedTensor
 from lightning_3d.pipeline.wire import Spec, Wire
-from lightning_3d.ranks import random_streams
+from lightning_3d.ranks import agreement, random_streams
 from lightning_3d.sandbox.fingerprint import fingerprint
 from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
 
@@ -96,15 +98,6 @@ class StepTrace:
         return f"computed after {self.calls[node[0] - 1].unit!r}" if node[0] else "computed before the first block"
 
 
-@dataclass(frozen=True)
-class BlockFailure:
-    """Sent in place of the output of a block that failed: the other ranks wait for it."""
-
-    text: str
-    refused: bool
-    """True for an error of ours, which all ranks raise after they have agreed on it."""
-
-
 class Rehearsal(StepTape):
     """Runs units on the ranks that own them, shares outputs, and records uses. A `Director` and a `StepTape`."""
 
@@ -123,16 +116,28 @@ class Rehearsal(StepTape):
         """Regions that the step's own code checkpoints, each with a unit called in it and the unit's stage."""
         self.arguments: dict[int, list[list[float]]] = {}
         """By index of the call, for units that run here: fingerprints of the arguments."""
-        self.pending = False
-        """True while the other ranks wait for a block that runs here."""
+        self.ended: Exception | None = None
+        """The error that ended it on all ranks."""
 
-    def fail(self, error: Exception) -> None:
-        """Let ranks that wait for a block of this one know of its `error`."""
-        if self.pending:
-            self.pending = False
-            refused = isinstance(error, ConfigurationError)
-            text = str(error) if refused else f"{type(error).__name__}: {error}"
-            self.wire.share(BlockFailure(text, refused), self.wire.rank, ("rehearsal", self.call))
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise on every rank the first error that any rank raises inside. Ranks meet before each message."""
+        try:
+            yield
+        except Exception as error:
+            if self.ended is None and not agreement.is_alone(error):
+                self._meet("an error", error)
+            raise
+        self._meet("the end of the step")
+
+    def _meet(self, at: str, error: Exception | None = None) -> None:
+        if self.ended is not None:  # the user's code has caught it
+            raise self.ended
+        try:
+            self.wire.meet(at, error)
+        except Exception as ended:
+            self.ended = ended
+            raise
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._use((args, kwargs), self.call + 0.5)
@@ -154,15 +159,12 @@ class Rehearsal(StepTape):
         self._check_recomputed(unit, stage)
         self.calls.append(BlockCall(unit, stage, None))
         random_streams.restart(self.seed, 2 * self.next_call())
-        self.pending = self.stage_rank[stage] == self.wire.rank
-        return self.pending
+        return self.stage_rank[stage] == self.wire.rank
 
     def _share(self, output: Any) -> Any:
         call = self.calls[-1]
-        self.pending = False
+        self._meet(f"call {self.call}: {call.unit!r}")
         output = self.wire.share(output, self.stage_rank[call.stage], ("rehearsal", self.call))
-        if isinstance(output, BlockFailure):
-            raise PipelineSplitError(output.text) if output.refused else RuntimeError(output.text)
         spec = map_leaves(lambda leaf: Spec.of(leaf) if isinstance(leaf, Tensor) else leaf, output)
         self.calls[-1] = BlockCall(call.unit, call.stage, spec)
         random_streams.restart(self.seed, 2 * self.call - 1)

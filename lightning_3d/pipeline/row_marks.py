@@ -87,4 +87,19 @@ def _mixes(full: tuple[tuple[int, Tensor], ...], part: tuple[tuple[int, Tensor],
         return False  # no rows: a list of boxes, say
     [(length, wanted, rows, found)] = shorter
     wanted = wanted[:, : found.shape[1]]
-    return rows < length and bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())
+    return rows < length and _are_other(wanted, found, rounding)
+
+
+def first_other(one: Sequence[CallMarks], other: Sequence[CallMarks], rounding: float) -> int | None:
+    """Index of the first call that gave other values in another run on the same rows; None where all agree."""
+    for index, (tensors, others) in enumerate(zip(one, other, strict=False)):
+        pairs = [
+            pair for these, those in zip(tensors, others, strict=False) for pair in zip(these, those, strict=False)
+        ]
+        if any(length != size or _are_other(wanted, found, rounding) for (length, wanted), (size, found) in pairs):
+            return index
+    return None
+
+
+def _are_other(wanted: Tensor, found: Tensor, rounding: float) -> bool:
+    return wanted.shape != found.shape or bool(((found[0] - wanted[0]).abs() > rounding * (wanted[1] + 1e-6)).any())

@@ -65,13 +65,28 @@ class PipelineSplit:
         placement = stage_ranks(schedule, ranks, self.num_stages // ranks)
         return tuple(stage for stage, at in enumerate(placement) if at == rank)
 
-    def describe(self) -> str:
-        """One line per stage."""
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the work that each stage does."""
         cost = {unit.name: unit.cost for unit in self.units}
         total = sum(cost.values()) or 1.0
+        return tuple(sum(cost[name] for name in names) / total for names in self.stages)
+
+    def warning(self, ranks: int, schedule: str) -> str | None:
+        """A line for `ranks` of which one does so much that a pipeline gains less than a tenth of what it could."""
+        mine = [sum(self.shares[stage] for stage in self.stages_on(rank, ranks, schedule)) for rank in range(ranks)]
+        if max(mine) * (1 + (ranks - 1) / 10) <= 1:
+            return None
+        return (
+            f"The pipeline ranks do {', '.join(f'{share:.0%}' for share in mine)} of the work: most of them wait for"
+            " one. Use pipeline_parallel_size=1 with more data or tensor ranks, or a module with more blocks of equal"
+            " size."
+        )
+
+    def describe(self) -> str:
+        """One line per stage."""
         lines = []
-        for index, names in enumerate(self.stages):
-            share = sum(cost[name] for name in names) / total
+        for index, (names, share) in enumerate(zip(self.stages, self.shares, strict=True)):
             span = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names) or "nothing"
             lines.append(f"stage {index}: {span} ({share:.0%} of the work)")
         return "\n".join(lines)

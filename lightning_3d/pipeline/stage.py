@@ -161,9 +161,10 @@ class StagePlay(StepTape):
     def _zeros(self, spec: Spec) -> Tensor:
         """Zeros for every block and microbatch, until code between blocks writes into them."""
         made, key = self.step_trace.zeros, (spec.shape, spec.dtype)
-        if key not in made or made[key]._version:
-            made[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-        return made[key].detach()
+        with torch.inference_mode(False):  # kept for later calls, which may need gradients
+            if key not in made or made[key]._version:
+                made[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            return made[key].detach()
 
 
 _DIFFERENT = (

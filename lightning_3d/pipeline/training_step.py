@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
-from lightning_3d.pipeline.context import StepContext
+from lightning_3d.pipeline.context import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
+from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
 from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import Carried, StagePart, StepTrace
@@ -48,8 +49,9 @@ class TrainingStep:
     changes: list[Changes] = field(default_factory=list)
     """Changes of the module's attributes, by each run of the last stage."""
 
-    def __post_init__(self) -> None:
-        self.pipeline = self.step.pipeline
+    @property
+    def pipeline(self) -> CutModule:
+        return self.step.pipeline
 
     def run(self) -> tuple[Any, Record]:
         """Run the step; return the output and the logs of the full batch, on every rank."""
@@ -74,8 +76,7 @@ class TrainingStep:
         self.traces = [trace_of(microbatch) for microbatch in self.microbatches]
         if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
             self.full_trace = trace_of(self.step)
-            self.head, self.dims = choose_head(self.full_trace, self.traces)
-            refuse_mixing(self.full_trace, self.full_trace.heads[self.head], self.pipeline.mixing)
+            self.head, self.dims = choose_head(self.full_trace, self.traces, self.pipeline.mixing)
             self.traces = [trace.with_head(self.head) for trace in self.traces]
 
     def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
@@ -133,8 +134,7 @@ class TrainingStep:
                 "training_step draws random numbers before or between its blocks, and its loss depends on them (mixup,"
                 " noise that is the target as well). With the loss on the full batch (loss_scope='batch') it would be"
                 " given other numbers than the inputs of the microbatches. Draw them in the dataset or in"
-                " on_before_batch_transfer; or use loss_scope='microbatch' where the loss is a mean over samples, or"
-                " num_microbatches=1."
+                " on_before_batch_transfer; or use num_microbatches=1, which runs the full batch at once."
             )
 
     def _chunks(self, columns: list[Any], dims: list[int | None], joined: list[Tensor]) -> list[list[Tensor | None]]:
@@ -168,35 +168,30 @@ class TrainingStep:
 _CONSTANT, _MIXED = -1, -2
 
 
-def choose_head(full: StepTrace, traces: Sequence[StepTrace]) -> tuple[int, list[int | None]]:
+def choose_head(
+    full: StepTrace, traces: Sequence[StepTrace], mixing: Mixing | None = None
+) -> tuple[int, list[int | None]]:
     """Find the last call of the last stage from which on the step can run on the full batch.
 
     The inputs of the head must be rows that join, or be the same for every batch. A first term of the loss is neither:
-    then the head begins at the call before it.
+    then the head begins at the call before it. The head also has the call `mixing`.
 
     Returns:
         Index into `StepTrace.heads`, and the dimension along which each tensor joins, None where all have the same.
     """
+    if mixing is not None and mixing.call < full.heads[-1].start:
+        raise UnsupportedError(mixing.text.format(unit=full.calls[mixing.call].unit))
     for index, head in enumerate(full.heads):
-        dims = joined_dims(head.before, [trace.heads[index].before for trace in traces])
-        if dims is not None:
-            return index, dims
+        if mixing is None or head.start <= mixing.call:
+            dims = joined_dims(head.before, [trace.heads[index].before for trace in traces])
+            if dims is not None:
+                return index, dims
     raise PipelineSplitError(
-        "the loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
-        " begins with values that each microbatch has computed from its own rows (a mean, say), so that they do not"
-        " join to the value of the full batch. Name a cut before them with pipeline_split, or use"
-        " loss_scope='microbatch'."
+        "The loss cannot be computed on the full batch (loss_scope='batch', or what 'auto' chose): the last stage"
+        " begins with values that each microbatch has computed from its own rows (a mean, or the first rows), so that"
+        " they do not join to the value of the full batch. Name a cut before them with pipeline_split, or use"
+        " num_microbatches=1, which runs the full batch at once."
     )
-
-
-def refuse_mixing(trace: StepTrace, head: StagePart, mixing: int | None) -> None:
-    """Raise where call `mixing` uses other samples of the batch and belongs to no head, which has them."""
-    if mixing is not None and mixing < head.start:
-        raise UnsupportedError(
-            f"The output of {trace.calls[mixing].unit!r} for a sample depends on the other samples of the batch (their"
-            " mean, a capacity that they share). A pipeline computes it for each microbatch, so it would train"
-            " otherwise than one device does. num_microbatches=1 runs the full batch at once."
-        )
 
 
 def joined_dims(full: Sequence[Carried], parts: Sequence[Sequence[Carried]]) -> list[int | None] | None:

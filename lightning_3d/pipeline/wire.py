@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import IDLE, Ledger
-from lightning_3d.errors import PeerError
+from lightning_3d.errors import PeerError, RunError
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.pipeline.traced_tensor import not_a_view
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.sandbox.trees import _SIMPLE, leaves, map_leaves
 
@@ -153,6 +153,12 @@ class Wire:
         with _naming("comparing results", None):
             return talk.gather(value, self.group)
 
+    def meet(self, at: str, error: Exception | None = None) -> None:
+        """Return once every rank is `at` the same place. If one has an error, raise the first on all."""
+        if self.size > 1 or error is not None:
+            with _naming("comparing progress", None):
+                agreement.agree(error, at, self.group)
+
 
 @dataclass
 class Receipt:
@@ -185,7 +191,7 @@ class _naming:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.doing.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
+        if isinstance(error, RuntimeError) and not isinstance(error, RunError):
             peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
             raise PeerError(
                 f"Pipeline: {self.what}{peer} did not end: {str(error).splitlines()[0]}. That rank failed, was stopped,"

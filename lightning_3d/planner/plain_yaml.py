@@ -9,8 +9,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.errors import PlannerError
 
-MOST_VALUES = 20_000
-"""With every alias written out; a catalogue has some five hundred."""
+MOST_VALUES, MOST_BYTES = 20_000, 2_000_000
+"""Values with every alias written out; a catalogue has some five hundred. A device like /dev/zero has no end."""
 
 
 def conf_folder() -> Path:
@@ -23,7 +23,10 @@ def conf_folder() -> Path:
 def read_plain(path: Path, what: str) -> Any:
     """The content of `path`; interpolations stay text. `what` names the file in errors."""
     try:
-        text = path.read_text()
+        with open(path, "rb") as file:
+            text = file.read(MOST_BYTES + 1).decode()
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} characters")
         _refuse_growth(yaml.compose(text, Loader=yaml.SafeLoader))
         return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except FileNotFoundError:
@@ -41,12 +44,9 @@ def _refuse_growth(root: yaml.Node | None) -> None:
         if id(node) not in sizes:
             sizes[id(node)] = MOST_VALUES  # what is inside itself has no end
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            sizes[id(node)] = 1 + sum(size(each) for part in parts for each in _nodes(part))
+            nodes = [part if isinstance(part, tuple) else (part,) for part in parts]
+            sizes[id(node)] = 1 + sum(size(each) for some in nodes for each in some)
         return sizes[id(node)]
 
     if root is not None and size(root) > MOST_VALUES:
         raise ValueError(f"it stands for more than {MOST_VALUES:,} values; write out what its aliases (*name) repeat")
-
-
-def _nodes(part: Any) -> tuple[yaml.Node, ...]:
-    return part if isinstance(part, tuple) else (part,)

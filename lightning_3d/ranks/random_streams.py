@@ -61,6 +61,12 @@ def set_streams(streams: Streams, generator: torch.Generator | None = None) -> N
         generator.set_state(streams["generator"])
 
 
+def equal(one: Streams, other: Streams) -> bool:
+    """Return True if the streams that both name have the same states."""
+    pairs = [(one[name], state) for name, state in other.items() if name in one]
+    return all(mine.equal(state) if isinstance(state, torch.Tensor) else mine == state for mine, state in pairs)
+
+
 @contextmanager
 def restored_streams() -> Iterator[None]:
     """Restore every stream afterwards."""

@@ -1,7 +1,7 @@
 """Messages between ranks beside the training data: objects, meetings, small tensors.
 
-`gather`, `all_equal`, `any_rank`, `from_first` and `together` are collectives on a process group. `meet` and
-`failed_everywhere` go through the job's store instead: they return even if another rank never comes.
+`gather`, `all_equal`, `any_rank` and `from_first` are collectives on a process group. `meet` and `failed_everywhere` go
+through the job's store instead: they return even if another rank never comes.
 
 Tensors are pickled as plain bytes. pickle would send each through `torch.save`, which users (and Lightning's tests)
 replace on some ranks to count how often a rank saves. Their peers could not read the answer.
@@ -65,14 +65,14 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [_load(answer) for answer in answers]
 
 
-def all_equal(value: Any) -> bool:
-    """True where every rank of the job has the same `value`. Collective.
+def all_equal(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """True where every rank of `group` has the same `value`. Collective.
 
     It costs one all-reduce of two numbers, where `gather` would bring a message of each rank to each. False for equal
     values that pickle differently, so a caller that gets False has to look.
     """
     digest = int.from_bytes(hashlib.sha256(pickled(value)).digest()[:7], "big")
-    largest, least = largest_of([digest, -digest])
+    largest, least = largest_of([digest, -digest], group)
     return largest == -least
 
 
@@ -81,11 +81,11 @@ def any_rank(mine: bool) -> bool:
     return largest_of([int(mine)])[0] > 0
 
 
-def largest_of(numbers: list[int]) -> list[int]:
-    """The largest of the numbers that the ranks of the job say, in each place. Collective."""
+def largest_of(numbers: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of the numbers that the ranks of `group` say, in each place. Collective."""
     if not dist.is_initialized() or not has_peers():
         return numbers
-    group = hosts_of(None) or dist.group.WORLD
+    group = hosts_of(group) or dist.group.WORLD
     assert group is not None
     device = "cpu" if takes_cpu_tensors(group) else group._device_types[0]
     said = torch.tensor(numbers, device=device)
@@ -123,37 +123,18 @@ def _made_and_sent(make: Callable[[], T], group: dist.ProcessGroup | None, first
         made = make()
         message = pickled((made, None))
     except Exception as error:
-        dist.broadcast_object_list([pickled((None, _portable(error)))], group=group, group_src=first)
+        dist.broadcast_object_list([pickled((None, portable(error)))], group=group, group_src=first)
         raise
     dist.broadcast_object_list([message], group=group, group_src=first)
     return made
 
 
-def together(make: Callable[[], T], errors: type[Exception] = Exception, group: dist.ProcessGroup | None = None) -> T:
-    """The result of this rank's `make()`. If it raises one of `errors` on some ranks, every rank raises the first.
-
-    Collective. Any other error is raised at once and on this rank alone.
-    """
-    made: Any = None
-    mine: Exception | None = None
-    try:
-        made = make()
-    except errors as error:
-        mine = error
-    if group is None and not any_rank(mine is not None):
-        return made  # type: ignore[no-any-return]
-    answers = gather(None if mine is None else _portable(mine), group)
-    rank, first = next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), (None, None))
-    if first is not None:
-        raise mine if mine is not None and rank == (dist.get_rank(group) if dist.is_initialized() else 0) else first
-    return made  # type: ignore[no-any-return]
-
-
-def _portable(error: Exception) -> Exception:
-    """`error`, or a RunError that names it: errors of other packages may not survive pickling."""
-    if isinstance(error, Lightning3DError):
-        return error
-    return RunError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+def portable(error: Exception) -> Lightning3DError:
+    """`error` for other ranks: as it is, or a RunError with its name. Errors of other packages may not be pickled."""
+    if not isinstance(error, Lightning3DError):
+        error = RunError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    error.rank = dist.get_rank() if error.rank is None else error.rank
+    return error
 
 
 def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:

@@ -1,12 +1,13 @@
 """Reads the first batch of the loop that is about to run, without taking it away from the loop."""
 
-import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -14,11 +15,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.own_generators import Generator, is_generator, restored_states, state_of
 
 _LARGE = 1 << 20
 
 
-def loaders_of(trainer: Trainer) -> CombinedLoader:
+@dataclass
+class Loaders:
+    """The loaders of the loop that is about to run."""
+
+    combined: CombinedLoader
+    source: Any
+    """Of the loop: gives it the loaders (read in lightning 2.6)."""
+    draws: "_Draws"
+    """Of the hook that made the loaders."""
+
+
+def loaders_of(trainer: Trainer) -> Loaders:
     """The loaders of the loop that is about to run.
 
     They come from the loop's data source (read in lightning 2.6). A loop that does not know the number of its batches
@@ -30,57 +44,67 @@ def loaders_of(trainer: Trainer) -> CombinedLoader:
         TrainerFn.TESTING: trainer.test_loop,
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
-    loaders = loops[trainer.state.fn]._data_source.dataloader()
-    if isinstance(loaders, CombinedLoader):
-        return loaders
-    return CombinedLoader(loaders, "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential")
+    source = loops[trainer.state.fn]._data_source
+    given = vars(source).get("dataloader")
+    if given is not None and given.instance is source.instance:
+        return given.loaders  # type: ignore[no-any-return]
+    draws = _Draws()
+    with draws.noted():
+        loaders = source.dataloader()
+    if not isinstance(loaders, CombinedLoader):
+        loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.state.fn == TrainerFn.FITTING else "sequential")
+    return Loaders(loaders, source, draws)
 
 
-def map_style(loaders: CombinedLoader) -> bool:
+def map_style(loaders: Loaders) -> bool:
     """Return True if every loader reads from a dataset by index, so that reading takes no batch away."""
-    every = loaders.flattened
+    every = loaders.combined.flattened
     maps = [isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in every]
     return bool(maps) and all(maps)
 
 
-def first_batch(loaders: CombinedLoader) -> Any:
-    """The first batch, from a separate iterator; raises where the loop would lose it.
+def first_batch(loaders: Loaders) -> Any:
+    """The first batch, from a separate iterator where there can be one. Else the loop gets what is read here.
 
     A stream is read from a copy, since it may remember its position. The loaders' own generators are put back. The
     caller restores the main random streams.
     """
-    if any(map(_gone_once_read, loaders.flattened)):
-        raise UnsupportedError("the data can be read only once, and the loop needs it")
-    before = [(generator, generator.get_state()) for each in loaders.flattened for generator in _generators(each)]
-    own = loaders.flattened
-    loaders.flattened = [_on_a_copy(each) for each in own]
+    combined, own = loaders.combined, loaders.combined.flattened
+    separate = [_read_again(each) for each in own]
+    reads = [_Once(each) if copy is None else None for each, copy in zip(own, separate, strict=True)]
+    states = [_generators(each) for each, copy in zip(own, separate, strict=True) if copy is not None]
+    combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
     try:
-        batch, _, _ = next(iter(loaders))
+        with restored_states({each: state for found in states for each, state in found.items()}):
+            batch = next(iter(combined))[0]
+        return deepcopy(batch) if any(reads) else batch  # the step may write into it
     finally:
-        loaders.reset()
-        loaders.flattened = own
-        for generator, state in before:
-            generator.set_state(state)
-    return batch
+        combined.reset()
+        combined.flattened = [own if once is None else once.given_back() for own, once in zip(own, reads, strict=True)]
+        if any(reads):
+            loaders.source.dataloader = _Given(loaders, loaders.source.instance)
 
 
-def _gone_once_read(loader: Any) -> bool:
-    """Return True if data comes from an iterator: the loader, its stream, or an attribute of that (a file)."""
-    data = getattr(loader, "dataset", None)
-    inner = vars(data).values() if isinstance(data, IterableDataset) else ()
-    return any(isinstance(each, Iterator) for each in (loader, data, *inner))
+def _read_again(loader: Any) -> Any:
+    """A loader that reads what `loader` will, and takes nothing away from it; None where there is none.
 
-
-def _on_a_copy(loader: Any) -> Any:
-    """`loader`, or a loader of a copy of its stream where this process would read the stream."""
-    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset) or loader.num_workers:
+    It has a copy of the stream where this process would read the stream.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader if isinstance(loader, Sequence | Tensor) else None
+    if not isinstance(loader.dataset, IterableDataset):
         return loader
-    shared = {id(each): each for each in vars(loader.dataset).values() if _data_itself(each)}
-    reads = copy.copy(loader)
+    inner = vars(loader.dataset).values()
+    if any(isinstance(each, Iterator) for each in (loader.dataset, *inner)):  # a file, a generator
+        return None
+    if loader.num_workers:
+        return loader
+    shared = {id(each): each for each in inner if _data_itself(each)}
+    reads = copy(loader)
     try:
-        vars(reads)["dataset"] = copy.deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
-    except (TypeError, pickle.PicklingError) as error:
-        raise UnsupportedError(f"the stream may remember what was read, and cannot be copied ({error})") from error
+        vars(reads)["dataset"] = deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
+    except (TypeError, pickle.PicklingError):
+        return None
     return reads
 
 
@@ -89,11 +113,108 @@ def _data_itself(value: Any) -> bool:
     return isinstance(value, Tensor) and value.nbytes > _LARGE
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Generators of the order of samples and of the seeds of workers."""
+def _generators(loader: Any) -> dict[Generator, Any]:
+    """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
     holders = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
-    found = [getattr(holder, "generator", None) for holder in [*holders, getattr(holders[-1], "sampler", None)]]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+    values = [value for each in (*holders, getattr(holders[-1], "sampler", None)) for value in _attributes(each)]
+    return {value: state_of(value) for value in values if is_generator(value)}
+
+
+def _attributes(holder: Any) -> list[Any]:
+    return list(getattr(holder, "__dict__", {}).values())
+
+
+class _Draws:
+    """What some code draws from the main random streams, for the code that does not run again where it would have."""
+
+    def __init__(self) -> None:
+        self.before = self.after = random_streams.Streams()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        self.before = random_streams.main_streams()
+        yield
+        self.after = random_streams.main_streams()
+
+    def repeat(self) -> None:
+        if random_streams.equal(self.before, self.after):
+            return
+        if not random_streams.equal(self.before, random_streams.main_streams()):
+            raise UnsupportedError(
+                "The data draws from a random stream that all code shares (torch's, Python's or numpy's). It can be"
+                " read only once, and its first batch was read ahead of training. A hook has drawn since then, so one"
+                " device would have another first batch. Draw from a generator of its own in the data, or draw nothing"
+                " in hooks before the first batch."
+            )
+        random_streams.set_streams(self.after)
+
+
+class _Once:
+    """Reads a loader that can be read only once, and keeps what it has read."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.items: list[Any] = []
+        self.begun, self.read = _Draws(), _Draws()
+        self.rest: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.begun.noted():
+            self.rest = iter(self.loader)
+        return self
+
+    def __next__(self) -> Any:
+        assert self.rest is not None
+        with self.read.noted():
+            self.items.append(next(self.rest))
+        return self.items[-1]
+
+    def given_back(self) -> Any:
+        """The loader, whose next iteration begins with what was read. It is the same object, if it can be."""
+        loader, kind = self.loader, type(self.loader)
+        again = {"__iter__": lambda _: self._again(kind), "__module__": kind.__module__, "__slots__": ()}
+        if hasattr(kind, "load_state_dict"):  # a run that resumes goes on elsewhere
+            again["load_state_dict"] = lambda _, state: self._own(kind).load_state_dict(state)
+        try:
+            if self.rest is not None:
+                loader.__class__ = type(kind.__name__, (kind,), again)
+        except TypeError:  # a type of Python's own: a generator, or a container
+            return self._again(kind) if isinstance(loader, Iterator) else loader
+        return loader
+
+    def _own(self, kind: type) -> Any:
+        if type(self.loader) is not kind:
+            self.loader.__class__ = kind
+        return self.loader
+
+    def _again(self, kind: type) -> Iterator[Any]:
+        self.begun.repeat()
+        return self._read(kind)
+
+    def _read(self, kind: type) -> Iterator[Any]:
+        self._own(kind)
+        self.read.repeat()
+        while self.items:
+            yield self.items.pop(0)
+        if self.rest is not None:
+            yield from self.rest
+
+
+@dataclass
+class _Given:
+    """Gives the loop the loaders that were read ahead, once; later ones come from its source again."""
+
+    loaders: Loaders
+    instance: Any
+    """That the source had, by which other loaders of the same Trainer are known."""
+
+    def __call__(self) -> Any:
+        source = self.loaders.source
+        del source.dataloader
+        if source.instance is not self.instance:
+            return source.dataloader()
+        self.loaders.draws.repeat()
+        return self.loaders.combined
 
 
 def loader_batch_size(trainer: Trainer) -> int | None:

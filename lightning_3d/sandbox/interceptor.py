@@ -92,7 +92,7 @@ def assigns_data(func: Any) -> bool:
 
 
 def storage(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor and its views share."""
+    """A number for the memory that a tensor and its views share. It stays while that is freed and allocated again."""
     with torch._C.DisableTorchFunction():
         return local(tensor).untyped_storage()._cdata
 
@@ -108,8 +108,9 @@ def _targets(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Tensor, int], ...
     if (not first and "out" not in kwargs) or _assigns_itself(func, args):
         return ()
     leaves = tree_leaves((first, kwargs.get("out")))
-    # a sparse tensor has no storage, and no parameter is one
-    return tuple((x, x._version) for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+    # a sparse tensor has no storage, one of inference mode counts no versions, and no parameter is either
+    tensors = (x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided)
+    return tuple((x, x._version) for x in tensors if not x.is_inference())
 
 
 def _assigns_itself(func: Any, args: Any) -> bool:

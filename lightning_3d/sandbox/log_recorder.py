@@ -274,6 +274,9 @@ def _detached(leaf: Any) -> Any:
         return leaf.item()
     if isinstance(leaf, np.ndarray):
         return torch.as_tensor(leaf)
+    if isinstance(leaf, Tensor) and leaf.is_inference():
+        with torch.inference_mode(False):  # outside of it a tensor that was made in it cannot be reduced
+            return leaf.clone()
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 

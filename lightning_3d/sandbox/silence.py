@@ -33,6 +33,8 @@ CONSTANTS: dict[Any, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys((torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_), _fill(1.0)),
 }
 """Functions that draw a tensor, and how the result of a silenced one is filled."""
+CHOICES = (torch.randint, torch.randperm, torch.multinomial, Tensor.multinomial, Tensor.random_)
+"""Functions that draw indices, which a constant would not stand for."""
 ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -56,6 +58,8 @@ class SilenceRandom(Rule):
         """Shape of the first argument of each random call."""
         self.modules: list[nn.Module | None] = []
         """The module of `DROPOUT_MODULES` that made each call, None for calls of other code."""
+        self.lengths = set[int]()
+        """Of the random tensors that were drawn, dropout apart."""
 
     def before(self, call: Call) -> Call:
         if call.func is F.multi_head_attention_forward:  # the calls within it are not intercepted
@@ -72,6 +76,10 @@ class SilenceRandom(Rule):
                 func=_keep_all if func is torch.native_dropout else _identity, args=(first,), kwargs={}
             )
         return call._replace(func=partial(_constant, func)) if func in CONSTANTS else call
+
+    def after(self, call: Call, result: Any) -> None:
+        if (call.func in CONSTANTS or call.func in CHOICES) and result.ndim and len(result) > 1:
+            self.lengths.add(len(result))
 
     def _attention(self, call: Call) -> dict[str, Any]:
         """The arguments of a call to torch's own attention, without dropout. Lists the shape of its mask."""

@@ -32,7 +32,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
         if type(value) is dict or not isinstance(value, MutableMapping):
             return dict(zip(value, items, strict=True))
         result: Any = copy.copy(value)
-        for key, item in zip(value, items, strict=True):
+        for key, item in zip(value.keys(), items, strict=True):  # a TensorDict iterates over its rows
             result[key] = item
         return result
     if isinstance(value, list | tuple):
@@ -43,6 +43,11 @@ def rebuild(value: Any, items: list[Any]) -> Any:
     for field, item in zip(dataclasses.fields(value), items, strict=True):
         object.__setattr__(result, field.name, item)
     return result
+
+
+def has_row_count(value: Any) -> bool:
+    """Return True for a TensorDict: cut and joined as a tensor, since it takes no entry with another number of rows."""
+    return isinstance(size := getattr(value, "batch_size", None), torch.Size) and len(size) > 0
 
 
 def leaves(value: Any) -> list[Any]:
@@ -113,6 +118,8 @@ def join_outputs(outputs: list[Any], sizes: list[int]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     first = outputs[0]
+    if has_row_count(first):
+        return torch.cat(outputs)
     if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
         return join_outputs([torch.as_tensor(out) for out in outputs], sizes).numpy()
     if isinstance(first, Tensor):

@@ -5,9 +5,11 @@ Touches two private names of Lightning's Strategy (read in 2.6): `_optimizers` a
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,7 +98,15 @@ def _restored_state(module: Any, found: Sequence[Any]) -> Iterator[None]:
         for holder in found:
             stack.enter_context(on_copies(holder, copies))
         stack.enter_context(isolated_buffers(module, buffers))
+        stack.callback(_forget_new_buffers, [(each, set(each._buffers)) for each in module.modules()])
         yield
+
+
+def _forget_new_buffers(known: Sequence[tuple[nn.Module, set[str]]]) -> None:
+    """Remove buffers that a step has registered: code that does so at its first call would not do it again."""
+    for owner, names in known:
+        for name in owner._buffers.keys() - names:
+            delattr(owner, name)
 
 
 _MANY = 100
@@ -134,6 +144,8 @@ def _inside(value: Any) -> Iterator[Any]:
 def _is_users_object(value: Any) -> bool:
     """Queues, optimizers and loggers are none. `LogRecorder` takes care of metrics."""
     kind = type(value)
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
     plain = kind.__module__.partition(".")[0] in sys.stdlib_module_names
     return hasattr(value, "__dict__") and not plain and is_users(kind) and not isinstance(value, nn.Module | type)
 

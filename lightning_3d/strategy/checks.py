@@ -22,7 +22,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import in_wrapper, is_compiled_in_place
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 
 
 def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
@@ -35,7 +35,7 @@ def check_same_layout(make: Callable[[], Layout], world_size: int) -> Layout:
             " torch.distributed.destroy_process_group() between two jobs, or start each job in its own process. Under"
             " Ray give the Trainer plugins=[RayLightningEnvironment()]."
         )
-    layout = talk.together(make, LayoutError)
+    layout = agreement.together(make, LayoutError)
     if talk.all_equal(repr(layout)):
         return layout
     layouts = talk.gather(repr(layout))

@@ -12,6 +12,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import drawn_like_first
 from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
+from lightning_3d.sandbox.recorded_value import reads
 
 
 @contextmanager
@@ -66,12 +67,19 @@ def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
 def share_first_values(module: nn.Module) -> None:
     """Give parameters and buffers the values of rank 0, on every rank. Collective over the world.
 
-    A deferred parameter is computed and sent only if some rank recorded other operations for it.
+    A deferred parameter is computed and sent only if some rank recorded other operations for it, or reads other bytes.
     """
     deferred = {name: item for name, item in module.named_parameters() if isinstance(item, Deferred)}
     mine = {name: item.lightning_3d_recorded.step.digest for name, item in deferred.items()}
     everywhere = [mine] if talk.all_equal(mine) else talk.gather(mine)
     equal = {name for name, digest in everywhere[0].items() if all(there.get(name) == digest for there in everywhere)}
-    realize(item for name, item in deferred.items() if name not in equal)
+    others = {name: item for name, item in deferred.items() if name not in equal}
+    if any(reads(item.lightning_3d_recorded.step) for item in others.values()):
+        rank_zero_warn(
+            f"Ranks read other values of {', '.join([*others][:5])}{', ...' if len(others) > 5 else ''} from their"
+            f" weights files ({len(others)} parameters), as from an older download on one node. All train with those of"
+            " rank 0, and each builds these in full. Give each node the same files."
+        )
+    realize(others.values())
     here = [item for item in module.parameters() if not isinstance(item, Deferred)]
     broadcast_tensors([*here, *module.buffers()], Group())

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PeerError
 from lightning_3d.launch.hydra_job import FAILED, FILE
+from lightning_3d.launch.side_file import write_side_file
 from lightning_3d.layout import Layout
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.ranks import talk
@@ -74,8 +76,7 @@ def write(
         "metrics": {key: float(value) for key, value in metrics.items() if value.numel() == 1},
         **asdict(measured),
     }
-    (folder / FILE).write_text(json.dumps(report, indent=2))
-    (folder / FAILED).unlink(missing_ok=True)
+    write_side_file(folder / FILE, json.dumps(report, indent=2), replaces=folder / FAILED)
 
 
 def write_failure(folder: Path, rank: int, error: BaseException) -> None:
@@ -86,7 +87,5 @@ def write_failure(folder: Path, rank: int, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
     logging.getLogger("lightning_3d").error("The job failed on rank %d: %s", rank, reason)
     file = folder / FAILED
-    if not isinstance(error, PeerError) or not file.exists():
-        part = file.with_suffix(f".{rank}.part")
-        part.write_text(json.dumps({"rank": rank, "reason": reason}))
-        part.replace(file)
+    if not isinstance(error, PeerError) or not os.path.exists(file):  # a Path raises where the folder cannot be read
+        write_side_file(file, json.dumps({"rank": rank, "reason": reason}))

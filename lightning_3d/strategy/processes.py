@@ -27,7 +27,6 @@ from lightning_3d.data.world_size_use import data_code_that_asks
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.nccl_settings import set_nccl_watchdog
-from lightning_3d.faults.verdict import is_communication
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.launch.lightning_private import (
     TunerExitException,
@@ -38,6 +37,7 @@ from lightning_3d.launch.lightning_private import (
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks import rank_zero, talk
+from lightning_3d.ranks.agreement import is_alone, is_communication
 from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
 
@@ -89,7 +89,10 @@ class Processes(ParallelStrategy):
 
     def __repr__(self) -> str:
         """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses other class trees."""
-        return f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`>"
+        return (
+            f"<lightning_3d.{type(self).__name__} for Trainer of `lightning.pytorch`, not of `pytorch_lightning`:"
+            " call lightning_3d.serve_pytorch_lightning() before anything imports that>"
+        )
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -219,13 +222,15 @@ class Processes(ParallelStrategy):
         if not self._ran_before and self._process_group_backend != "fake":
             options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
         init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
+        self._watch = self._start_watch()
         share_seeded_state()
         self._nodes = self._find_nodes()
         self._before_layout()
         if self.local_rank == 0 and dist.get_backend() != "fake":
             self._move_old_records()
         layout = check_same_layout(lambda: self.layout, self.world_size)
-        self._watch = self._start_watch(layout)
+        if self._watch is not None:
+            self._watch.places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
         self._mesh = None
 
     def _find_nodes(self) -> Sequence[int]:
@@ -272,11 +277,12 @@ class Processes(ParallelStrategy):
 
     # ---- fail -----------------------------------------------------------------------------------------------------
 
-    def _start_watch(self, layout: Layout) -> Watchdog | None:
+    def _start_watch(self) -> Watchdog | None:
+        """Watch the ranks from the start, although their places are not known yet."""
         flight.clear()
         if Group().silent:
             return None  # there is no other process
-        places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
+        places = dict.fromkeys(range(dist.get_world_size()), "its place is not known yet")
         folder = flight_folder(self._module.trainer.default_root_dir)
         return Watchdog(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
 
@@ -305,7 +311,8 @@ class Processes(ParallelStrategy):
         """The error to raise for `error`, once all ranks know of it."""
         own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
         explained = self._watch.explained(error) if self._watch is not None else error
-        self._fail(own_error=own and (not interrupted or self.world_size == 1))  # Ctrl-C stops each rank elsewhere
+        elsewhere = is_alone(error) or (interrupted and self.world_size > 1)  # Ctrl-C stops each rank elsewhere
+        self._fail(own_error=not elsewhere)
         if own and self._failed and self._watch is not None and not interrupted:
             self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
         return explained
@@ -319,7 +326,7 @@ class Processes(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if not self._judged:
-            self._fail(own_error=not is_communication(exception))
+            self._fail(own_error=not is_alone(exception))
         if self._failed:
             if self._watch is not None:
                 self._watch.linger()

@@ -1,9 +1,11 @@
 """Names for `Trainer(strategy="...")`, registered when the package is imported."""
 
 import sys
+from functools import partial
 from typing import Any, NoReturn
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.launch.served_names import REMEDY
 
 NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d", "the layout that the planner chooses", {"layout": "auto"}),
@@ -14,11 +16,31 @@ NAMES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("3d_zero3_offload", "everything sharded and kept in host memory", {"zero_stage": 3, "offload": "all"}),
 )
 
+MISTAKES = (
+    "3d_zero", *(f"3d_zero{stage}" for stage in range(4, 10)), *(f"3d_zero{stage}_offload" for stage in range(3)),
+    "3d_auto", "3d_offload", "3d_fsdp", "3d_ddp", *(f"zero{stage}" for stage in range(4)),
+)  # fmt: skip
+"""Names that users guess. Lightning answers an unknown name with a list that has none of ours."""
+
+
+def refuse_mistakes(registry: Any) -> None:
+    """Register each name of `MISTAKES` as one that raises. The command line knows it by the description."""
+    for name in MISTAKES:
+        registry.register(name, partial(_refuse_name, name), description="not a strategy", override=True)
+
+
+def _refuse_name(name: str) -> NoReturn:
+    ours = ", ".join(known for known, *_ in NAMES)
+    raise ConfigurationError(
+        f"strategy={name!r} is not a registered strategy. This package registers {ours}. For other settings pass an"
+        " object: strategy=Strategy3D(tensor_parallel_size=2, zero_stage=3)."
+    )
+
 
 def refuse_other_package() -> None:
     """Let the names raise in Trainers of the separate package `pytorch_lightning`, if it is loaded."""
     other = sys.modules.get("pytorch_lightning.strategies")
-    if other is not None:
+    if other is not None and other is not sys.modules.get("lightning.pytorch.strategies"):
         for name, description, _ in NAMES:
             other.StrategyRegistry.register(name, _refuse, description=description, override=True)
 
@@ -26,6 +48,6 @@ def refuse_other_package() -> None:
 def _refuse() -> NoReturn:
     raise ConfigurationError(
         "lightning_3d works with the package `lightning`, and this Trainer is of the separate package"
-        " `pytorch_lightning`, which has other classes."
-        " Import Trainer and LightningModule from `lightning.pytorch`; the code is the same."
+        f" `pytorch_lightning`, which has other classes. {REMEDY} In code of your own, import Trainer and"
+        " LightningModule from `lightning.pytorch`; the code is the same."
     )

@@ -3,17 +3,21 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import distributed as dist
 
 from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.axes.group import Group
 from lightning_3d.data.same_samples import SampleCheck
+from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.strategy.window import Window
 from lightning_3d.verify.first_step import FirstStep
 from lightning_3d.verify.replicas import EVERY, ReplicaCheck
+from lightning_3d.verify.same_loss import compare_first_loss
 
 Args = tuple[Any, ...]
 
@@ -27,7 +31,7 @@ class StepCheck:
         """The context of the step."""
         return nullcontext()
 
-    def after_train(self) -> None: ...
+    def after_train(self, output: Any) -> None: ...
 
     def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
         """The arguments for the step. `evaluation` counts runs of validation, test and predict."""
@@ -50,6 +54,21 @@ class SamplesAgree(StepCheck):
     def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
         loader = args[2:]  # after batch and batch_idx: its index, where there are several
         return self.samples.first_peers_batch(name, args, (evaluation, loader))  # type: ignore[no-any-return]
+
+
+class LossesAgree(StepCheck):
+    """Compare the first loss of tensor peers."""
+
+    def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
+        self.place, self.module, self.plugin = place, module, plugin
+        self.due = layout.tensor_parallel_size > 1 and not Group().simulated
+
+    def after_train(self, output: Any) -> None:
+        if self.due:
+            self.due = False
+            with self.plugin.forward_context():
+                rounding = rounding_of(self.module) / 10  # peers run the same operations on the same numbers
+            compare_first_loss(output, self.place, rounding)
 
 
 class ReplicasAgree(StepCheck):
@@ -92,14 +111,14 @@ class FirstStepAgrees(StepCheck):
         self.first: FirstStep | None = first
         self.parallel, self.data_group, self.random = parallel, data_group, random
         self.window, self.plugin = window, plugin
-        self.after_train()
+        self.after_train(None)
 
     def before_train(self, args: Args) -> None:
         if self.first is not None:
             with self.random.step():
                 self.first.add(self.parallel.module, args, self.window.scale(self.plugin))
 
-    def after_train(self) -> None:
+    def after_train(self, output: Any) -> None:
         if self.first is not None:
             self.first.twin.look(self.parallel.module)
 

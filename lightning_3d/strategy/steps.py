@@ -129,7 +129,7 @@ class CheckedSteps:
                 stack.enter_context(check.around_train())
             output = self.runner.train(call, args)
         for check in self.checks:
-            check.after_train()
+            check.after_train(output)
         return output
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:

@@ -18,6 +18,7 @@ from lightning_3d.activations.recompute_choice import Recompute, RecomputeArgume
 from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
+from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
@@ -61,9 +62,16 @@ from lightning_3d.strategy.in_shards import (
 )
 from lightning_3d.strategy.placing import Placing
 from lightning_3d.strategy.processes import StartMethod
-from lightning_3d.strategy.registry import NAMES
+from lightning_3d.strategy.registry import NAMES, refuse_mistakes
 from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.step_checks import ActivationsFit, FirstStepAgrees, ReplicasAgree, SamplesAgree, StepCheck
+from lightning_3d.strategy.step_checks import (
+    ActivationsFit,
+    FirstStepAgrees,
+    LossesAgree,
+    ReplicasAgree,
+    SamplesAgree,
+    StepCheck,
+)
 from lightning_3d.strategy.steps import CheckedSteps, make_runner
 from lightning_3d.strategy.window import Window
 from lightning_3d.usercode.averages_private import shard_averages
@@ -335,6 +343,7 @@ class Strategy3D(Placing):
             finetune_by_identity(self._undo)
         wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data, self._undo)
         evaluate_with_no_grad(trainer, self._undo)
+        check_remade_loaders(trainer, self._undo)
         self._undo.callback(gather_over(self.data_group, self.layout))
 
     def _save_full_tensors(self, trainer: Trainer, parallel: ParallelModule) -> None:
@@ -348,7 +357,10 @@ class Strategy3D(Placing):
         random = StepRandom(self.layout, self.coordinate)
         window = Window(trainer, self._module, parallel.data)
         runner = make_runner(parallel, random, window, plugin, self._undo)
-        checks: list[StepCheck] = [SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer)]
+        checks: list[StepCheck] = [
+            SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer),
+            LossesAgree(self.layout, self.coordinate, self._module, plugin),
+        ]
         if self._verify == "replicas":
             checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
         if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
@@ -405,3 +417,4 @@ class Strategy3D(Placing):
         """Make `Trainer(strategy="3d_zero1")` and its like work; called when the package is imported."""
         for name, description, arguments in NAMES:
             strategy_registry.register(name, cls, description=description, override=True, **arguments)
+        refuse_mistakes(strategy_registry)

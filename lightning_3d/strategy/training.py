@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -165,6 +165,10 @@ class Training(Resuming):
     def _announce(self, plan: ParallelPlan | None, fitting: bool) -> None:
         if not fitting or plan is None:
             return
+        if plan.split is not None:
+            line = plan.split.warning(self.layout.pipeline_parallel_size, self.layout.schedule)
+            if line is not None:
+                rank_zero_warn(line)
         self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)
         if not self._quiet:
             rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor, plan.scope.line))

@@ -124,9 +124,8 @@ def use_open_attention(module: nn.Module, undo: UndoStack, state: BlockState | N
 
 def _can_open(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
     """Return True for torch's own attention, unchanged and with nothing added to the keys."""
-    if not isinstance(module, nn.MultiheadAttention) or not is_plain(module, nn.MultiheadAttention):
-        return False
-    return module.bias_k is None and not module.add_zero_attn
+    plain = isinstance(module, nn.MultiheadAttention) and is_plain(module, nn.MultiheadAttention)
+    return plain and module.bias_k is None and not module.add_zero_attn
 
 
 def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:

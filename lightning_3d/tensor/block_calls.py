@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_3d.errors import WritesError
 from lightning_3d.module.autograd_private import uncompiled
+from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
@@ -229,6 +230,7 @@ def record_one_batch(
     except WritesError:
         raise
     except Exception as error:
+        raise_if_alone(error)
         warnings.warn(
             f"{STEPS[trainer.state.fn]} could not run on one batch before training ({type(error).__name__}: {error})."
             " The arguments of the blocks are guessed from their sizes instead; blocks that take more than one tensor"

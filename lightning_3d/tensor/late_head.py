@@ -23,7 +23,7 @@ def patch_heads(module: nn.Module, blocks: Iterable[str], undo: UndoStack) -> No
     undo.callback(save_states())
     inside = {id(part) for name in blocks for part in module.get_submodule(name).modules()}
     for name, part in module.named_modules():
-        if id(part) not in inside and _is_plain(part):
+        if id(part) not in inside and is_plain_linear(part) and not part.weight.is_meta:
             add_layer(LateHead(module, name), undo)
 
 
@@ -80,6 +80,6 @@ def expects_loss(head: nn.Module, hooks: Sequence[Mapping[int, object]]) -> bool
     return head.training and torch.is_grad_enabled() and not any(hooks)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    own = isinstance(module, nn.Linear) and "weight" in module._parameters and not module.weight.is_meta
-    return own and is_plain(module, nn.Linear)
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True for torch's linear with a parameter as weight. A computed one (spectral_norm) changes on access."""
+    return isinstance(module, nn.Linear) and "weight" in module._parameters and is_plain(module, nn.Linear)

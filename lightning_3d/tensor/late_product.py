@@ -36,7 +36,7 @@ class Product:
     def of(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, "Product"]:
         """Return the rows to multiply, and the product. Both have the precision of the call, whatever it is later."""
         used = [tensor for tensor in (input, weight, bias) if tensor is not None]
-        written = tuple((tensor, tensor._version) for tensor in used)
+        written = tuple((tensor, tensor._version) for tensor in used if not tensor.is_inference())
         rows, weight = as_autocast_would(input), as_autocast_would(weight)
         bias = None if bias is None else as_autocast_would(bias)
         if not rows.requires_grad:  # FSDP2 hooks the gradient of the logits, and parameters would collect hooks

@@ -12,7 +12,7 @@ from lightning_3d.sandbox.interceptor import Call, Interceptor, Rule
 from lightning_3d.tensor.autograd_collectives import copy, gather, local_shard, reduce
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit
-from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around
+from lightning_3d.tensor.late_head import LateNote, expects_loss, hooks_around, is_plain_linear
 from lightning_3d.tensor.late_product import Product, is_large
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late, may_wait
 from lightning_3d.tensor.overlap import defer, early_sum
@@ -49,7 +49,7 @@ def find_vocabulary(
     tables = {id(child.weight) for child in embeddings.values()}
     heads = {
         name: child for name, child in outside.items()
-        if _is_plain_linear(child) and (id(child.weight) in tables or ends is None or name in ends)
+        if is_plain_linear(child) and (id(child.weight) in tables or ends is None or name in ends)
     }  # fmt: skip
     most = max((child.num_embeddings for child in embeddings.values()), default=0)
     rows = {most, *(child.out_features for child in heads.values() if ends is not None)}
@@ -82,7 +82,7 @@ def holding_heads(module: nn.Module, units: Collection[str], ends: Collection[st
     tables = {id(embedding.weight) for embedding in outside}
     heads = [
         name for name, m in module.named_modules()
-        if _is_plain_linear(m) and m.out_features in rows and (name in ends or id(m.weight) in tables)
+        if is_plain_linear(m) and m.out_features in rows and (name in ends or id(m.weight) in tables)
     ]  # fmt: skip
     return [unit for unit in units if unit and any(name.startswith(f"{unit}.") for name in heads)]
 
@@ -180,11 +180,6 @@ def _can_split_embedding(module: nn.Module, recorded: bool) -> bool:
         and not module.scale_grad_by_freq
         and not module.sparse
     )
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Return True for torch's linear with a parameter as weight. A computed one (spectral_norm) changes on access."""
-    return isinstance(module, nn.Linear) and "weight" in module._parameters and is_plain(module, nn.Linear)
 
 
 def _users(module: nn.Module) -> dict[int, list[str]]:

@@ -39,7 +39,7 @@ def on_another_stage(name: str, why: object) -> UnsupportedError:
     return UnsupportedError(
         f"{name} reads numbers of a weight that another stage of the pipeline owns ({why}). The norm"
         " of all gradients is trainer.strategy.grad_norm(). Compute other numbers in training_step, where a logged"
-        " value is the same on every rank. Or use pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+        " value is the same on every rank. Or use pipeline_parallel_size=1."
     )
 
 
@@ -94,7 +94,7 @@ class HookRules(Rule):
                 raise UnsupportedError(
                     f"{self.name} computes with a tensor of this rank and one that another stage of the pipeline owns."
                     " An example is the weight of a target network and the weight that it follows. Use"
-                    " pipeline_parallel_size=1; tensor parallelism and ZeRO can do this."
+                    " pipeline_parallel_size=1."
                 )
         if assigns_data(func) and isinstance(args[0], DTensor):
             with torch.no_grad():  # the attribute of a DTensor is not where its values are

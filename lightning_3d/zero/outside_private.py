@@ -74,3 +74,8 @@ def reduce_late(group: Any) -> None:
     """Have the end of the running backward reduce the group's gradients, also those after an earlier reduction."""
     if group._training_state == TrainingState.POST_BACKWARD:
         group._training_state = TrainingState.IDLE
+
+
+def wrap_inputs(group: Any, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function that gives a unit tensors by which FSDP2 sees the end of its backward."""
+    group._register_post_backward_hook = wrap(group._register_post_backward_hook)

@@ -67,8 +67,12 @@ class OutsideUnit:
     def before_look(self) -> None:
         """Keep what is gathered until the end of backward: the code outside of the module sees it."""
         if not self.whole_steps and self.group.is_unsharded and not outside_private.in_forward(self.group):
-            self.held = True
-            outside_private.free_in_backward(self.group, False)
+            self.hold()
+
+    def hold(self) -> None:
+        """Keep what is gathered until the end of the strategy's backward."""
+        self.held = True
+        outside_private.free_in_backward(self.group, False)
 
     def before_read(self) -> None:
         """Gather the parameters for code that reads them."""

@@ -22,6 +22,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.deferred import empty, realize
+from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel
@@ -120,7 +121,14 @@ class ShardedData(DataParallel):
             for owner in fsdp_private.owners(group) - unguarded:
                 guard = _guard(group, self.half, end if owner in self.apart else None)
                 undo.callback(owner.register_forward_pre_hook(guard, prepend=True).remove)
+        for unit in units:
+            for group in fsdp_private.groups_at(unit):
+                _note_second_order(group, self._keep_gathered)
+                if not is_compiled(unit):  # in compiled code a hook would end the graph
+                    _return_arguments(unit, group, undo)
         follow_toggles(module, self._follow_shards, undo)
+        self.accumulates = self.second_order = False
+        """`second_order`: True from a derivative in the step that has a graph of its own, to the end of backward."""
         self.trained = 0
         """Number of training steps so far."""
         self.ended: dict[Tensor, RemovableHandle] = {}
@@ -202,7 +210,16 @@ class ShardedData(DataParallel):
         self._end_units()
         self._end_reads()
 
+    def _keep_gathered(self) -> None:
+        """Keep all parameters for the graph of a derivative, and reduce once, after the backward of the loss."""
+        self.second_order = True
+        fsdp_private.accumulate_only(self.module, self.groups, True)
+        for unit in self.apart.values():
+            unit.hold()
+
     def before_backward(self, loss: Tensor) -> None:
+        for group in self.groups if self.second_order else ():
+            fsdp_private.gather(group)
         if self.trained == 1 and self.streams and self._frees:
             fsdp_private.prefetch_in([module for module in self.seam.order if module is not self.module])
         fsdp_private.lead_shards(self.groups)  # at its end gathered parameters are freed
@@ -210,6 +227,11 @@ class ShardedData(DataParallel):
             loss.register_hook(lambda grad: fsdp_private.start_backward(self.module, grad))
 
     def after_backward(self) -> None:
+        if self.second_order:
+            self.second_order = False
+            fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
+            if not self.accumulates:
+                fsdp_private.reduce_now(self.module, self.groups)
         self.seam.finish()
         self._end_units()
         self.replicated.after_backward()
@@ -235,6 +257,7 @@ class ShardedData(DataParallel):
     def accumulate_only(self, on: bool) -> None:
         self.replicated.accumulate_only(on)
         if self.stage == 1 or self.pipelined:
+            self.accumulates = on
             fsdp_private.accumulate_only(self.module, self.groups, on)
 
     def discard_pending(self) -> None:
@@ -333,3 +356,42 @@ def _guard(group: Any, half: HalfWeights | None, gathered: Callable[[Any], None]
             gathered(group)
 
     return gather
+
+
+def _note_second_order(group: Any, noted: Callable[[], None]) -> None:
+    """Call `noted` before a backward with a graph of its own (`create_graph`) reaches `group`."""
+    original = group.pre_backward
+
+    def pre_backward(*prefetch: Any) -> None:
+        if torch.is_grad_enabled():
+            noted()
+        original(*prefetch)
+
+    group.pre_backward = pre_backward
+
+
+def _return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
+    """Have `unit` return the tensors that it was given where its forward returns its arguments.
+
+    FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
+    positions, both from one dict, would have positions on which that energy does not depend.
+    """
+    given: dict[int, tuple[Tensor, Any]] = {}
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register(args: Any, kwargs: Any) -> Any:
+            found = original(args, kwargs)
+            if found[0] is not args or found[1] is not kwargs:
+                pairs = zip(leaves(found), leaves((args, kwargs)), strict=True)
+                given.update({id(new): (new, own) for new, own in pairs if new is not own})
+            return found
+
+        return register
+
+    def put_back(module: nn.Module, args: Any, output: Any) -> Any:
+        own = dict(given)
+        given.clear()
+        return map_leaves(lambda leaf: own[id(leaf)][1] if id(leaf) in own else leaf, output) if own else output
+
+    outside_private.wrap_inputs(group, wrap)
+    undo.callback(unit.register_forward_hook(put_back).remove)

@@ -10,7 +10,7 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import Layout
 from lightning_3d.offload.disk_file import PAGE, DiskFile
 from lightning_3d.offload.disk_tensors import SMALL, DiskTensor, DiskTransfers, FetchedTensors
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement
 from lightning_3d.zero.shard_memory_private import around_gather, shard_memory
 
 
@@ -38,7 +38,7 @@ class ShardsOnDisk:
             file.reserve(sum(-(-parameter.nbytes // ranks) + PAGE for parameter in here), "the parameters")
             return cls(transfers, file)
 
-        return talk.together(reserve, ConfigurationError)
+        return agreement.together(reserve, ConfigurationError)
 
     def add_all(self, groups: Iterable[Any]) -> None:
         """Move the shards of `groups` to the disk."""

@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 from tests.axes.rings import ring
 
 
@@ -42,7 +42,7 @@ def test_a_simulated_group_sends_nothing_and_counts_what_it_would(simulated, kin
 def test_a_simulated_rank_hears_itself(simulated):
     talk.meet("a place that no other rank reaches")
     assert talk.gather("mine") == ["mine"] * 4
-    assert talk.from_first(lambda: "mine") == talk.together(lambda: "mine") == "mine"
+    assert talk.from_first(lambda: "mine") == agreement.together(lambda: "mine") == "mine"
     assert talk.Largest([1, 2], dist.group.WORLD).wait() == talk.largest_of([1, 2]) == [1, 2]
     assert not talk.failed_everywhere(own_error=True)
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 import warnings
 
@@ -18,6 +19,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import CheckpointError
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred, deferring, move_later, realize
+from lightning_3d.strategy import first_values
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from tests.parity import QUIET
@@ -252,6 +254,57 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
         assert got["own"] < got["read"] <= got["own"] + 10 * vectors
     if strategy == {"zero_stage": 3}:
         assert sum(got["read"] for got in everywhere) == size  # each row once, on the rank that owns it
+
+
+def _fit_own_file(folders, world, strategy):
+    """`_fit` on the file that this rank has at a path which all ranks share, as on nodes with disks of their own."""
+    before, warn, said = os.getcwd(), first_values.rank_zero_warn, []
+    os.chdir(folders[int(os.environ["RANK"])])
+    first_values.rank_zero_warn = said.append
+    try:
+        return {**_fit("llama", world, strategy), "said": said}
+    finally:
+        os.chdir(before)
+        first_values.rank_zero_warn = warn
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        (2, {"zero_stage": 3}),
+        pytest.param(2, {"zero_stage": 0}, marks=pytest.mark.long),
+        pytest.param(2, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_another_file_at_the_same_path_on_one_rank_gives_the_values_of_rank_0(world, strategy, saved, tmp_path):
+    _, folder = saved()
+    older = tmp_path / "older" / "llama"
+    shutil.copytree(folder, older)
+    for file in older.glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-64:] = bytes(64)  # names, shapes and places stay
+        file.write_bytes(content)
+    folders = [str(tmp_path)] * (world - 1) + [str(older.parent)]
+    (wanted,) = run(_fit, str(folder), 1, None, world=1)
+    for got in run(_fit_own_file, folders, world, strategy, world=world):
+        torch.testing.assert_close(got["losses"], wanted["losses"], rtol=1e-4, atol=1e-5)
+        assert any("Ranks read other values of" in text for text in got["said"])
+
+
+def test_a_mark_depends_on_each_byte_of_a_small_tensor_and_on_few_of_a_large_one(tmp_path):
+    file, place = tmp_path / "bytes", {"file": tmp_path / "bytes", "start": 8, "dtype": torch.uint8}
+    content = bytearray(os.urandom(2**20))
+    file.write_bytes(content)
+    small, large = safetensors_files.Slot(shape=(9000,), **place), safetensors_files.Slot(shape=(2**20 - 8,), **place)
+    before = safetensors_files.marked(small).mark, safetensors_files.marked(large).mark
+    content[8 + 4500] ^= 1
+    file.write_bytes(content)
+    assert safetensors_files.marked(small).mark != before[0]
+    assert safetensors_files.marked(large).mark == before[1]
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert safetensors_files.marked(large).mark != before[1]
 
 
 def _shards(folder, dim, sections, page):

@@ -36,6 +36,11 @@ def test_aliases_that_grow_are_refused_by_plan(capsys, tmp_path, text):
     assert "cannot be read: it stands for more than 20,000 values" in err
 
 
+def test_a_file_without_an_end_is_refused_by_plan(capsys):
+    err = refused(capsys, "plan", "gpt2", "--cluster", "h100", "--hardware", "/dev/zero")
+    assert "/dev/zero cannot be read: it has more than 2,000,000 characters" in err
+
+
 def test_aliases_that_repeat_a_little_are_read(capsys, tmp_path):
     (tmp_path / "own.yaml").write_text("one: &one {like: h100}\ntwo: {<<: *one, memory_gb: 90}\n")
     assert main(["plan", "gpt2", "--cluster", "2xtwo", "--hardware", str(tmp_path / "own.yaml")]) == 0

@@ -36,6 +36,8 @@ def refused(capsys, line):
         ("plan gpt2 --cluster h100 --top many", " plan", "many"),
         (f"{FIT} --trainer.devics=2", " fit", "did you mean --trainer.devices"),
         (f"{FIT} --trainer.strategy=3d_zer1", " fit", "strategy '3d_zer1' is not a registered strategy: did you mean 3d_zero1"),
+        (f"{FIT} --trainer.strategy=3d_zeroo1 --print_config", " fit", "did you mean 3d_zero1"),
+        (f"{FIT} --trainer.strategy=3d_zero5", " fit", "did you mean 3d_zero"),
         (f"{FIT} --trainer.strategy=nothing_like_it", " fit", "This package registers 3d, 3d_zero0"),
         (f"{FIT} --trainer.strategy=lightning_3d.Strategy3D --trainer.strategy.zero_stge=1", " fit",
          "Option 'zero_stge' is not accepted: did you mean zero_stage"),

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from lightning_3d.errors import PeerError
 from lightning_3d.faults.flight_recorder import LENGTH, Flight
-from lightning_3d.faults.verdict import Verdict, is_communication, judge
+from lightning_3d.faults.verdict import Verdict, judge
+from lightning_3d.ranks.agreement import is_communication
 from lightning_3d.ranks.talk import StoreGone, bounded
 
 PLACES = {0: "data 0", 1: "data 1", 2: "data 2"}
@@ -93,6 +94,7 @@ def test_a_verdict_travels():
         (dist.DistNetworkError("x"), True),
         (RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
         (RuntimeError("NCCL communicator was aborted"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo"), False),
     ],

@@ -2,17 +2,21 @@
 
 import json
 import linecache
+import os
+import subprocess
 import time
 import types
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lightning_3d.faults import watchdog
 from lightning_3d.faults.flight_recorder import Flight, put_aside
 from lightning_3d.faults.verdict import Verdict
 from tests.faults.squad import squad
 from tests.faults.test_peers_fail import train
+from tests.workers import run
 
 DEEP = "[" * 100_000
 GARBAGE = [
@@ -67,6 +71,27 @@ def test_records_of_an_earlier_run_are_put_aside(tmp_path):
         put_aside(flight)  # another process of the same run
         assert [path.name for path in tmp_path.iterdir()] == ["flight_before"]
         assert (tmp_path / "flight_before" / "rank-00000.json").read_text() == str(number)
+
+
+def stopped(folder):
+    """Verdicts of a rank before and after it was stopped for longer than others wait."""
+    watch = watchdog.Watchdog(dist.get_rank(), {0: "data 0", 1: "data 1"}, timeout=60.0, folder=Path(folder))
+    watch.silence = 1.0
+    before = watch._store_lost()
+    if dist.get_rank() == 1:
+        subprocess.run(["sh", "-c", f"(kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}) &"], check=True)
+        time.sleep(0.5)
+    after = watch._store_lost()
+    dist.barrier()
+    watch.close(ended=True)
+    return [*before.ranks], after.how, [*after.ranks]
+
+
+def test_a_rank_that_wakes_up_after_a_stop_blames_itself(tmp_path):
+    for own, (before, how, after) in enumerate(run(stopped, str(tmp_path), world=2, group=True)):
+        if own == 1:
+            assert (how, after) == ("stopped", [1])
+        assert before == []  # torchrun's agent serves the store
 
 
 @pytest.mark.long

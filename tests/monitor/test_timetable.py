@@ -84,6 +84,12 @@ def test_a_head_on_the_full_batch_is_a_pass_of_its_own(tmp_path):
     assert last == ["F", "F", "H", "B", "B"]
 
 
+def test_a_record_that_cannot_be_written_ends_no_training(tmp_path):
+    (tmp_path / FILE).mkdir()
+    with pytest.warns(UserWarning, match=f"{FILE} cannot be written .*The run goes on without it"):
+        write_record(PassRecord(schedule="1f1b", ranks=2, stages_per_rank=1, steps=()), tmp_path / FILE)
+
+
 def unstaged(folder):
     trainer = Trainer(
         **QUIET, devices=1, max_steps=1, limit_val_batches=0, default_root_dir=folder, strategy=Strategy3D(),

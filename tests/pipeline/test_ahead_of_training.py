@@ -58,6 +58,15 @@ def test_a_step_that_runs_ahead_is_undone_in_objects_and_in_place():
     assert module.meter.total == 0
 
 
+def test_a_buffer_that_the_first_step_registers_is_forgotten():
+    module = Metering()
+    with trial(module, gradients=True):
+        module.register_buffer("late", torch.zeros(3), persistent=False)
+    assert not hasattr(module, "late")
+    module.register_buffer("late", torch.zeros(3))
+    assert "late" in module.state_dict()
+
+
 def metered(strategy, world):
     module = Metering()
     chosen = Strategy3D(quiet=True, **strategy) if strategy else "auto"

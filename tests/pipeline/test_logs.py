@@ -269,8 +269,36 @@ class WithNumpy(MLP):
         self.log_dict({"mean": self.mean.compute(), "total": self.total.compute()})
 
 
-@pytest.mark.parametrize("kind", [Renewed, WithNumpy])
-def test_metrics_made_in_each_epoch_and_numbers_of_numpy(kind):
+class WithoutGraph(MLP):
+    """Logs and updates metrics in inference mode, as training plans of scvi-tools do."""
+
+    def __init__(self):
+        super().__init__()
+        self.right, self.mean = MulticlassAccuracy(3, average="micro"), MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.note(loss, logits, batch["y"])
+        return loss
+
+    validation_step = training_step
+
+    @torch.inference_mode()
+    def note(self, loss, logits, wanted):
+        shifted = loss * 2
+        shifted += 1
+        self.log("shifted", shifted, on_step=False, on_epoch=True, sync_dist=True)
+        self.right(logits, wanted)
+        self.log("right", self.right, on_step=True, on_epoch=True)
+        self.mean.update(logits.square().mean())
+
+    def on_train_epoch_end(self):
+        self.log("mean", self.mean.compute())
+
+
+@pytest.mark.parametrize("kind", [Renewed, WithNumpy, WithoutGraph])
+def test_metrics_made_in_each_epoch_numbers_of_numpy_and_of_inference_mode(kind):
     ((wanted, _),) = run(fitted, partial(build_kind, kind), world=1)
     for result, _ in run(fitted, partial(build_kind, kind), 4, world=2):
         assert_same_fit(result, wanted)

@@ -38,6 +38,12 @@ def test_what_several_stages_use_is_held_by_all_of_them():
     assert (tie.names, tie.stages) == (("position",), (0, 1, 2))
 
 
+def test_one_rank_with_nearly_all_of_the_work_is_warned_of():
+    uneven = nn.Sequential(nn.Linear(4, 4), nn.Linear(100, 100))
+    assert "The pipeline ranks do 0%, 100% of the work" in plan_split(uneven, num_stages=2).warning(2, "1f1b")
+    assert plan_split(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), num_stages=2).warning(2, "1f1b") is None
+
+
 def test_one_unit_leaves_stages_empty():
     module = nn.Module()
     module.layer = nn.Linear(2, 2)

@@ -1,9 +1,12 @@
 """`all_equal` and `any_rank`: one all-reduce tells each rank what all of them were given."""
 
+import time
+
 import pytest
 from torch import distributed as dist
 
-from lightning_3d.ranks import talk
+from lightning_3d.errors import DivergenceError, UnsupportedError
+from lightning_3d.ranks import agreement, talk
 from tests.workers import run
 
 
@@ -32,7 +35,7 @@ def fails(rank):
         return dist.get_rank()
 
     try:
-        return talk.together(make, ValueError)
+        return agreement.together(make, ValueError)
     except Exception as error:
         return f"{error}"
 
@@ -41,3 +44,46 @@ def test_an_error_of_one_rank_is_raised_on_all():
     assert run(fails, 9, world=3, group=True) == [0, 1, 2]
     found = run(fails, 2, world=3, group=True)
     assert all("no such layout" in text for text in found), found
+
+
+def fails_within(rank, kind):
+    """One rank fails before a message that the others already wait for."""
+
+    def make():
+        if dist.get_rank() == rank:
+            raise kind("no such block")
+        dist.barrier()
+
+    agreement.PATIENCE = 0.5
+    began = time.monotonic()
+    try:
+        agreement.together(make)
+    except Exception as error:
+        alone = agreement.is_alone(error)
+        if dist.get_rank() == rank:
+            dist.destroy_process_group()  # as a run that fails does: others stop waiting
+        return f"{error}", alone, time.monotonic() - began < 5
+
+
+def test_where_others_wait_in_a_message_the_failing_rank_ends_that():
+    found = run(fails_within, 1, KeyError, world=3, group=True)
+    assert all(alone and quick for _, alone, quick in found), found
+    assert "no such block" in found[1][0]
+
+
+def differ(kind):
+    """Two ranks fail, each in its own way; one goes another way than the rest."""
+    rank = dist.get_rank()
+    try:
+        agreement.agree(kind(f"of rank {rank}") if rank else None)
+    except Exception as error:
+        first = f"{type(error).__name__} {error} {getattr(error, 'rank', None)}"
+    with pytest.raises(DivergenceError, match="The ranks went different ways"):
+        agreement.agree(at="block 1" if rank == 2 else "block 0")
+    return first
+
+
+def test_the_first_error_counts_and_keeps_its_type_and_rank():
+    assert run(differ, UnsupportedError, world=3, group=True) == ["UnsupportedError of rank 1 1"] * 3
+    found = run(differ, KeyError, world=3, group=True)
+    assert found == ["RunError rank 1: KeyError: 'of rank 1' 1", "KeyError 'of rank 1' None", found[0]]

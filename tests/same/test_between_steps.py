@@ -502,7 +502,7 @@ def test_an_embedding_with_max_norm_is_the_same(axis):
 
 
 def test_derivatives_across_stages_are_refused_before_training():
-    with pytest.raises(WorkerError, match=r"Cut into stages, the step fails, .* takes derivatives by itself"):
+    with pytest.raises(WorkerError, match=r"training_step takes derivatives by itself"):
         assert_parity("tests.same.test_between_steps:Residual", 2, {"pipeline_parallel_size": 2})
 
 

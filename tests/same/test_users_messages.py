@@ -208,6 +208,7 @@ class MakesAGroup(Blocks):
 def test_a_group_of_the_user_is_refused_with_its_place(strategy):
     with pytest.raises(WorkerError, match=r"training_step \(.*test_users_messages.py:\d+\) makes a process group"):
         run(refused, strategy, world=2)
+    run(refused, {"zero_stage": 3}, world=2)  # the remedy
 
 
 def refused(strategy):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.parity import assert_parity, train
@@ -36,6 +37,39 @@ class Differentiated(MLP):
         return F.mse_loss(out, y) + slope.square().mean()
 
 
+class Unit(nn.Module):
+    """Takes what is known of an atom, and adds to it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 16), nn.Linear(16, 8)
+
+    def forward(self, known):
+        known["energy"] = self.outer(torch.tanh(self.inner(known.get("energy", known["positions"])))) / 2
+        return known
+
+
+class Slope(nn.Module):
+    def forward(self, known):
+        (slope,) = torch.autograd.grad(known["energy"].sum(), known["positions"], create_graph=True)
+        return {**known, "forces": -slope}
+
+
+class Forces(MLP):
+    """One module computes an energy, and the next differentiates it by the positions, in one dict (SchNetPack)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([*(Unit(8) for _ in range(4)), Slope()])
+
+    def loss(self, batch):
+        known = {"positions": batch[0].clone().requires_grad_()}
+        for part in self.net:
+            known = part(known)
+        once = F.mse_loss(known["energy"].sum(1, keepdim=True) * self.scale, batch[1]) + known["forces"].square().mean()
+        return once + self.net[0](known)["energy"].square().mean()
+
+
 HERE = "tests.same.test_weights_in_the_step:"
 
 
@@ -45,12 +79,25 @@ HERE = "tests.same.test_weights_in_the_step:"
         ("Penalized", {"zero_stage": 0}),
         ("Penalized", {"zero_stage": 2}),
         ("Differentiated", {"zero_stage": 0}),
+        ("Differentiated", {"zero_stage": 1}),
         ("Differentiated", {"tensor_parallel_size": 2}),
+        pytest.param("Forces", {"zero_stage": 0}, marks=pytest.mark.long),
+        pytest.param("Forces", {"zero_stage": 1}, marks=pytest.mark.long),
+        pytest.param("Forces", {"zero_stage": 2}, marks=pytest.mark.long),
+        ("Forces", {"zero_stage": 3}),
+        pytest.param("Forces", {"tensor_parallel_size": 2}, marks=pytest.mark.long),
         ("Sliced", {"tensor_parallel_size": 2, "tensor_plan": {"net": "whole"}}),
     ],
 )
 def test_trains_as_on_one_device(name, strategy):
     assert_parity(HERE + name, 2, strategy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_derivatives_accumulate(stage):
+    """Between the batches of a window gradients are kept, also those of a graph of derivatives."""
+    assert_parity(HERE + "Forces", 2, {"zero_stage": stage}, trainer={"accumulate_grad_batches": 2})
 
 
 def refused(name, strategy):
@@ -64,8 +111,7 @@ def refused(name, strategy):
         ("Penalized", {"tensor_parallel_size": 2}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"zero_stage": 3}, "UnsupportedError: training_step computes with sharded weights"),
         ("Sliced", {"tensor_parallel_size": 2}, 'tensor_plan={"name of the block": "whole"}'),
-        ("Differentiated", {"zero_stage": 1}, "UnsupportedError: training_step differentiates through blocks"),
-        ("Differentiated", {"zero_stage": 3}, "UnsupportedError: training_step differentiates through blocks"),
+        ("Forces", {"pipeline_parallel_size": 2}, "PipelineSplitError: training_step takes derivatives by itself"),
     ],
 )
 def test_what_needs_whole_weights_is_refused(name, strategy, says):

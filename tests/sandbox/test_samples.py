@@ -1,16 +1,21 @@
 """One batch is looked at ahead of training, and training has the same batches as if nobody had looked."""
 
+import itertools
 import warnings
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_3d.auto_layout import measure_step
+from lightning_3d.errors import UnsupportedError
 from lightning_3d.planner.profile_module import count_module
 from lightning_3d.tensor.block_calls import record_one_batch
 from tests.parity import QUIET, build
+from tests.zoo.vectors import MLP
 
 
 class Again(IterableDataset):
@@ -43,39 +48,119 @@ class Position(Again):
             yield self.batches[self.state["at"] - 1]
 
 
+class Slice:
+    """A part of one endless stream, and the next part in the next epoch (gluonts)."""
+
+    def __init__(self, stream, length):
+        self.stream, self.length = iter(stream), length
+
+    def __iter__(self):
+        yield from itertools.islice(self.stream, self.length)
+
+    def __len__(self):
+        return self.length
+
+
+class Slotted(Slice):
+    __slots__ = ()
+
+
+class Drawing(Slice):
+    """Adds noise from the stream that all code shares."""
+
+    def __iter__(self):
+        for x, y in super().__iter__():
+            yield x + torch.rand(()), y
+
+
+class Restored(Slice):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.stream = iter(state["rest"])
+
+
 LOADERS = {
-    "list": (lambda batches: DataLoader(batches, batch_size=None), True),
-    "again": (lambda batches: DataLoader(Again(batches), batch_size=None), True),
-    "position": (lambda batches: DataLoader(Position(batches), batch_size=None), True),
-    "once": (lambda batches: DataLoader(Once(batches), batch_size=None), False),
-    "iterator": (iter, False),
+    "list": lambda batches: DataLoader(batches, batch_size=None),
+    "again": lambda batches: DataLoader(Again(batches), batch_size=None),
+    "position": lambda batches: DataLoader(Position(batches), batch_size=None),
+    "once": lambda batches: DataLoader(Once(batches), batch_size=None),
+    "generator": lambda batches: DataLoader(Once(each for each in batches), batch_size=None),
+    "iterator": iter,
+    "slice": lambda batches: Slice(batches, 2),
+    "slots": lambda batches: Slotted(batches, 2),
+    "drawing": lambda batches: Drawing(batches, 2),
+    "restored": lambda batches: Restored(batches, 2),
+    "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
 }
 
 
-class Candidates(Callback):
-    """Looks ahead where the strategy does, and sees what training is given."""
+class Given(Callback):
+    """Sees what training is given, and maybe looks ahead where the strategy does."""
 
-    def __init__(self):
-        self.given = []
+    def __init__(self, looks, draws=False):
+        self.looks, self.draws, self.given = looks, draws, []
 
     def setup(self, trainer, module, stage):
-        self.calls = record_one_batch(trainer, module, lambda batch: batch)
+        for _ in range(2 * self.looks):
+            self.calls = record_one_batch(trainer, module, lambda batch: batch[0] if len(batch[0]) == 2 else batch)
+
+    def on_fit_start(self, trainer, module):
+        if self.draws:
+            torch.rand(())
+        source = trainer.fit_loop._data_source.instance
+        if self.looks and isinstance(source, Restored):
+            source.load_state_dict({"rest": module.batches})
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.given.append(batch)
+        self.given += tree_leaves(batch)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_training_has_the_batch_that_was_looked_at(kind):
-    make, looked_at = LOADERS[kind]
-    module, look = build("MLP"), Candidates()
-    batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in (0, 4, 8)]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        Trainer(**QUIET, max_epochs=1, callbacks=[look]).fit(module, make(batches))
-    assert all(torch.equal(given[0], batch[0]) for given, batch in zip(look.given, batches, strict=True))
-    assert (look.calls is not None) is looked_at
-    assert any("read only once" in str(warning.message) for warning in said) is not looked_at
+class OfFirst(MLP):
+    def loss(self, batch):
+        return super().loss(batch[0] if len(batch[0]) == 2 else batch)
+
+
+class FromHook(OfFirst):
+    """Its hook makes a part of one stream each time."""
+
+    def train_dataloader(self):
+        self.stream = vars(self).get("stream") or iter(self.batches)
+        self.noise = torch.rand(())
+        return Slice(self.stream, 2)
+
+
+def given(kind, looks, draws=False):
+    torch.manual_seed(3)
+    module, look = FromHook() if kind == "hook" else OfFirst(), Given(looks, draws)
+    module.batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = None if kind == "hook" else LOADERS[kind](module.batches)
+        Trainer(**QUIET, max_epochs=2, limit_val_batches=0, callbacks=[look]).fit(module, loader)
+    return look, module
+
+
+@pytest.mark.parametrize("kind", [*LOADERS, "hook"])
+def test_training_has_the_batches_of_a_run_without_a_look(kind):
+    wanted, _ = given(kind, False)
+    look, _ = given(kind, True)
+    assert look.calls is not None
+    assert len(look.given) == len(wanted.given) > 2
+    assert all(map(torch.equal, look.given, wanted.given))
+
+
+def test_a_loader_is_the_users_own_object_after_its_first_batch():
+    _, module = given("slice", True)
+    assert type(module.trainer.train_dataloader) is Slice
+    assert len(module.trainer.train_dataloader) == 2
+
+
+def test_a_hook_that_draws_before_data_that_was_read_ahead_is_refused():
+    given("slice", True, draws=True)
+    with pytest.raises(UnsupportedError, match="Draw from a generator of its own in the data"):
+        given("drawing", True, draws=True)
 
 
 def _order(look, module, loader):

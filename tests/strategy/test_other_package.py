@@ -35,6 +35,8 @@ def test_both_mixtures_are_one_line_each():
     )
     assert done.returncode == 0, done.stderr
     by_name, by_object, module = done.stdout.strip().splitlines()
-    assert "Import Trainer and LightningModule from `lightning.pytorch`" in by_name
+    remedy = "lightning_3d.serve_pytorch_lightning()"  # followed in tests/launch/test_served_names.py
+    assert remedy in by_name and remedy in by_object
+    assert "import Trainer and LightningModule from `lightning.pytorch`" in by_name
     assert "Strategy3D for Trainer of `lightning.pytorch`, not of `pytorch_lightning`" in by_object
     assert "single import style" in module

@@ -42,6 +42,12 @@ def _fit(module, world, epochs=1, **strategy):
     return trainer
 
 
+@pytest.mark.parametrize("name", ["3d_zero5", "3d_zero", "zero3", "3D_zero1_offload"])
+def test_a_guessed_name_is_answered_with_those_that_there_are(name):
+    with pytest.raises(ConfigurationError, match=rf"{name.lower()}' is not a registered strategy.* 3d, 3d_zero0, 3d_z"):
+        Trainer(**QUIET, devices=1, strategy=name)
+
+
 @pytest.mark.parametrize("name", ["3d", "3d_zero0", "3d_zero1", "3d_zero2", "3d_zero3", "3d_zero3_offload"])
 def test_names_are_registered_on_import(name):
     assert isinstance(StrategyRegistry.get(name), Strategy3D)

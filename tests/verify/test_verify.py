@@ -405,3 +405,37 @@ def test_digest_takes_little_memory():
     assert largest.size <= 3 * x.nbytes  # eight bytes for each of a chunk's, not for each of all
     bits = x.view(torch.uint8).long()
     assert found == int((bits * (torch.arange(bits.numel()) % 65521 + 1)).sum())
+
+
+class OtherLoss(GPT):
+    """Its loss is another one on the last rank, in one of several ways."""
+
+    how = "twice"
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
+            return loss
+        ways = {
+            "twice": lambda: loss * 2, "sum": lambda: loss * len(batch[0]), "nan": lambda: loss * torch.nan,
+            "noise": lambda: loss + 0.01 * torch.rand((), generator=torch.Generator().manual_seed(1)),
+            "none": lambda: None,
+        }  # fmt: skip
+        return ways[self.how]()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def lossy(how, strategy, world):
+    warnings.simplefilter("ignore")
+    seed_everything(1, verbose=False)
+    module = OtherLoss()
+    module.how = how
+    with pytest.raises(DivergenceError, match="which are tensor ranks with the same samples"):
+        Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
+
+
+@pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan", "none"], 5, 2))
+def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
+    run(lossy, how, {"tensor_parallel_size": 2, "zero_stage": 1}, 4, world=4)

@@ -1,0 +1,288 @@
+"""State that a step writes from its batch and reads for its loss: a queue, a centre, a codebook, a running maximum.
+
+On one device all rows of a batch see the state from before the batch. Microbatches that run one after the other would
+see what the one before them left. So the parts of the first batch also run in sequence, in two ways:
+
+- as they are: where their losses are those of parts that run alone, no state reaches the loss;
+- with attributes of the module, and with buffers around blocks, put back before each part, as a pipeline does with the
+  loss on the full batch. What still differs cannot be right: a state inside of a block, or in an object.
+
+Nothing runs unless the step writes something. A count of batches in an attribute does not count: every microbatch
+begins with the same one. Running statistics of torch's norms do not reach the loss of a training step.
+"""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.pipeline.loss_mean import (
+    LossMean,
+    Mixing,
+    StepResult,
+    distance,
+    first_call,
+    norms_on_running_statistics,
+)
+from lightning_3d.pipeline.microbatch import NORMS
+from lightning_3d.pipeline.row_marks import first_other, first_that_mixes
+from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
+from lightning_3d.sandbox.joining import join_changes
+from lightning_3d.sandbox.snapshot import Changes, Watched, changed, marks, plain_attributes
+from lightning_3d.sandbox.trees import leaves
+from lightning_3d.sandbox.trial import holders
+
+Kind = Literal["attribute", "buffer", "new buffer", "block", "buffer of a block", "object"]
+"""Of the module itself; around blocks, the second registered by the step; inside of one; of an object around blocks."""
+_NORMS = (*NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_FLOOR = 1e-5
+"""Differences of two runs of the same code that are rounding, on a device that adds up in any order."""
+_NAMED = 3
+
+
+class Place(NamedTuple):
+    """Something that a step writes."""
+
+    name: str
+    kind: Kind
+    unit: str | None = None
+    """The block that has it."""
+
+
+Written = Mapping[Place, str]
+"""By place, a print of what a step wrote there."""
+
+
+class StateWatch:
+    """Notes what a step writes into buffers, attributes and objects from now on, except by norms and metrics."""
+
+    def __init__(self, module: nn.Module, units: Sequence[str]) -> None:
+        self.module = module
+        self.parameters = {name: id(item) for name, item in module.named_parameters()}
+        self.inside = {id(each): unit for unit in units for each in holders(module.get_submodule(unit))}
+        metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
+        passed = {id(inner) for each in metrics for inner in each.modules()}
+        self.owners = {name: each for name, each in module.named_modules() if id(each) not in passed}
+        self.watched = [(each, Watched(each)) for each in holders(module) if id(each) not in passed]
+        named = [name for name, each in self._buffers().items() if not isinstance(each, _NORMS)]
+        self.before = marks(module, named)
+        self.known = {name for name, _ in module.named_buffers()}
+
+    def _buffers(self) -> dict[str, nn.Module]:
+        """The owner of each buffer, by the buffer's name."""
+        pairs = (
+            (f"{name}.{leaf}" if name else leaf, each) for name, each in self.owners.items() for leaf in each._buffers
+        )
+        return dict(pairs)
+
+    def written(self) -> Written:
+        """The places that have changed. Raises where a parameter is another one now."""
+        for name, item in self.module.named_parameters():
+            if self.parameters.get(name, id(item)) != id(item):
+                raise UnsupportedError(
+                    f"training_step puts another parameter in the place of {name!r}. Optimizers and the stages of a"
+                    " pipeline have the first one, so the other would be lost. Make it a buffer with register_buffer."
+                )
+        found: dict[Place, str] = {}
+        owners, buffers = self._buffers(), dict(self.module.named_buffers())
+        for name in (*changed(self.module, self.before), *(name for name in buffers if name not in self.known)):
+            unit = self.inside.get(id(owners.get(name)))
+            around: Kind = "buffer" if name in self.known else "new buffer"
+            found[Place(name, around if unit is None else "buffer of a block", unit)] = _print(buffers.get(name))
+        names = {id(each): name for name, each in self.owners.items()}
+        for holder, watched in self.watched:
+            unit = self.inside.get(id(holder))
+            kind: Kind = "block" if unit is not None else "attribute" if holder is self.module else "object"
+            prefix = names.get(id(holder), type(holder).__name__)
+            for path, change in watched.changes().items():
+                place = Place(f"{prefix}.{path[0]}" if prefix else str(path[0]), kind, unit)
+                found[place] = found.get(place, "") + _print((path, change))
+        return found
+
+
+def _print(value: Any) -> str:
+    every = [torch.as_tensor(leaf) if _is_numbers(leaf) else leaf for leaf in leaves(value)]
+    return repr((fingerprint(every), [leaf for leaf in every if isinstance(leaf, str | int | float | bool)]))
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
+
+
+class StepRuns(Protocol):
+    """Runs of a step ahead of training."""
+
+    module: Any
+    units: Sequence[str]
+    args: tuple[Any, ...]
+    """The full batch, and the step's other arguments."""
+    rounding: float
+
+    def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
+        """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
+
+        Args:
+            put_back: for each part, True to put back buffers around blocks and attributes of the module behind it.
+        """
+        ...
+
+    def with_counts(self, parts: Sequence[tuple[int, Any]], names: Collection[str]) -> list[StepResult] | Exception:
+        """The same with all put back behind each part, but for the attributes `names` of the module."""
+        ...
+
+    def changes(self, seed: int, rows: Any) -> Changes:
+        """What the step does to the attributes of the module."""
+        ...
+
+
+def carried_places(results: Sequence[StepResult | None]) -> list[Place]:
+    """The places whose state may differ from microbatch to microbatch."""
+    return [place for place, alike in _places(results).items() if not alike]
+
+
+def _places(results: Sequence[StepResult | None]) -> dict[Place, bool]:
+    """The places that a step writes, with True where each microbatch writes what the batch would.
+
+    Those are a count of batches, with which every microbatch begins anew, and a block's own iteration (a norm of
+    weights): both are the same whatever the rows are.
+    """
+    runs = [result.written for result in results if result is not None]
+    places = dict.fromkeys(place for run in runs for place in run)
+    ours = ("attribute", "buffer of a block")
+    return {place: place.kind in ours and len({run.get(place) for run in runs}) == 1 for place in places}
+
+
+def find_carried(
+    runs: StepRuns,
+    mean: LossMean,
+    parts: Sequence[Any],
+    counts: Sequence[int],
+    alone: Sequence[StepResult | None],
+    *,
+    compared: bool,
+) -> LossMean:
+    """`mean`, or what takes its place where the loss depends on a state that the step carries.
+
+    Args:
+        parts: of the batch.
+        counts: rows of each.
+        alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
+        compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
+    """
+    places = carried_places(alone)
+    if not places or alone[1] is None:
+        return mean
+    each = [*enumerate(parts, 2), (2, parts[0])]
+    others = [*alone[1:], alone[1]]
+    carried = runs.in_sequence(each, [False] * len(each))
+    if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
+        return mean  # it would fail on one device as well
+    if not _differ(others, carried, places) or _only_counts(runs, each, carried, alone, places):
+        return mean
+    if mean.verdict == "mean" and {place.kind for place in places} == {"attribute"} and _joins(runs, parts, counts):
+        return mean
+    if new := [place for place in places if place.kind == "new buffer"]:
+        raise UnsupportedError(
+            f"The loss depends on what the step keeps in a buffer that it registers ({_names(new)})."
+            " Ranks of a pipeline put back and share the buffers that are there before training. Register it in"
+            " __init__."
+        )
+    left = runs.in_sequence(each, [True] * len(each))
+    inside = _inside(_checked(left, places), places) if _differ(others, left, places) else None
+    mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]
+    reason = f"the loss depends on what the step keeps from batch to batch ({_names(places)})"
+    return LossMean("no mean", reason, first_call(mixing))
+
+
+def _joins(runs: StepRuns, parts: Sequence[Any], counts: Sequence[int]) -> bool:
+    """True where the attributes that microbatches leave join to those of the full batch: a mean that moves, say."""
+    full, *some = [runs.changes(seed, rows) for seed, rows in enumerate([runs.args[0], *parts], 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that do not join
+        joined = join_changes(some, list(counts), plain_attributes(runs.module))
+    if {path: kind for path, (kind, _) in joined.items()} != {path: kind for path, (kind, _) in full.items()}:
+        return False
+    return not any(
+        differ(_numbers(joined[path][1]), _numbers(value), runs.rounding) for path, (_, value) in full.items()
+    )
+
+
+def _numbers(value: Any) -> list[Print]:
+    every = [leaf for leaf in leaves(value) if _is_numbers(leaf) or isinstance(leaf, Tensor | int | float)]
+    return fingerprint([torch.as_tensor(leaf) for leaf in every])
+
+
+def _only_counts(
+    runs: StepRuns, parts: Sequence[tuple[int, Any]], carried: Any, alone: Sequence[StepResult | None], places: Any
+) -> bool:
+    """True where a count of batches alone gives the numbers of parts in sequence."""
+    counts = [place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute"]
+    counted = runs.with_counts(parts, counts) if counts else None
+    return isinstance(counted, list) and not _differ(counted, carried, places)
+
+
+def _with_state(runs: StepRuns, part: Any, places: Sequence[Place]) -> Mixing | None:
+    """The first call that gives other values for a part than for the full batch, with the state of a second batch."""
+    batch = runs.args[0]
+    with norms_on_running_statistics(runs.module, runs.units):
+        results = runs.in_sequence([(1, batch), (1, batch), (2, part)], [False, True, True])
+    _, full, alone = _checked(results, places)
+    call = first_that_mixes(full.marks, alone.marks, runs.rounding)
+    return None if call is None else Mixing(call)
+
+
+def _checked(results: list[StepResult] | Exception, places: Sequence[Place]) -> list[StepResult]:
+    """`results`. Raises where a part does not run behind another one."""
+    if isinstance(results, Exception):
+        raise UnsupportedError(
+            f"training_step keeps something of a batch for the next one ({_names(places)}), and with that it fails on a"
+            f" microbatch ({type(results).__name__}: {results}): a hidden state with a row for each sample, say. A"
+            " pipeline gives it microbatches. num_microbatches=1 runs the full batch at once."
+        )
+    return results
+
+
+def _differ(
+    alone: Sequence[StepResult | None], sequence: list[StepResult] | Exception, places: Sequence[Place]
+) -> bool:
+    """Compare parts in sequence with the same ones alone. The first one shows the rounding."""
+    found = _checked(sequence, places)
+    assert alone[0] is not None
+    bound = max(_FLOOR, 10 * distance(alone[0], found[0]))
+    pairs = zip(alone[1:], found[1:], strict=True)
+    return any(one is not None and not distance(one, other) <= bound for one, other in pairs)
+
+
+def _inside(left: Sequence[StepResult], places: Sequence[Place]) -> Mixing:
+    """The first call of a block that computes with a state of its own. Raises for the state of an object."""
+    first, inner = left[0], [place for place in places if place.unit is not None]
+    calls = [at for at, unit in enumerate(first.calls) if any(place.unit == unit for place in inner)]
+    other = first_other(first.marks, left[-1].marks, _FLOOR)
+    objects = [place for place in places if place.kind == "object"]
+    behind = [at for at in calls if other is not None and at >= other] or ([] if objects else calls)
+    if not behind:
+        raise UnsupportedError(
+            f"The loss depends on what the step keeps from batch to batch outside of blocks ({_names(objects)}). The"
+            " ranks of a pipeline put back and share buffers, and attributes of the LightningModule itself. They do not"
+            " for attributes of other modules and objects: each microbatch would see what the one before it left. Keep"
+            " it with register_buffer on the module that owns it, or in an attribute of the LightningModule."
+        )
+    names = _names([place for place in inner if place.unit == first.calls[behind[0]]])
+    return Mixing(behind[0], _STATE.format(names))
+
+
+_STATE = (
+    "{{unit!r}} computes with what it keeps from batch to batch ({}). A pipeline gives it one microbatch after the"
+    " other, so each would see what the one before it left. On one device all samples of a batch see the state from"
+    " before the batch. num_microbatches=1 runs the full batch at once."
+)
+
+
+def _names(places: Sequence[Place]) -> str:
+    names = [repr(place.name) for place in places]
+    return ", ".join(names[:_NAMED]) + (" ..." if len(names) > _NAMED else "")

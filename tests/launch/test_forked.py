@@ -1,0 +1,53 @@
+"""A forked run of a module whose layers are built in `configure_model`: the weights come back, or a line says how."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys, warnings
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_3d import Strategy3D
+torch.set_num_threads(1)
+flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+
+class Net(LightningModule):
+    net = None
+
+    def configure_model(self):
+        if self.net is None:
+            self.net = torch.nn.Linear(4, 1)
+            self.register_buffer("first", self.net.weight.detach().clone())
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+model = Net()
+if {before}:
+    model.configure_model()
+trainer = Trainer(accelerator="cpu", devices=2, max_steps=2, strategy=Strategy3D(start_method="fork", quiet=True), **flags)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2))
+said = [str(each.message) for each in caught if "configure_model() before trainer.fit" in str(each.message)]
+learned = model.net is not None and not torch.equal(model.net.weight, model.first)
+print("said", len(said), "learned", learned, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("before", "seen"), [(False, "said 1 learned False"), (True, "said 0 learned True")])
+def test_a_module_of_configure_model(tmp_path, before, seen):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{before}", str(before)))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert seen in done.stdout, done.stderr[-3000:]

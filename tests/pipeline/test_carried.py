@@ -1,0 +1,80 @@
+"""A state that a step carries from batch to batch: all rows of a batch see it as it was before the batch."""
+
+from functools import partial
+
+import pytest
+
+from tests.parity import check, fit, in_turn
+from tests.pipeline.test_loss_scope import scope_of
+from tests.workers import WorkerError, run
+from tests.zoo import carried
+
+FOUR = {"num_microbatches": 4}
+WHOLE = (
+    "Queue", "Prototypes", "CodebookLast", "QueueAttribute", "Bank", "Centre", "Recurrence", "MaximumAttribute", "Maximum",
+)  # fmt: skip
+"""Their loss is computed on the full batch."""
+PARTS = ("Counting", "Logged", "Table", "Averaged")
+"""What they keep does not reach the loss, or every microbatch begins with the same."""
+
+
+def of(name, seeded=False, steps=5):
+    module, batches = carried.build(name, steps)
+    if seeded:
+        module.seeded = True
+    return module, batches
+
+
+@pytest.mark.parametrize("name", [*in_turn(WHOLE, 2), *in_turn(PARTS, 3)])
+def test_trains_as_on_one_device(name):
+    """Losses and weights; also queues, centres, codes and prototypes at the end, which are in the `state_dict`."""
+    check(partial(of, name), 2, FOUR)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"), [("QueueNorms", "batch"), *in_turn([(name, "microbatch") for name in (*PARTS, "Spectral")], 3)]
+)
+def test_what_does_not_reach_the_loss_leaves_it_to_microbatches(name, scope):
+    assert run(scope_of, partial(of, name, steps=1), world=2)[0][0] == {scope}
+
+
+def test_a_state_with_microbatches_by_hand_is_said():
+    _, said = run(scope_of, partial(of, "Queue", steps=1), {"loss_scope": "microbatch"}, world=2)[0]
+    assert "the loss depends on what the step keeps from batch to batch ('queue')" in said[0]
+
+
+REFUSED = [
+    ("CodebookInside", "auto", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
+    ("CodebookInside", "batch", r"'blocks.1' computes with what it keeps from batch to batch \('blocks.1.codes', "),
+    ("ObjectState", "auto", r"outside of blocks \('Scale.value'\).* Keep it with register_buffer"),
+    ("Hidden", "auto", r"keeps something of a batch for the next one \('hidden'\), and with that it fails on a microb"),
+    ("NamespaceState", "auto", r"outside of blocks \('SimpleNamespace.scale'\)"),
+    ("LateBuffer", "auto", r"in a buffer that it registers \('centre'\).* Register it in __init__"),
+    ("QueueParameter", "auto", "puts another parameter in the place of 'queue'.* Make it a buffer"),
+    ("Windows", "auto", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6., .8, 6., .8, 6. for parts of it"),
+    ("Windows", "batch", "gives 'blocks.0' other samples .*: .8, 6. for the batch, and .8, 6. for parts of it"),
+    ("Points", "auto", "gives 'blocks.0' other samples"),
+    ("FirstRows", "auto", "gives 'blocks.0' other samples .*: .4, 6. for the batch, and .2, 6., .4, 6., .2, 6. for parts of it"),
+    ("EarlyMean", "auto", "Name a cut before them with pipeline_split, or use num_microbatches=1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "scope", "text"), in_turn(REFUSED, 2))
+def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text):
+    with pytest.raises(WorkerError, match="Error: .*" + text) as error:
+        run(fit, partial(of, name), {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}, world=2)
+    assert str(error.value).count("--- rank") == 2
+
+
+@pytest.mark.parametrize(
+    "name", in_turn(["CodebookInside", "Hidden", "Windows", "Points", "FirstRows", "EarlyMean"], 2)
+)
+def test_the_remedy_of_one_microbatch_works(name):
+    """The others are `Centre` (a buffer for an object's state), `Queue` (for a parameter) and a cut below."""
+    check(partial(of, name, name in ("Windows", "Points")), 2, {"num_microbatches": 1})
+
+
+@pytest.mark.parametrize("name", ["EarlyMean", pytest.param("NoiseBefore", marks=pytest.mark.long)])
+def test_the_other_remedies_work(name):
+    """A cut before the value, and numbers that are drawn before the batch is cut."""
+    check(partial(of, name), 2, {**FOUR, "pipeline_split": ["blocks.1"]})

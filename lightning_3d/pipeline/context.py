@@ -55,9 +55,9 @@ class StepCallbacks:
     """Entered around each call of a step on a microbatch (autocast)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CutModule:
-    """A module that `apply_split` has cut, on the ranks of one pipeline, and how its steps are known to run."""
+    """A module that `apply_split` has cut, on the ranks of one pipeline, and what is known of its steps."""
 
     module: Any
     split: PipelineSplit

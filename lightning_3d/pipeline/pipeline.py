@@ -22,7 +22,7 @@ from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pipeline(CutModule):
     """Runs steps of a cut module, once it is opened."""
 

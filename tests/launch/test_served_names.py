@@ -49,13 +49,13 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.5)
 
-def fit(**trainer_kwargs):
+def fit(ckpt_path=None, **trainer_kwargs):
     seed_everything(1, verbose=False)
     model = Net(8)
     flags = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False,
              "logger": False, "enable_checkpointing": False}
     trainer = pl.Trainer(**{**flags, **trainer_kwargs})
-    trainer.fit(model, DataLoader(Rows(), batch_size=4))
+    trainer.fit(model, DataLoader(Rows(), batch_size=4), ckpt_path=ckpt_path)
     return model.losses, trainer
 
 def alone():

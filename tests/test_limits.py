@@ -13,7 +13,7 @@ import lightning_3d
 
 PACKAGE, TESTS = Path(lightning_3d.__file__).parent, Path(__file__).parent
 CODE = {file: file.read_text() for file in PACKAGE.rglob("*.py") if "conf" not in file.relative_to(PACKAGE).parts}
-CLASSES = [node for text in CODE.values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+NODES = [node for text in CODE.values() for node in ast.walk(ast.parse(text))]
 LIBRARIES = "torch|lightning|torchmetrics|transformers"
 
 
@@ -31,7 +31,14 @@ def files(pattern, outside=""):
 
 def tensor_subclasses():
     kinds = ("Tensor", "Parameter", "DTensor")
-    return sum(any(ast.unparse(base).split(".")[-1] in kinds for base in node.bases) for node in CLASSES)
+    bases = [node.bases for node in NODES if isinstance(node, ast.ClassDef)]
+    return sum(any(ast.unparse(base).split(".")[-1] in kinds for base in each) for each in bases)
+
+
+def wide_functions():
+    """Values that several functions hand on together are one value."""
+    each = [node.args for node in NODES if isinstance(node, ast.FunctionDef)]
+    return sum(len([*args.posonlyargs, *args.args, *args.kwonlyargs]) > 8 for args in each)
 
 
 def private_imports():
@@ -46,19 +53,22 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44830),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40780),
-    "product files": (lambda: len(CODE), 339),
+    "product lines": (lambda: lines(CODE.values()), 44773),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40776),
+    "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (
         lambda: places(r'\.forward = |"forward"\] = |__setattr__\(\w+, "forward"|undo\.set\(\w+, "forward"'),
         0,
     ),
-    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 26),
+    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 25),
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
     "files that import private names": (private_imports, 25),
+    "functions of more than 8 parameters": (wide_functions, 9),
+    # files that name each other's classes need a file below them
+    "imports of ours for annotations alone": (lambda: places(r"if TYPE_CHECKING:\n    from lightning_3d"), 0),
 }
 
 

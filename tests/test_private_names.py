@@ -60,8 +60,7 @@ PRIVATE = {
         "_device_mesh": "strategy/on_axes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
         "_on_before_batch_transfer": "strategy/placing",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/pipeline sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin"
-        " strategy/processes tensor/scratch usercode/hooks verify/twin",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/on_axes strategy/processes",
@@ -124,8 +123,7 @@ PRIVATE = {
         "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
-        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor"
-        " pipeline/absent pipeline/traced_tensor sandbox/writes tensor/late_tensor usercode/between_runs",
+        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
     },
     "torch.Tensor": {
         "_backward_hooks": "sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
@@ -134,8 +132,7 @@ PRIVATE = {
         "_make_wrapper_subclass": "axes/unallocated",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values sandbox/deferred strategy/checks zero/fsdp_private",
-        "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written"
-        " pipeline/stage sandbox/writes usercode/hooks verify/twin zero/written",
+        "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes",
     },
     "torch._C": {
         "_DisableTorchDispatch": "dryrun/fake_cache",

@@ -68,13 +68,14 @@ def _spec(leaf: Any) -> Any:
 def run_together(world: World) -> Callable[..., tuple[Rehearsal, StepTrace, Any]]:
     """The part of `rehearse` in which a real rank runs its own blocks and receives outputs of the others."""
 
-    def run(pipeline: Any, step: str, args: tuple[Any, ...], seed: int) -> tuple[Rehearsal, StepTrace, Any]:
-        rehearsal, record = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed), Record()
+    def run(step: Any) -> tuple[Rehearsal, StepTrace, Any]:
+        pipeline, record = step.pipeline, Record()
+        rehearsal = LoneRehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, step.seed)
         rehearsal.pipeline, rehearsal.world = pipeline, world
         recording = pipeline.recorder.recording(record, rehearsal.use_at_end)
         with isolated(pipeline.module) as changes, rehearsal, pipeline.gates.directed(rehearsal), recording:
             with torch.enable_grad():
-                result = pipeline.call(step, args, seed)
+                result = step.call()
             rehearsal.use_at_end(result)
         kept = join_changes([changes], [1], {})
         pipeline.wire.rehearsed = (detached(untrace(result)), combine([record], [1]).calls, {}, kept)

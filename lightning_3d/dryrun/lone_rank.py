@@ -32,7 +32,6 @@ from lightning_3d.dryrun.lone_proof import plan_large
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
 from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
-from lightning_3d.pipeline import pipeline as runner
 from lightning_3d.pipeline.loss_mean import MEAN, LossMean
 from lightning_3d.pipeline.traced_tensor import TracedTensor
 from lightning_3d.sandbox import deferred
@@ -82,7 +81,7 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (observe_batch, "find_mixing", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
         (sample, "plain_tensor", _without_values),
-        (runner, "rehearse", _outside_step(pretend, prove.rehearse)),
+        (prove, "rehearse", _outside_step(pretend, prove.rehearse)),
         (prove, "_run_together", lone_proof.run_together(world)),
         (wire.Wire, "share", share),
         (wire.Spec, "empty", empty),
@@ -145,10 +144,10 @@ def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def _outside_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Leave FLOPs, messages and peak of the rehearsal out of the step's: it happens once, in the first step."""
 
-    def inside(pipeline: Any, *args: Any) -> Any:
+    def inside(step: Any, *args: Any) -> Any:
         flops = pretend.flops
-        with pipeline.wire.ledger.aside():
-            trace = function(pipeline, *args)
+        with step.pipeline.wire.ledger.aside():
+            trace = function(step, *args)
         pretend.flops = flops
         if pretend.thrifty:  # in a step, not when the pipeline is set up
             pretend.memory.restart()

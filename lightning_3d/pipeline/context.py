@@ -1,12 +1,30 @@
-"""Callbacks of other layers around a pipelined step."""
+"""The surroundings of a pipelined step: the cut module, callbacks of other layers, and one run of the user's code."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.layout import stage_ranks
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.loss_mean import Mixing
+from lightning_3d.pipeline.microbatch import Rows, signature
+from lightning_3d.pipeline.pass_clock import PassClock
+from lightning_3d.pipeline.rehearsal import StepTrace
+from lightning_3d.pipeline.schedule import stages_per_rank
+from lightning_3d.pipeline.split import PipelineSplit
+from lightning_3d.pipeline.unsupported import check_supported
+from lightning_3d.pipeline.wire import Wire
+from lightning_3d.ranks import random_streams
+from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.sandbox.log_recorder import LogRecorder
+from lightning_3d.sandbox.trees import unshared
 
 
 def _nothing() -> None:
@@ -35,3 +53,115 @@ class StepCallbacks:
     """Entered around an evaluation step: parameters gathered inside, sharded again after it."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around each call of a step on a microbatch (autocast)."""
+
+
+@dataclass(eq=False, repr=False)
+class CutModule:
+    """A module that `apply_split` has cut, on the ranks of one pipeline, and what is known of its steps."""
+
+    module: Any
+    split: PipelineSplit
+    group: dist.ProcessGroup
+    """The ranks of this pipeline, in order."""
+    _: KW_ONLY
+    device: torch.device | None = None
+    """It has the activations."""
+    schedule: str = "1f1b"
+    """Order of forwards and backwards."""
+    num_microbatches: int | Literal["auto"] = "auto"
+    """Pieces of a batch; fewer where a batch has fewer rows."""
+    loss_scope: Literal["microbatch", "batch"] = "microbatch"
+    """"batch" computes head and loss once on the full batch, for losses that are no mean over samples. All forwards run
+    before all backwards then, whatever `schedule` says."""
+    mixing: Mixing | None = None
+    """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
+    ledger: Ledger | None = None
+    """Counts the bytes that this rank sends along the pipeline."""
+    rows: Rows | None = None
+    traces: dict[Any, StepTrace] = field(default_factory=dict)
+    """By `StepContext.key`."""
+    in_one_piece: set[int] = field(default_factory=set)
+    """Stages whose backward must not run in two halves."""
+    proven: dict[Any, frozenset[str]] = field(default_factory=dict)
+    """By pattern of a proven trace: the parameters that the loss does not depend on."""
+    clock: PassClock | None = None
+    """Times the passes of training steps, where somebody asks for them."""
+    checked_heads: set[Any] = field(default_factory=set)
+    """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
+
+    def __post_init__(self) -> None:
+        check_supported(self.module)
+        self.wire = Wire(self.group, self.device or torch.device("cpu"), self.ledger)
+        self.per_rank = stages_per_rank(self.schedule, self.split.num_stages // self.wire.size)
+        self.placement = self.schedule, self.wire.size, self.per_rank
+        self.stage_rank = stage_ranks(*self.placement)
+        self.my_stages = self.split.stages_on(self.wire.rank, self.wire.size, self.schedule)
+        self.find_trained()
+
+    def open(self, hooks: StepCallbacks, undo: UndoStack) -> None:
+        """Put the gates on the module until `undo` closes. Tensor layers and FSDP put their hooks on it before."""
+        self.hooks, units = hooks, list(self.split.holders)
+        absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
+        self.gates = Gates(self.module, units, absent, undo)
+        self.recorder = LogRecorder(self.module, self.gates.inside_block)
+
+    def find_trained(self) -> None:
+        """Note which parameters get a gradient: callbacks freeze and unfreeze them between steps."""
+        self.trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+
+    @property
+    def owns_last(self) -> bool:
+        return self.stage_rank[-1] == self.wire.rank
+
+    @property
+    def acts_as_rank_zero(self) -> bool:
+        """True on the rank that does what a step does on rank 0 only: the last stage of the pipeline of rank 0."""
+        return self.owns_last and dist.get_global_rank(self.wire.group, 0) == 0
+
+    def rows_of(self, batch: Any) -> Rows:
+        """The places of the samples in a batch, decided on the first batch, which is full."""
+        if self.rows is None:
+            trainer = getattr(self.module, "_trainer", None)
+            expected = None if trainer is None else loader_batch_size(trainer)
+            self.rows = Rows.of(batch, expected, self.module)
+        return self.rows
+
+    def stage_parameters(self, stage: int) -> list[Tensor]:
+        """The tensors that get gradients on a stage."""
+        units = [unit for unit, stages in self.split.holders.items() if stage in stages]
+        found = [item for unit in units for item in self.module.get_submodule(unit).parameters()]
+        found += [self.module.get_parameter(name) for name in self.split.everywhere]
+        return list({id(item): item for item in found if item.requires_grad}.values())
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One run of the user's step, on the full batch or on a microbatch."""
+
+    pipeline: CutModule
+    name: str
+    args: tuple[Any, ...]
+    seed: int
+    real: bool = False
+    """True in training. In a rehearsal, code of the step for rank 0 only does not run."""
+    earlier: int | None = None
+    """The seed of random numbers that are drawn before a part of the step, if it is another one."""
+    draws: bool = True
+    """False to raise where the step draws random numbers up to the end of a part."""
+    expected: dict[int, list[list[float]]] | None = None
+    """In the proof: fingerprints of the arguments that units must get."""
+
+    @property
+    def key(self) -> Any:
+        shapes = signature(self.args[0] if self.args else None)
+        return self.name, self.pipeline.module.training, self.pipeline.trained, shapes
+
+    def call(self) -> Any:
+        """The module's own method, with random streams at the start of a microbatch."""
+        seed = self.seed if self.earlier is None else self.earlier
+        random_streams.restart_python(seed)
+        random_streams.restart(seed, -1)
+        # training_step runs again on the same batch, here or for the rehearsal
+        args = unshared(self.args) if self.name == "training_step" else self.args
+        with self.pipeline.hooks.context():
+            return getattr(self.pipeline.module, self.name)(*args)

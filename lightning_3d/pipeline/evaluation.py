@@ -14,35 +14,30 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import Lightning3DError, PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.first_pass import EvalDirector, PassRehearsal, Rest, first_pass
 from lightning_3d.pipeline.gates import users_hooks
 from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.pipeline.microbatch import Rows, microbatch_sizes, signature, split_batch
-from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import forwards
-from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.pipeline.stage import Cut
+from lightning_3d.pipeline.stage import Cut, play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.pipeline.training_step import join, joined_dims
-from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
 from lightning_3d.sandbox.trees import map_leaves, unshared
 from lightning_3d.sandbox.trial import holders, trial
-
-if TYPE_CHECKING:
-    from lightning_3d.pipeline.pipeline import Pipeline
 
 _SHAPES_KEPT = 256
 _OTHER_VALUES = "blocks compute other values for a row in a microbatch than in the full batch, as with batch statistics"
@@ -89,23 +84,24 @@ class Evaluations:
 class EvaluationStep:
     """A batch on its way through a validation, test or predict step."""
 
-    pipeline: "Pipeline"
-    name: str
-    args: tuple[Any, ...]
-    seed: int
+    step: StepContext
+    known: Evaluations
     problem: str | None = None
     """The first error in microbatches on this rank."""
     results: dict[int, list[Tensor]] = field(default_factory=dict)
     """On the last stage, by microbatch: the tensors that the rest uses."""
 
+    def __post_init__(self) -> None:
+        self.pipeline, self.name, self.args = self.step.pipeline, self.step.name, self.step.args
+
     def run(self) -> Any:
         """The result of the step on the full batch, with its logs and metrics, on every rank."""
-        module, known = self.pipeline.module, self.pipeline.evaluations
+        module, known = self.pipeline.module, self.known
         trainer = getattr(module, "_trainer", None)  # the property raises where a module has none
         sanity = trainer is not None and trainer.sanity_checking
         key = (self.name, module.training, sanity, repr(self.args[2:]), signature(self.args[:1]))
         if key not in known.shapes:
-            director = EvalDirector(*self._around)
+            director = EvalDirector(self.step)
             output = self._unsplit(director)
             known.put(key, first_pass(director.units, self.pipeline.split) if self._is_cut() else None)
             return output
@@ -119,22 +115,18 @@ class EvaluationStep:
             self._give_up(key, self._first(self.problem))
         if isinstance(found, tuple):
             return self._learn(key, found)
-        return self._unsplit(EvalDirector(*self._around))
-
-    @property
-    def _around(self) -> tuple[PipelineSplit, Wire, tuple[int, ...], int]:
-        return self.pipeline.split, self.pipeline.wire, self.pipeline.stage_rank, self.seed
+        return self._unsplit(EvalDirector(self.step))
 
     def _unsplit(self, director: EvalDirector) -> Any:
         with self.pipeline.gates.directed(director), self.pipeline.recorder.outside():
-            return self.pipeline.call(self.name, self.args, self.seed)
+            return self.step.call()
 
     def _run_rest(self, staged: StagedPass, received: list[Tensor]) -> Any:
-        rest = Rest(*self._around, staged.trace, received)
+        rest = Rest(self.step, staged.trace, received)
         pipeline = self.pipeline
         try:
             with rest, pipeline.gates.directed(rest), pipeline.recorder.outside(refuse_placeholders):
-                output = pipeline.call(self.name, self.args, self.seed)
+                output = self.step.call()
                 refuse_placeholders(output)
                 return output
         except PipelineSplitError as error:
@@ -166,9 +158,9 @@ class EvaluationStep:
         """
         pipeline, batch = self.pipeline, _copied(self.args[0])
         buffers = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
-        rehearsal = PassRehearsal(*self._around, units)
+        rehearsal = PassRehearsal(self.step, units)
         with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.outside(rehearsal.use_at_end):
-            output = pipeline.call(self.name, self.args, self.seed)
+            output = self.step.call()
             rehearsal.use_at_end((output, [list(own(holder).values()) for holder in holders(pipeline.module)]))
         self.args = (batch, *self.args[1:])  # as it was before the step
         found: list[StagedPass] = []
@@ -177,7 +169,7 @@ class EvaluationStep:
             if problem is None:
                 problem = self._first(self._attempt(lambda: self._prove(found[0], rehearsal)))
         if problem is None:
-            pipeline.evaluations.put(key, found[0])
+            self.known.put(key, found[0])
         elif again and problem == _OTHER_VALUES:
             raise UnsupportedError(
                 f"{self.name} ran in stages, on microbatches, and {problem}. This was not so in the first batches of"
@@ -206,10 +198,9 @@ class EvaluationStep:
         return problem
 
     def _give_up(self, key: Any, problem: str | None) -> None:
-        known = self.pipeline.evaluations
-        known.put(key, None)
-        if self.name not in known.warned:
-            known.warned.add(self.name)
+        self.known.put(key, None)
+        if self.name not in self.known.warned:
+            self.known.warned.add(self.name)
             rank_zero_warn(
                 f"{self.name} runs one block after the other over the stages, on full batches: in microbatches it would"
                 f" not compute the same, or not at all ({problem}). The results of the step are right, but a pipeline"
@@ -239,7 +230,7 @@ class EvaluationStep:
     def _rehearse(self, piece: Any, full: StepTrace, units: tuple[str, ...]) -> StepTrace:
         """The trace of a microbatch. Every rank runs the step up to the end of the pass, as a trial."""
         pipeline = self.pipeline
-        rehearsal = PassRehearsal(*self._around, units, stops=True)
+        rehearsal = PassRehearsal(self.step, units, stops=True)
         with (
             trial(pipeline.module, gradients=False, logs=False),
             rehearsal,
@@ -248,7 +239,7 @@ class EvaluationStep:
         ):
             with rehearsal.agreed():
                 try:
-                    pipeline.call(self.name, (_copied(piece), *self.args[1:]), self.seed)
+                    self._of(piece).call()
                 except Cut:
                     return rehearsal.trace_like(full)
                 raise PipelineSplitError("on a microbatch it ends before its last block")
@@ -282,7 +273,6 @@ class EvaluationStep:
     def _run_stages(self, staged: StagedPass) -> list[Tensor] | None:
         """The tensors that the rest needs, of the full batch, on every rank. None where a rank has a problem."""
         pipeline, count = self.pipeline, len(staged.sizes)
-        placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
         if users_hooks(pipeline.module, list(pipeline.split.holders)):
             self.problem = "blocks have new forward hooks"
         with _no_graph():
@@ -292,10 +282,8 @@ class EvaluationStep:
             def forward(stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
                 return self._forward(staged.pieces[index], stage, index, pieces[index], received)
 
-            execution = Execution(
-                pipeline.wire, pipeline.stage_rank, staged.pieces, forward, pipeline.stage_parameters, trains=False
-            )
-            execution.run(forwards(*placement, count)[pipeline.wire.rank])
+            execution = Execution(pipeline, staged.pieces, forward, trains=False)
+            execution.run(forwards(*pipeline.placement, count)[pipeline.wire.rank])
             problems = talk.Largest([int(self.problem is not None)], pipeline.wire.group)
             if any(problems.wait()):
                 return None
@@ -306,20 +294,21 @@ class EvaluationStep:
 
     def _forward(self, trace: StepTrace, stage: int, index: int, piece: Any, received: list[Tensor]) -> list[Tensor]:
         """The part of a stage on a microbatch; zeros once there is a problem, so that no rank waits in vain."""
-        part, pipeline = trace.parts[stage], self.pipeline
+        part, title = trace.parts[stage], f"stage {stage}, microbatch {index}"
 
         def compute() -> None:
-            args = (_copied(piece), *self.args[1:])
-            with isolated(pipeline.module):
-                self.results[index] = play(
-                    pipeline, trace, part, f"stage {stage}, microbatch {index}", self.name, args, self.seed, received,
-                    Record(), draws=False,
-                )  # fmt: skip
+            step = replace(self._of(piece), draws=False)
+            with isolated(self.pipeline.module):
+                self.results[index] = play(step, trace, part, title, received, Record())
 
         self.problem = self.problem or self._attempt(compute)
         if self.problem is not None:
-            return [carried.spec.empty(pipeline.wire.device).zero_() for carried in part.after]
+            return [carried.spec.empty(self.pipeline.wire.device).zero_() for carried in part.after]
         return self.results[index] if stage == len(trace.parts) - 1 else self.results.pop(index)
+
+    def _of(self, piece: Any) -> StepContext:
+        """The step on a microbatch."""
+        return replace(self.step, args=(_copied(piece), *self.args[1:]))
 
 
 def _copied(batch: Any) -> Any:

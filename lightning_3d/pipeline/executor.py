@@ -1,17 +1,18 @@
 """Runs the actions of one rank: forwards, backwards, sends and receives of every microbatch of a step."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_3d.pipeline.backward import WeightHalf, full_backward, input_half
-from lightning_3d.pipeline.pass_clock import PassClock
+from lightning_3d.pipeline.context import CutModule
 from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.schedule import Action
-from lightning_3d.pipeline.wire import Receipt, Spec, Wire
+from lightning_3d.pipeline.wire import Receipt
 
 
 @dataclass
@@ -25,6 +26,7 @@ class InFlight:
     half: WeightHalf | None = None
 
 
+_CONTENT = {"F": "activations", "B": "gradients"}
 Forward = Callable[[int, int, list[Tensor]], list[Tensor]]
 """(stage, microbatch, received) -> the tensors that cross the cut; on the last stage the loss."""
 Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
@@ -35,21 +37,14 @@ Head = Callable[[list[list[Tensor]]], list[list[Tensor | None]]]
 class Execution:
     """One step of one rank."""
 
-    wire: Wire
-    stage_rank: Sequence[int]
+    pipeline: CutModule
     traces: Sequence[StepTrace]
     """One per microbatch."""
     forward: Forward
-    parameters: Callable[[int], list[Tensor]]
-    """The tensors of a stage that get gradients."""
     head: Head | None = None
     """With the loss on the full batch."""
     trains: bool = True
     """False where only forwards run: nothing is kept for a backward."""
-    in_one_piece: Container[int] = ()
-    """Stages that run the full backward where the schedule has the half for inputs."""
-    clock: PassClock | None = None
-    """Times the passes, where somebody asks for them."""
     in_flight: dict[tuple[int, int], InFlight] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int], Receipt] = field(default_factory=dict)
     passed_on: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -58,17 +53,17 @@ class Execution:
 
     @property
     def last(self) -> int:
-        return len(self.stage_rank) - 1
+        return self.pipeline.split.num_stages - 1
 
     def run(self, actions: Sequence[Action]) -> None:
-        steps = {
+        steps: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights,
-            "SEND_F": self._send_forward, "SEND_B": self._send_backward,
-            "RECV_F": self._receive_forward, "RECV_B": self._receive_backward,
+            "SEND_F": partial(self._send, "F", 1), "SEND_B": partial(self._send, "B", -1),
+            "RECV_F": partial(self._receive, "F", -1), "RECV_B": partial(self._receive, "B", 1),
         }  # fmt: skip
         for action in actions:
             steps[action.kind](action.stage, action.microbatch)
-        self.wire.finish()
+        self.pipeline.wire.finish()
 
     def _forward(self, stage: int, index: int) -> None:
         inputs = self._inputs(stage, index)
@@ -126,18 +121,20 @@ class Execution:
         in_flight = self.in_flight[stage, index]
         grads = self._output_grads(in_flight, stage, index)
         with self._timing("I", stage, index):
-            if stage in self.in_one_piece:
+            if stage in self.pipeline.in_one_piece:
                 full_backward(in_flight.outputs, grads)
                 in_flight.outputs = []
             else:
-                in_flight.half = input_half(in_flight.outputs, grads, in_flight.inputs, self.parameters(stage))
+                in_flight.half = input_half(
+                    in_flight.outputs, grads, in_flight.inputs, self.pipeline.stage_parameters(stage)
+                )
         self._pass_back(in_flight, stage, index)
 
     def _backward_weights(self, stage: int, index: int) -> None:
         half = self.in_flight.pop((stage, index)).half
         if half is not None:
             with self._timing("W", stage, index):
-                half.run(self.parameters(stage))
+                half.run(self.pipeline.stage_parameters(stage))
 
     def _pass_back(self, in_flight: InFlight, stage: int, index: int) -> None:
         if stage == 0:
@@ -152,35 +149,26 @@ class Execution:
         else:
             self.leaving["B", stage, index] = [grad for grad in grads if grad is not None]
 
-    def _send_forward(self, stage: int, index: int) -> None:
-        what = f"stage {stage}, microbatch {index}: sending activations to stage {stage + 1}"
-        self.wire.send(self.leaving.pop(("F", stage, index)), self.stage_rank[stage + 1], _tag(stage, index, 0), what)
+    def _send(self, kind: str, step: int, stage: int, index: int) -> None:
+        to, tensors = stage + step, self.leaving.pop((kind, stage, index))
+        what = f"stage {stage}, microbatch {index}: sending {_CONTENT[kind]} to stage {to}"
+        self.pipeline.wire.send(tensors, self.pipeline.stage_rank[to], _tag(min(stage, to), index, kind == "B"), what)
 
-    def _send_backward(self, stage: int, index: int) -> None:
-        what = f"stage {stage}, microbatch {index}: sending gradients to stage {stage - 1}"
-        self.wire.send(
-            self.leaving.pop(("B", stage, index)), self.stage_rank[stage - 1], _tag(stage - 1, index, 1), what
-        )
-
-    def _receive_forward(self, stage: int, index: int) -> None:
-        what = f"stage {stage}, microbatch {index}: receiving activations from stage {stage - 1}"
-        specs = self.traces[index].specs(stage - 1)
-        source = self.stage_rank[stage - 1]
-        self.arriving["F", stage, index] = self.wire.start_receive(specs, source, _tag(stage - 1, index, 0), what)
-
-    def _receive_backward(self, stage: int, index: int) -> None:
-        what = f"stage {stage}, microbatch {index}: receiving gradients from stage {stage + 1}"
-        specs: list[Spec] = [spec for spec in self.traces[index].specs(stage) if spec.requires_grad]
-        source = self.stage_rank[stage + 1]
-        self.arriving["B", stage, index] = self.wire.start_receive(specs, source, _tag(stage, index, 1), what)
+    def _receive(self, kind: str, step: int, stage: int, index: int) -> None:
+        source, cut = stage + step, min(stage, stage + step)
+        what = f"stage {stage}, microbatch {index}: receiving {_CONTENT[kind]} from stage {source}"
+        specs = [spec for spec in self.traces[index].specs(cut) if kind == "F" or spec.requires_grad]
+        rank, tag = self.pipeline.stage_rank[source], _tag(cut, index, kind == "B")
+        self.arriving[kind, stage, index] = self.pipeline.wire.start_receive(specs, rank, tag, what)
 
     def _timing(self, kind: str, stage: int, index: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.clock is None else self.clock.timing(kind, stage, index)
+        clock = self.pipeline.clock if self.trains else None
+        return nullcontext() if clock is None else clock.timing(kind, stage, index)
 
     def _local(self, stage: int) -> bool:
-        return self.stage_rank[stage] == self.wire.rank
+        return self.pipeline.stage_rank[stage] == self.pipeline.wire.rank
 
 
-def _tag(cut: int, index: int, backward: int) -> int:
+def _tag(cut: int, index: int, backward: bool) -> int:
     """One number per message of a step, so that two stages of one rank cannot receive each other's messages."""
     return ((cut << 14) + index << 1) + backward

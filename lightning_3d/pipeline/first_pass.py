@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError
+from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.rehearsal import Carried, Rehearsal, StagePart, StepTrace
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.stage import Cut, StagePlay
 from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, refuse_placeholders
-from lightning_3d.pipeline.wire import Spec, Wire
+from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.trees import leaves, untrace
 
@@ -39,12 +40,10 @@ class EvalDirector:
 
     skipping = False
 
-    def __init__(self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int) -> None:
-        self.split, self.wire, self.stage_rank, self.seed = split, wire, stage_rank, seed
-        self.calls = 0
+    def __init__(self, context: StepContext, calls: int = 0, reached: int = 0) -> None:
+        self.pipeline, self.seed, self.calls, self.reached = context.pipeline, context.seed, calls, reached
         self.units: list[str] = []
         """The units that were called."""
-        self.reached = 0
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         random_streams.restart(self.seed, 2 * self.calls)
@@ -57,11 +56,12 @@ class EvalDirector:
         return self._share(unit, None)
 
     def _share(self, unit: str, output: Any) -> Any:
-        holders = self.split.holders[unit]
+        holders = self.pipeline.split.holders[unit]
         self.reached = next((stage for stage in holders if stage >= self.reached), holders[-1])
         self.calls += 1
         self.units.append(unit)
-        shared = self.wire.share(output, self.stage_rank[self.reached], ("call", self.calls))
+        rank = self.pipeline.stage_rank[self.reached]
+        shared = self.pipeline.wire.share(output, rank, ("call", self.calls))
         random_streams.restart(self.seed, 2 * self.calls - 1)
         return shared
 
@@ -90,12 +90,10 @@ class PassRehearsal(_Released, Rehearsal):
         stops: end the step behind the last of them.
     """
 
-    def __init__(
-        self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int, units: tuple[str, ...],
-        *, stops: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(split, wire, stage_rank, seed)
-        self.units, self.stops = units, stops
+    def __init__(self, context: StepContext, units: tuple[str, ...], *, stops: bool = False) -> None:
+        pipeline = context.pipeline
+        super().__init__(pipeline.split, pipeline.wire, pipeline.stage_rank, context.seed)
+        self.context, self.units, self.stops = context, units, stops
         self.rest: EvalDirector | None = None
         """Runs what comes behind the pass."""
         self.last_output: list[Tensor] = []
@@ -119,8 +117,7 @@ class PassRehearsal(_Released, Rehearsal):
     def _behind_pass(self, unit: str) -> EvalDirector | None:
         at = len(self.calls)
         if self.rest is None and self.units[at : at + 1] != (unit,):
-            self.rest = EvalDirector(self.split, self.wire, self.stage_rank, self.seed)
-            self.rest.calls, self.rest.reached = at, self.calls[-1].stage if self.calls else 0
+            self.rest = EvalDirector(self.context, at, self.calls[-1].stage if self.calls else 0)
             self.tracing = False
         return self.rest
 
@@ -167,15 +164,11 @@ class PassRehearsal(_Released, Rehearsal):
 class Rest(_Released, StagePlay):
     """The full step with the results of its first pass, which the stages have computed, in place of the pass."""
 
-    def __init__(
-        self, split: PipelineSplit, wire: Wire, stage_rank: tuple[int, ...], seed: int, trace: StepTrace,
-        received: list[Tensor],
-    ) -> None:  # fmt: skip
+    def __init__(self, context: StepContext, trace: StepTrace, received: list[Tensor]) -> None:
         self.count = len(trace.calls)
         part = StagePart(self.count, self.count, trace.tail, ())
-        super().__init__(trace, part, "behind the blocks", received, seed, wire.device)
-        self.rest = EvalDirector(split, wire, stage_rank, seed)
-        self.rest.calls, self.rest.reached = self.count, trace.calls[-1].stage
+        super().__init__(context, trace, part, "behind the blocks", received)
+        self.rest = EvalDirector(context, self.count, trace.calls[-1].stage)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().run(func, args, kwargs)

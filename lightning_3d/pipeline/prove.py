@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from lightning_3d.errors import DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
+from lightning_3d.pipeline.context import CutModule, StepContext
 from lightning_3d.pipeline.observe import UncutRun
-from lightning_3d.pipeline.play import play
 from lightning_3d.pipeline.rehearsal import Rehearsal, StepTrace
+from lightning_3d.pipeline.stage import play
 from lightning_3d.ranks import agreement
 from lightning_3d.ranks.users_group_private import alone
 from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint, grad_print, unlike
@@ -27,42 +28,44 @@ from lightning_3d.sandbox.snapshot import changed, isolated, marks, open_buffers
 from lightning_3d.sandbox.trees import loss_of, untrace
 from lightning_3d.sandbox.trial import trial
 
-if TYPE_CHECKING:
-    from lightning_3d.pipeline.pipeline import Pipeline
+_TRACES_KEPT = 256
 
 
-def rehearse(
-    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int, uncut: UncutRun | None = None
-) -> StepTrace:
-    """Run the step once on all ranks together, then in stages, and compare; in stages once for shapes of one pattern.
-
-    Every rank of the pipeline calls this with the same microbatch. The runs are trials: nothing remains of them.
+def trace_of(step: StepContext, uncut: UncutRun | None = None) -> StepTrace:
+    """The trace of the step on microbatches of this shape, rehearsed on first use, and always where `uncut` is given.
 
     Args:
         uncut: the run of the same step before the module was cut; with it gradients are compared too.
     """
+    traces, key = step.pipeline.traces, step.key
+    if uncut is not None or key not in traces:
+        while len(traces) >= _TRACES_KEPT:
+            del traces[next(iter(traces))]
+        traces[key] = rehearse(step, uncut)
+    return traces[key]
+
+
+def rehearse(step: StepContext, uncut: UncutRun | None) -> StepTrace:
+    """Run the step once on all ranks together, then in stages, and compare; in stages once for shapes of one pattern.
+
+    Every rank of the pipeline calls this with the same microbatch. The runs are trials: nothing remains of them.
+    """
+    pipeline = step.pipeline
     with trial(pipeline.module, gradients=True, logs=False):
-        rehearsal, trace, result = _run_together(pipeline, step, args, seed)
-    _agree(pipeline, trace, seed)
-    key = (step, trace.pattern, pipeline.trained)
+        rehearsal, trace, result = _run_together(step)
+    _agree(pipeline, trace, step.seed)
+    key = (step.name, trace.pattern, pipeline.trained)
     if uncut is not None or key not in pipeline.proven:
-        pipeline.proven[key] = _run_in_stages(pipeline, step, args, seed, rehearsal, trace, result, uncut)
+        pipeline.proven[key] = _run_in_stages(step, rehearsal, trace, result, uncut)
     return replace(trace, unreached=pipeline.proven[key])
 
 
 def _run_in_stages(
-    pipeline: "Pipeline",
-    step: str,
-    args: tuple[Any, ...],
-    seed: int,
-    rehearsal: Rehearsal,
-    trace: StepTrace,
-    result: Any,
-    uncut: UncutRun | None,
+    step: StepContext, rehearsal: Rehearsal, trace: StepTrace, result: Any, uncut: UncutRun | None
 ) -> frozenset[str]:
-    relay = StageRelay(pipeline, trace)
+    relay, pipeline = StageRelay(step.pipeline, trace), step.pipeline
     with trial(pipeline.module, gradients=True, logs=False):
-        relay.forward(step, args, seed, rehearsal, result)
+        relay.forward(replace(step, real=False, expected=rehearsal.arguments), result)
         if uncut is not None:
             relay.compare(uncut, rehearsal, result)
     pipeline.wire.meet("the forward in stages", relay.problem)
@@ -77,37 +80,36 @@ def _run_in_stages(
     return unreached
 
 
-def _run_together(
-    pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int
-) -> tuple[Rehearsal, StepTrace, Any]:
-    rehearsal = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, seed)
+def _run_together(step: StepContext) -> tuple[Rehearsal, StepTrace, Any]:
+    pipeline = step.pipeline
+    rehearsal = Rehearsal(pipeline.split, pipeline.wire, pipeline.stage_rank, step.seed)
     record = Record()
     before = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
     with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.recording(record, rehearsal.use_at_end):
         with rehearsal.agreed():
             with isolated(pipeline.module) as changes:
-                result = _call(pipeline, step, args, seed)
+                result = _call(step)
             loss_of(result)  # where it has none: the error of the user's step, and not of its stages
             rehearsal.use_at_end((result, list(changes.values())))
             trace = replace(rehearsal.trace_of_step(), changed=changed(pipeline.module, before))
     return rehearsal, trace, fingerprint(untrace(result))
 
 
-def _call(pipeline: "Pipeline", step: str, args: tuple[Any, ...], seed: int) -> Any:
+def _call(step: StepContext) -> Any:
     try:
-        return pipeline.call(step, args, seed)
+        return step.call()
     except (RuntimeError, TypeError) as error:
         if not is_meta_error(error):
             raise
         raise PipelineSplitError(
-            f"{step} reads a parameter of a block that another stage owns, outside of that block ({error}). Where no"
-            " batch can be read ahead of training, such as from an IterableDataset, only parameters of modules around"
-            " blocks are on every stage. Let the block that owns the parameter compute with it, train from a dataset"
-            " with indices, or use pipeline_parallel_size=1."
+            f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
+            " Where no batch can be read ahead of training, such as from an IterableDataset, only parameters of modules"
+            " around blocks are on every stage. Let the block that owns the parameter compute with it, train from a"
+            " dataset with indices, or use pipeline_parallel_size=1."
         ) from error
 
 
-def _agree(pipeline: "Pipeline", trace: StepTrace, seed: int) -> None:
+def _agree(pipeline: CutModule, trace: StepTrace, seed: int) -> None:
     """Raise unless all ranks have the same trace: else messages would not match."""
     text = repr([trace.changed, *([(item.node, item.spec) for item in part.after] for part in trace.parts)])
     seeds, texts = map(set, zip(*pipeline.wire.agree((seed, text)), strict=True))
@@ -152,7 +154,7 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
     )
 
 
-def _other_buffer(pipeline: "Pipeline", uncut: UncutRun) -> str | None:
+def _other_buffer(pipeline: CutModule, uncut: UncutRun) -> str | None:
     """Describe a difference in buffers of this rank's blocks, and on the last stage in those around blocks."""
     outside = set(open_buffers(pipeline.module, list(pipeline.split.holders)))
     for name, buffer in pipeline.module.named_buffers():
@@ -178,7 +180,7 @@ _BESIDE = (
 class StageRelay:
     """The stages of this rank on one microbatch."""
 
-    pipeline: "Pipeline"
+    pipeline: CutModule
     trace: StepTrace
     received: dict[int, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -193,24 +195,20 @@ class StageRelay:
             other = _other_buffer(self.pipeline, uncut)
         self.problem = self.problem if other is None else PipelineSplitError(other)
 
-    def forward(self, step: str, args: tuple[Any, ...], seed: int, rehearsal: Rehearsal, result: Any) -> None:
+    def forward(self, step: StepContext, result: Any) -> None:
         """Run every stage in turn; compare its inputs and outputs with those of the full step."""
         arriving: list[Tensor] = []
         for stage in range(self._last + 1):
             if stage in self.pipeline.my_stages:
                 self.received[stage] = arriving
-                self.outputs[stage] = self._play(stage, step, args, seed, rehearsal, result)
+                self.outputs[stage] = self._play(stage, step, result)
             if stage < self._last:
                 arriving = self._pass_on(stage)
 
-    def _play(
-        self, stage: int, step: str, args: tuple[Any, ...], seed: int, rehearsal: Rehearsal, result: Any
-    ) -> list[Tensor]:
+    def _play(self, stage: int, step: StepContext, result: Any) -> list[Tensor]:
         try:
-            output = play(
-                self.pipeline, self.trace, self.trace.parts[stage], f"stage {stage}", step, args, seed,
-                self.received[stage], Record(), rehearsal.arguments,
-            )  # fmt: skip
+            part, title = self.trace.parts[stage], f"stage {stage}"
+            output = play(step, self.trace, part, title, self.received[stage], Record())
             if stage < self._last:
                 return list(output)
             if differ(fingerprint(untrace(output)), result):

@@ -1,17 +1,27 @@
-"""The part of the user's step that belongs to one stage, on one microbatch."""
+"""Runs the part of the user's step that belongs to one stage, on one microbatch."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import PipelineSplitError, UnsupportedError, is_meta_error
+from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
-from lightning_3d.pipeline.traced_tensor import StepTape, TracedTensor, not_a_view, refuse_missing
+from lightning_3d.pipeline.traced_tensor import (
+    StepTape,
+    TracedTensor,
+    not_a_view,
+    refuse_missing,
+    refuse_placeholders,
+)
 from lightning_3d.pipeline.wire import Spec
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
-from lightning_3d.sandbox.trees import leaves, map_leaves
+from lightning_3d.sandbox.record import Record
+from lightning_3d.sandbox.snapshot import isolated_buffers
+from lightning_3d.sandbox.trees import leaves, map_leaves, untrace
 
 
 class Cut(BaseException):
@@ -25,19 +35,16 @@ class StagePlay(StepTape):
     """Plays one part of a step: earlier units return placeholders, its own run, the first later one ends the step."""
 
     def __init__(
-        self, trace: StepTrace, part: StagePart, name: str, received: list[Tensor], seed: int, device: torch.device,
-        earlier: int | None = None, *, draws: bool = True,
-    ) -> None:  # fmt: skip
+        self, context: StepContext, trace: StepTrace, part: StagePart, name: str, received: list[Tensor]
+    ) -> None:
         super().__init__(
             {carried.node: not_a_view(value) for carried, value in zip(part.before, received, strict=True)},
             frozenset(carried.node for carried in part.after),
         )
-        self.step_trace, self.part, self.name, self.seed, self.device = trace, part, name, seed, device
-        self.earlier, self.draws = earlier, draws
+        self.context, self.step_trace, self.part, self.name = context, trace, part, name
+        self.device = context.pipeline.wire.device
         self.skipping = False
         self.final = part.stop == len(trace.calls) and not part.after
-        self.expected: dict[int, list[list[float]]] | None = None
-        """In the proof: fingerprints of the arguments that this part's units must get."""
 
     def enter(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._refresh_arguments(args, kwargs)
@@ -46,8 +53,7 @@ class StagePlay(StepTape):
             return (), {}
         self._refuse_absent(unit, args, kwargs)
         args, kwargs = self.plain(args), self.plain(kwargs)
-        if self.expected is not None:
-            self._check(unit, args, kwargs)
+        self._check(unit, args, kwargs)
         return args, kwargs
 
     def leave(self, unit: str, output: Any) -> Any:
@@ -127,12 +133,13 @@ class StagePlay(StepTape):
 
     def _restart(self, moment: int) -> None:
         """Restart the random streams at a moment of the step: 2 * calls where a call begins, one less after it."""
-        if not self.draws and random_streams.drawn_since_restart():
+        step = self.context
+        if not step.draws and random_streams.drawn_since_restart():
             raise PipelineSplitError("it draws random numbers, and each microbatch would draw the same ones")
         begun = moment >= 2 * self.part.start
-        random_streams.restart(self.seed if begun or self.earlier is None else self.earlier, moment)
-        if self.earlier is not None and moment == 2 * self.part.start:
-            random_streams.restart_python(self.seed)
+        random_streams.restart(step.seed if begun or step.earlier is None else step.earlier, moment)
+        if step.earlier is not None and moment == 2 * self.part.start:
+            random_streams.restart_python(step.seed)
 
     def _refuse_absent(self, unit: str, args: Any, kwargs: Any) -> None:
         for leaf in leaves((args, kwargs)):
@@ -143,8 +150,8 @@ class StagePlay(StepTape):
                 )
 
     def _check(self, unit: str, args: Any, kwargs: Any) -> None:
-        assert self.expected is not None
-        if differ(fingerprint((args, kwargs)), self.expected.get(self.call - 1, [])):
+        expected = self.context.expected
+        if expected is not None and differ(fingerprint((args, kwargs)), expected.get(self.call - 1, [])):
             raise PipelineSplitError(
                 f"{self.name}: cut into stages, {unit!r} gets other inputs than in the uncut step. Something"
                 " that it needs comes from an earlier stage in a way that the rehearsal cannot record (a tensor"
@@ -165,3 +172,47 @@ _DIFFERENT = (
     " depend on the shapes of the batch only, not on batch_idx, the epoch or values. Run the same blocks in every step"
     " and multiply what is not to count by 0, or use pipeline_parallel_size=1."
 )
+
+
+def play(
+    context: StepContext, trace: StepTrace, part: StagePart, title: str, received: list[Tensor], record: Record
+) -> Any:
+    """Run one part of a step.
+
+    Returns:
+        The tensors that cross the cut behind the part; behind the last one the output of the step.
+    """
+    pipeline, player = context.pipeline, StagePlay(context, trace, part, title, received)
+    undo = () if player.final else trace.changed
+    ends = refuse_placeholders if player.final else None
+    speaks = context.real and player.final and pipeline.acts_as_rank_zero
+    recording = pipeline.recorder.recording(record, ends, speaks=speaks)
+    with isolated_buffers(pipeline.module, undo), player, pipeline.gates.directed(player), recording, rank_local():
+        try:
+            output = context.call()
+        except Cut:
+            return player.outputs()
+        except (RuntimeError, TypeError) as error:
+            if is_meta_error(error):
+                raise _absent(title, str(error)) from error
+            raise
+    if not player.final:
+        raise PipelineSplitError(
+            f"{title}: the step ended before it reached a block of a later stage, which in its rehearsal on the same"
+            " shapes it called. Which blocks run must not depend on batch_idx, the epoch or values (`return None` for"
+            " some batches): leave these batches out of the loader, multiply their loss by 0, or use"
+            " pipeline_parallel_size=1."
+        )
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
+        raise _absent(title, "its output has no values")
+    refuse_placeholders(output)
+    return untrace(output)
+
+
+def _absent(title: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{title}: the step reads a weight or buffer of a block that another stage owns, which it did not before"
+        f" training ({why}): does a penalty, or a log of weights, begin after some batches? Compute it in"
+        " every step, multiplied by 0 until then, so that this stage has it too; for a penalty use the optimizer's"
+        " weight_decay; or use pipeline_parallel_size=1."
+    )

@@ -4,19 +4,21 @@ With `loss_scope="batch"`, the head runs once on the full batch; `choose_head` f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.pipeline.context import CutModule, StepContext
 from lightning_3d.pipeline.executor import Execution
 from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import microbatch_sizes, split_batch
-from lightning_3d.pipeline.play import play
+from lightning_3d.pipeline.prove import trace_of
 from lightning_3d.pipeline.rehearsal import Carried, StagePart, StepTrace
 from lightning_3d.pipeline.schedule import actions
+from lightning_3d.pipeline.stage import play
 from lightning_3d.pipeline.traced_tensor import refuse_placeholders
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.joining import join_changes
@@ -25,21 +27,16 @@ from lightning_3d.sandbox.snapshot import Changes, isolated, plain_attributes, p
 from lightning_3d.sandbox.trees import detached, join_outputs, loss_of
 from lightning_3d.sandbox.trial import trial
 
-if TYPE_CHECKING:
-    from lightning_3d.pipeline.pipeline import Pipeline
-
 
 @dataclass
 class TrainingStep:
     """A batch on its way through the stages of this rank."""
 
-    name = "training_step"
-    pipeline: "Pipeline"
-    args: tuple[Any, ...]
-    seed: int
+    step: StepContext
+    """On the full batch."""
     scale: float | Tensor
     sizes: list[int] = field(default_factory=list)
-    microbatches: list[tuple[Any, ...]] = field(default_factory=list)
+    microbatches: list[StepContext] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     full_trace: StepTrace | None = None
     """With the loss on the full batch: the trace of the step on it."""
@@ -52,47 +49,40 @@ class TrainingStep:
     changes: list[Changes] = field(default_factory=list)
     """Changes of the module's attributes, by each run of the last stage."""
 
+    @property
+    def pipeline(self) -> CutModule:
+        return self.step.pipeline
+
     def run(self) -> tuple[Any, Record]:
         """Run the step; return the output and the logs of the full batch, on every rank."""
         self._cut_batch()
         pipeline = self.pipeline
-        execution = Execution(
-            pipeline.wire, pipeline.stage_rank, self.traces, self._forward, pipeline.stage_parameters,
-            self._head if self.full_trace else None, in_one_piece=pipeline.in_one_piece, clock=pipeline.clock,
-        )  # fmt: skip
+        execution = Execution(pipeline, self.traces, self._forward, self._head if self.full_trace else None)
         schedule = "fill_and_drain" if self.full_trace else pipeline.schedule
         if pipeline.clock is not None:
             pipeline.clock.begin_step(schedule, len(self.sizes))
-        placement = (pipeline.schedule, pipeline.wire.size, pipeline.per_rank)
-        execution.run(actions(schedule, *placement, len(self.sizes))[pipeline.wire.rank])
+        execution.run(actions(schedule, *pipeline.placement, len(self.sizes))[pipeline.wire.rank])
         return self._results()
 
     def _cut_batch(self) -> None:
-        batch, rest = (self.args[0], self.args[1:]) if self.args else (None, ())
+        batch, *rest = self.step.args or (None,)
         rows = self.pipeline.rows_of(batch)
         self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size, rows)
-        self.microbatches = [(piece, *rest) for piece in split_batch(batch, self.sizes, rows)] if self.args else [()]
-        self.traces = [
-            self.pipeline.trace(self.name, args, self._microbatch_seed(index))
-            for index, args in enumerate(self.microbatches)
-        ]
+        pieces = split_batch(batch, self.sizes, rows) if self.step.args else []
+        self.microbatches = [
+            replace(self.step, args=(piece, *rest), seed=self.step.seed ^ (index * 0x9E3779B1))
+            for index, piece in enumerate(pieces)
+        ] or [self.step]
+        self.traces = [trace_of(microbatch) for microbatch in self.microbatches]
         if self.pipeline.loss_scope == "batch" and len(self.sizes) > 1:
-            self.full_trace = self.pipeline.trace(self.name, self.args, self.seed)
+            self.full_trace = trace_of(self.step)
             self.head, self.dims = choose_head(self.full_trace, self.traces, self.pipeline.mixing)
             self.traces = [trace.with_head(self.head) for trace in self.traces]
 
-    def _microbatch_seed(self, index: int) -> int:
-        """The random seed of a microbatch."""
-        return self.seed ^ (index * 0x9E3779B1)
-
     def _forward(self, stage: int, index: int, received: list[Tensor]) -> list[Tensor]:
-        trace = self.traces[index]
-        record = Record()
+        trace, record, title = self.traces[index], Record(), f"stage {stage}, microbatch {index}"
         with isolated(self.pipeline.module) as changes:
-            result = play(
-                self.pipeline, trace, trace.parts[stage], f"stage {stage}, microbatch {index}", self.name,
-                self.microbatches[index], self._microbatch_seed(index), received, record, real=True,
-            )  # fmt: skip
+            result = play(self.microbatches[index], trace, trace.parts[stage], title, received, record)
         if trace.parts[stage].stop < len(trace.calls):
             return result
         return self._finish(result, record, changes, self.sizes[index] / sum(self.sizes))
@@ -118,9 +108,7 @@ class TrainingStep:
             self._refuse_earlier_draws(part, joined)
             self.pipeline.checked_heads.add(self.full_trace.pattern)
         with isolated(self.pipeline.module) as changes:
-            output = play(
-                self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, joined, record, real=True
-            )
+            output = play(self.step, self.full_trace, part, "head", joined, record)
         for loss in self._finish(output, record, changes, 1.0):
             torch.autograd.backward(loss)
         self.sizes = [sum(self.sizes)]
@@ -135,13 +123,11 @@ class TrainingStep:
         """
         assert self.full_trace is not None
         outputs = []
-        for earlier in (self.seed, self.seed ^ 1):
+        for earlier in (self.step.seed, self.step.seed ^ 1):
+            again = replace(self.step, real=False, earlier=earlier)
             with trial(self.pipeline.module, gradients=True, optimizers=False, logs=False):
                 received = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in joined]
-                output = play(
-                    self.pipeline, self.full_trace, part, "head", self.name, self.args, self.seed, received, Record(),
-                    earlier=earlier,
-                )  # fmt: skip
+                output = play(again, self.full_trace, part, "head", received, Record())
                 outputs.append(fingerprint(loss_of(output)))
         if differ(outputs[0], outputs[1]):
             raise UnsupportedError(

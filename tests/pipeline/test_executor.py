@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
-from lightning_3d.pipeline import executor, traced_tensor, wire
+from lightning_3d.pipeline import executor, prove, traced_tensor, wire
+from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.schedule import actions, stages_per_rank
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.pipeline.traced_tensor import StepTape
@@ -18,14 +19,8 @@ from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch
 
 SCHEDULES = [
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipev",
-    "loopedbfs",
-]
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "loopedbfs",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -244,7 +239,7 @@ def idle(schedule, microbatches):
     apply_split(module, split, [stage for stage, rank in enumerate(placement) if rank == group.rank()])
     pipeline = opened(module, split, group, UndoStack(), schedule=schedule, num_microbatches=microbatches)
     batch = torch.randn(microbatches, 4)
-    pipeline.trace("training_step", (batch[:1], 0), 0)
+    prove.trace_of(StepContext(pipeline, "training_step", (batch[:1], 0), 0))
     return min(_one_step(pipeline, batch) for _ in range(2))
 
 

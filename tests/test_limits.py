@@ -53,7 +53,7 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44773),
+    "product lines": (lambda: lines(CODE.values()), 44776),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40776),
     "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),
@@ -62,7 +62,7 @@ LIMITS = {
         lambda: places(r'\.forward = |"forward"\] = |__setattr__\(\w+, "forward"|undo\.set\(\w+, "forward"'),
         0,
     ),
-    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 25),
+    "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 11),
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
     "files that import private names": (private_imports, 25),

@@ -4,7 +4,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from lightning_3d.errors import ConfigurationError, DivergenceError, Lightning3DError, PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError, DivergenceError, Lightning3DError, PipelineSplitError
 from lightning_3d.layout import Layout, stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import StepCallbacks
@@ -50,7 +50,7 @@ def _prove(pipeline: Pipeline, uncut_run: UncutRun) -> None:
             raise PipelineSplitError(
                 f"{uncut_run.step} takes derivatives by itself (torch.autograd.grad: forces, a gradient penalty, a"
                 " physics loss, an adversarial input). They go through blocks of other stages, and no rank of a"
-                f" pipeline has the whole graph ({name}). Use pipeline_parallel_size=1: data"
+                f" pipeline has the whole graph ({name}). Use {NO_PIPELINE}: data"
                 " parallelism with any zero_stage and tensor parallelism train it."
             ) from error
         raise PipelineSplitError(

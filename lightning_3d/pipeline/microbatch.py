@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.sandbox.trees import _SIMPLE, children, has_row_count, leaves, rebuild
 
 Path = tuple[int, ...]
@@ -55,7 +55,7 @@ class Rows:
             raise UnsupportedError(
                 f"The loader promises {expected} samples in a batch, and the batch seems to have {rows} rows. A"
                 " pipeline cuts batches along the samples, and would cut this one at other places. Give every sample a"
-                " row of each tensor, or an entry of each list; or use pipeline_parallel_size=1."
+                f" row of each tensor, or an entry of each list; or use {NO_PIPELINE}."
             )
         return result
 

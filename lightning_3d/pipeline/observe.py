@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
@@ -159,7 +159,7 @@ def _own_generator(step: str) -> str:
     return (
         f"{step} draws from a random generator of its own (an attribute of a module). Under a pipeline each stage runs"
         " a part of the step, and would draw fewer numbers than another. Draw from torch's default generator, which the"
-        " stages restart alike, or use pipeline_parallel_size=1."
+        f" stages restart alike, or use {NO_PIPELINE}."
     )
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
 
-from lightning_3d.errors import Lightning3DError, UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.carried_state import StateWatch, find_carried
@@ -176,7 +176,7 @@ class _Runs:
             raise UnsupportedError(
                 f"{self.step} draws at random which blocks to run: {len(uncut.calls)} calls of blocks with one seed,"
                 f" {len(other.calls)} with another, in another order. The stages of a pipeline must know what comes"
-                " next. Draw inside of the block (return its input to skip it), or use pipeline_parallel_size=1."
+                f" next. Draw inside of the block (return its input to skip it), or use {NO_PIPELINE}."
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
+from lightning_3d.errors import NO_PIPELINE, DivergenceError, Lightning3DError, PipelineSplitError, is_meta_error
 from lightning_3d.layout import HALVED_BACKWARD
 from lightning_3d.pipeline.backward import gradients, halves_agree, leaves_below, recomputes_reentrantly
 from lightning_3d.pipeline.context import CutModule, StepContext
@@ -105,7 +105,7 @@ def _call(step: StepContext) -> Any:
             f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
             " Where no batch can be read ahead of training, such as from an IterableDataset, only parameters of modules"
             " around blocks are on every stage. Let the block that owns the parameter compute with it, train from a"
-            " dataset with indices, or use pipeline_parallel_size=1."
+            f" dataset with indices, or use {NO_PIPELINE}."
         ) from error
 
 
@@ -146,7 +146,7 @@ def _compare_gradients(stages: list[dict[str, Print]], uncut: UncutRun) -> None:
             f"{differs}: {nearest!r}, which is inside of a block, has a forward hook. Values that a hook takes there"
             " are missing in the loss on every other stage (the router's loss of Hugging Face's mixtures of experts"
             " uses such values: output_router_logits=True). Return them from the block, leave that term out, or use"
-            " pipeline_parallel_size=1."
+            f" {NO_PIPELINE}."
         )
     raise PipelineSplitError(
         f"{differs}, from the same outputs. Code between the blocks changes gradients in a way that the rehearsal"

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import checkpoint
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.traced_tensor import Node, StepTape, TracedTensor
 from lightning_3d.pipeline.wire import Spec, Wire
@@ -181,7 +181,7 @@ class Rehearsal(StepTape):
             raise UnsupportedError(
                 f"The step calls {unit!r} (stage {holders[-1]}) again after blocks of stage {reached} have run: a"
                 " training_step that calls the chain of blocks twice cannot be pipelined. Call it once on a joined"
-                " batch, or use pipeline_parallel_size=1."
+                f" batch, or use {NO_PIPELINE}."
             )
         raise PipelineSplitError(
             f"{unit!r} was placed on stage {holders[-1]} but runs after {self.calls[-1].unit!r} of stage {reached}."

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.axes.group import Group
-from lightning_3d.errors import PipelineSplitError
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.balanced_cut import balanced_cut
@@ -79,7 +79,7 @@ class PipelineSplit:
             return None
         return (
             f"The pipeline ranks do {', '.join(f'{share:.0%}' for share in mine)} of the work: most of them wait for"
-            " one. Use pipeline_parallel_size=1 with more data or tensor ranks, or a module with more blocks of equal"
+            f" one. Use {NO_PIPELINE} with more data or tensor ranks, or a module with more blocks of equal"
             " size."
         )
 
@@ -213,7 +213,7 @@ def _refuse_all_everywhere(module: nn.Module, read: Sequence[str]) -> None:
         raise PipelineSplitError(
             f"The step reads {len(read)} parameters of blocks ({read[0]}, ...) outside of these blocks: {outside:,} of"
             f" the module's {total:,} elements, which every stage would need. Let the block that owns them use"
-            " them (a penalty on weights: the optimizer's weight_decay), or use pipeline_parallel_size=1."
+            f" them (a penalty on weights: the optimizer's weight_decay), or use {NO_PIPELINE}."
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import PipelineSplitError, UnsupportedError, is_meta_error
+from lightning_3d.errors import NO_PIPELINE, PipelineSplitError, UnsupportedError, is_meta_error
 from lightning_3d.pipeline.context import StepContext
 from lightning_3d.pipeline.rehearsal import StagePart, StepTrace
 from lightning_3d.pipeline.traced_tensor import (
@@ -170,7 +170,7 @@ class StagePlay(StepTape):
 _DIFFERENT = (
     "The step ran differently than in its rehearsal on the same shapes: which blocks run, and in which order, must"
     " depend on the shapes of the batch only, not on batch_idx, the epoch or values. Run the same blocks in every step"
-    " and multiply what is not to count by 0, or use pipeline_parallel_size=1."
+    f" and multiply what is not to count by 0, or use {NO_PIPELINE}."
 )
 
 
@@ -201,7 +201,7 @@ def play(
             f"{title}: the step ended before it reached a block of a later stage, which in its rehearsal on the same"
             " shapes it called. Which blocks run must not depend on batch_idx, the epoch or values (`return None` for"
             " some batches): leave these batches out of the loader, multiply their loss by 0, or use"
-            " pipeline_parallel_size=1."
+            f" {NO_PIPELINE}."
         )
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves(output)) and player.device.type != "meta":
         raise _absent(title, "its output has no values")
@@ -214,5 +214,5 @@ def _absent(title: str, why: str) -> UnsupportedError:
         f"{title}: the step reads a weight or buffer of a block that another stage owns, which it did not before"
         f" training ({why}): does a penalty, or a log of weights, begin after some batches? Compute it in"
         " every step, multiplied by 0 until then, so that this stage has it too; for a penalty use the optimizer's"
-        " weight_decay; or use pipeline_parallel_size=1."
+        f" weight_decay; or use {NO_PIPELINE}."
     )

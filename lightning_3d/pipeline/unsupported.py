@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import NO_PIPELINE, UnsupportedError
 
 
 def check_automatic(module: Any) -> None:
@@ -17,7 +17,7 @@ def check_automatic(module: Any) -> None:
         raise UnsupportedError(
             "Manual optimization cannot run under a pipeline: the backward of a microbatch starts before training_step"
             " has run for the next one, so training_step cannot call it. Use automatic optimization, or"
-            " pipeline_parallel_size=1."
+            f" {NO_PIPELINE}."
         )
 
 
@@ -32,7 +32,7 @@ def check_supported(module: Any, optimizers: Sequence[torch.optim.Optimizer] = (
             raise UnsupportedError(
                 f"{type(optimizer).__name__} evaluates the loss several times per step from flattened parameters, of"
                 " which a pipeline rank has only those of its stage. Use another optimizer, or"
-                " pipeline_parallel_size=1."
+                f" {NO_PIPELINE}."
             )
     if isinstance(module, LightningModule) and is_overridden("backward", module):
         rank_zero_warn(

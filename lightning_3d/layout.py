@@ -229,8 +229,8 @@ class Layout:
     axes: ClassVar[tuple[str, ...]] = AXES
 
     def __post_init__(self) -> None:
-        sizes = {f"{axis}_size": size for axis, size in self.by_data_first.items()}
-        for name, size in {**sizes, "stages_per_rank": self.stages_per_rank}.items():
+        for name in (*(f"{axis}_size" for axis in self.axes), "stages_per_rank"):
+            size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
         _one_of("zero_stage", self.zero_stage, get_args(ZeroStage))
@@ -277,7 +277,7 @@ class Layout:
     @property
     def pipelined(self) -> bool:
         """True where ranks own different blocks."""
-        return self.sizes[PIPELINE_AXIS] > 1
+        return self.pipeline_parallel_size > 1
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:

@@ -53,8 +53,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44776),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40776),
+    "product lines": (lambda: lines(CODE.values()), 44814),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40826),
     "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),

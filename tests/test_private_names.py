@@ -126,7 +126,7 @@ PRIVATE = {
         "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private dryrun/fake_cache dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
     },
     "torch.Tensor": {
-        "_backward_hooks": "sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
+        "_backward_hooks": "zero/outside_private sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
         "_base": "tensor/late_tensor",
         "_cdata": "dryrun/fake_cache module/autograd_private sandbox/deferred planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "axes/unallocated",

@@ -11,7 +11,10 @@ from runpy import run_path
 from lightning_3d import serve_pytorch_lightning
 from lightning_3d.errors import ConfigurationError
 
-EXAMPLE = "example: python -m lightning_3d run train.py --epochs 3"
+EXAMPLE = """\
+examples:
+  lightning-3d run train.py --epochs 3
+"""
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -156,7 +156,7 @@ class Wire:
     def meet(self, at: str, error: Exception | None = None) -> None:
         """Return once every rank is `at` the same place. If one has an error, raise the first on all."""
         if self.size > 1 or error is not None:
-            with _naming("comparing progress", None):
+            with _naming("comparing progress", None, own=error):
                 agreement.agree(error, at, self.group)
 
 
@@ -180,10 +180,10 @@ class Receipt:
 
 
 class _naming:
-    """Turn an error of the process group into one that names the operation."""
+    """Turn an error of the process group into one that names the operation. `own` is this rank's, and stays."""
 
-    def __init__(self, what: str, peer: int | None) -> None:
-        self.what, self.peer = what, peer
+    def __init__(self, what: str, peer: int | None, own: Exception | None = None) -> None:
+        self.what, self.peer, self.own = what, peer, own
         self.doing = flight.doing(f"{what} on {PIPELINE_AXIS}")
 
     def __enter__(self) -> None:
@@ -191,7 +191,7 @@ class _naming:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.doing.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, RunError):
+        if isinstance(error, RuntimeError) and not isinstance(error, RunError) and error is not self.own:
             peer = "" if self.peer is None else f" (pipeline rank {self.peer})"
             raise PeerError(
                 f"Pipeline: {self.what}{peer} did not end: {str(error).splitlines()[0]}. That rank failed, was stopped,"

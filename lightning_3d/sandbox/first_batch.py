@@ -56,6 +56,12 @@ def loaders_of(trainer: Trainer) -> Loaders:
     return Loaders(loaders, source, draws)
 
 
+def forget_reads(trainer: Trainer) -> None:
+    """Have the next run get its loaders anew: one that failed in set-up has not taken those that were read."""
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        vars(loop._data_source).pop("dataloader", None)
+
+
 def map_style(loaders: Loaders) -> bool:
     """Return True if every loader reads from a dataset by index, so that reading takes no batch away."""
     every = loaders.combined.flattened
@@ -136,8 +142,12 @@ class _Draws:
         yield
         self.after = random_streams.main_streams()
 
+    @property
+    def drew(self) -> bool:
+        return not random_streams.equal(self.before, self.after)
+
     def repeat(self) -> None:
-        if random_streams.equal(self.before, self.after):
+        if not self.drew:
             return
         if not random_streams.equal(self.before, random_streams.main_streams()):
             raise UnsupportedError(
@@ -157,6 +167,7 @@ class _Once:
         self.items: list[Any] = []
         self.begun, self.read = _Draws(), _Draws()
         self.rest: Iterator[Any] | None = None
+        self.asked = False
 
     def __iter__(self) -> Iterator[Any]:
         with self.begun.noted():
@@ -188,6 +199,9 @@ class _Once:
         return self.loader
 
     def _again(self, kind: type) -> Iterator[Any]:
+        if self.asked and self.begun.drew:  # Lightning begins an iteration to see that it can; each draws another order
+            return iter(self._own(kind))
+        self.asked = True
         self.begun.repeat()
         return self._read(kind)
 

@@ -14,6 +14,7 @@ from lightning_3d.launch.lightning_private import sync_ddp_if_available
 from lightning_3d.layout import DATA_AXIS
 from lightning_3d.ranks.groups import group_alone, open_groups, return_groups, sent_equally
 from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
+from lightning_3d.sandbox.first_batch import forget_reads
 from lightning_3d.strategy.in_shards import InShards, shards_of
 from lightning_3d.strategy.processes import Processes
 from lightning_3d.zero.data_axis import DataAxis
@@ -116,6 +117,8 @@ class OnAxes(Processes):
 
     def teardown(self) -> None:
         self._close_data_axis()
+        if (trainer := getattr(self.lightning_module, "_trainer", None)) is not None:
+            forget_reads(trainer)
         super().teardown()
 
     def _close_data_axis(self) -> None:

@@ -61,11 +61,18 @@ class LossesAgree(StepCheck):
 
     def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
         self.place, self.module, self.plugin = place, module, plugin
-        self.due = layout.tensor_parallel_size > 1 and not Group().simulated
+        returns_loss = module.automatic_optimization
+        self.due = layout.tensor_parallel_size > 1 and returns_loss and not Group().simulated
+        self.output: Any = None
 
     def after_train(self, output: Any) -> None:
         if self.due:
-            self.due = False
+            self.due, self.output = False, output
+
+    def after_backward(self) -> None:
+        """Compare after the backward, whose errors name the reason where a step computes with shards."""
+        if self.output is not None:
+            output, self.output = self.output, None
             with self.plugin.forward_context():
                 rounding = rounding_of(self.module) / 10  # peers run the same operations on the same numbers
             compare_first_loss(output, self.place, rounding)

@@ -223,8 +223,10 @@ def record_one_batch(
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])
     try:
+        with restored_streams():  # outside of the trial: it would put a stream on the module back too
+            read = first_batch(loaders_of(trainer))
         with trial(module, gradients=False):
-            batch = to_device(first_batch(loaders_of(trainer)))
+            batch = to_device(read)
             run = lambda: step(*step_arguments(step, batch))  # noqa: E731
             return record_calls(module, run, recorder, evaluates=trainer.enable_validation)
     except WritesError:

@@ -18,6 +18,11 @@ def in_forward(group: Any) -> bool:
     return bool(group._training_state == TrainingState.FORWARD)
 
 
+def is_hooked(tensor: Tensor) -> bool:
+    """Return True if an output of a unit has another hook than FSDP2's own, which begins its backward."""
+    return len(tensor._backward_hooks or ()) > 1
+
+
 def not_in_backward(group: Any) -> None:
     """Have no backward gather `group`: gradients of a look-up do not depend on the weight."""
     group.unshard_in_backward = False

@@ -206,6 +206,10 @@ class ShardedData(DataParallel):
                 self._end_with_reduction(group)
 
     def finish_forward(self) -> None:
+        if self.second_order:  # of an evaluation, which has no backward
+            self.second_order = False
+            fsdp_private.accumulate_only(self.module, self.groups, self.accumulates)
+            fsdp_private.reshard(self.groups)
         fsdp_private.close_step(self.module, self.groups)
         self._end_units()
         self._end_reads()
@@ -389,9 +393,9 @@ def _return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
         return register
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
-        own = dict(given)
+        own = {at: old for at, (new, old) in given.items() if not outside_private.is_hooked(new)}
         given.clear()
-        return map_leaves(lambda leaf: own[id(leaf)][1] if id(leaf) in own else leaf, output) if own else output
+        return map_leaves(lambda leaf: own.get(id(leaf), leaf), output) if own else output
 
     outside_private.wrap_inputs(group, wrap)
     undo.callback(unit.register_forward_hook(put_back).remove)

@@ -60,7 +60,7 @@ PRIVATE = {
         "_device_mesh": "strategy/on_axes verify/twin",
         "_fabric": "module/metrics tensor/scratch verify/twin",
         "_on_before_batch_transfer": "strategy/placing",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin",
+        "_trainer": "strategy/on_axes pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin",
     },
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/on_axes strategy/processes",

@@ -96,7 +96,7 @@ class Peeking(GPT):
 
     def on_train_end(self):
         strategy = self.trainer.strategy
-        if isinstance(strategy, Strategy3D) and strategy.coordinate.pipeline == 1:
+        if isinstance(strategy, Strategy3D) and strategy.coordinate["pipeline_parallel"] == 1:
             assert getattr(self.trainer, "peeked", False), "logits were gathered"
 
 

@@ -75,7 +75,7 @@ def planned(name, layout, precision):
 
 
 def assert_as_planned(plan, place, found, counters):
-    stage = place.pipeline
+    stage = place["pipeline_parallel"]
     states, sent = plan.states(stage), plan.sent(stage)
     assert (states.weights, states.gradients) == (found["parameters"], found["gradients"])
     even = replace(plan, job=replace(plan.job, profile=replace(plan.job.profile, rows=()))).states(stage).optimizer

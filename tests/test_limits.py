@@ -53,7 +53,7 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44814),
+    "product lines": (lambda: lines(CODE.values()), 44810),
     "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40826),
     "product files": (lambda: len(CODE), 338),
     "tensor subclasses": (tensor_subclasses, 6),

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS
 from lightning_3d.errors import CheckpointError
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.pipeline.exchange import StageExchange
 from lightning_3d.tensor.apply import full_tensor
 from lightning_3d.tensor.geometry import TensorSplit
 
@@ -74,10 +73,7 @@ class AveragedWeights:
             )
             for name, p in parallel.module.named_parameters(remove_duplicate=False)
         }
-        stages = parallel.stages
-        self.stages = (
-            StageExchange(stages.split, stages.group, stages.stage_rank, stages.device) if stages is not None else None
-        )
+        self.stages = parallel.stages
 
     def gather_full(self, checkpoint: dict[str, Any], gather: Gather) -> dict[str, Any]:
         """Return `checkpoint` with full copies. Collective; raises on every rank for tensors that are no copies."""

@@ -18,7 +18,9 @@ torch.set_num_threads(1)
 flags = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 
 class Net(LightningModule):
-    net = None
+    def __init__(self):
+        super().__init__()
+        self.net = None
 
     def configure_model(self):
         if self.net is None:

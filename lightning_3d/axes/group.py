@@ -56,6 +56,8 @@ class Group:
         """True where several tensors can be passed for each of `input` and `output`, and for `buffer`."""
         self.averages = not self.silent and "nccl" in dist.get_backend(self.ranks)
         """True where the library divides sums on the way: gloo would need another pass over them."""
+        self._from_host = not self.silent and dist.get_backend(self.ranks) == "gloo"
+        """True where messages from rank to rank are read from the host's memory, also those of a device."""
 
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
         """Write this rank's shard of the sum of `input`, whose contents are lost, to `output`."""
@@ -139,12 +141,14 @@ class Group:
         """Begin to send to one rank."""
         self.count("send", tensor)
         ranks, peer = self._link(to, tag)
-        return dist.isend(tensor, group=ranks, group_dst=peer, tag=tag)
+        return dist.isend(self._sent(tensor), group=ranks, group_dst=peer, tag=tag)
 
     def begin_receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Begin to receive what one rank sends."""
         ranks, peer = self._link(source, tag)
-        return dist.irecv(tensor, group=ranks, group_src=peer, tag=tag)
+        arriving = self._arriving(tensor)
+        work = dist.irecv(arriving, group=ranks, group_src=peer, tag=tag)
+        return work if arriving is tensor else _Arrival(work, arriving, tensor)
 
     def begin_swap(
         self, collective: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int
@@ -154,16 +158,26 @@ class Group:
         if self.silent:
             return _nothing
         message = partial(dist.P2POp, group=self.ranks, tag=tag)
-        messages = [message(dist.irecv, tensor, group_peer=peer) for peer, tensor in receives.items()]
-        messages += [message(dist.isend, tensor, group_peer=peer) for peer, tensor in sends.items()]
+        arriving = {peer: self._arriving(tensor) for peer, tensor in receives.items()}
+        messages = [message(dist.irecv, tensor, group_peer=peer) for peer, tensor in arriving.items()]
+        messages += [message(dist.isend, self._sent(tensor), group_peer=peer) for peer, tensor in sends.items()]
         works = dist.batch_isend_irecv(messages)
 
         def end() -> None:
             with self.waiting(collective):
                 for work in works:
                     work.wait()
+            for peer, tensor in receives.items():
+                copy_unless_same(tensor, arriving[peer])
 
         return end
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if self._from_host else tensor
+
+    def _arriving(self, tensor: Tensor) -> Tensor:
+        """The memory that a message for `tensor` is written to."""
+        return torch.empty_like(tensor, device="cpu") if self._from_host and not tensor.is_cpu else tensor
 
     def _link(self, peer: int, tag: int) -> tuple[dist.ProcessGroup, int]:
         """The group for a message with `peer`, and its rank there. Gradients have odd tags."""
@@ -202,6 +216,17 @@ class Group:
             self._divide(total, average)
 
         return end
+
+
+class _Arrival:
+    """A message for a device that arrives in the host's memory."""
+
+    def __init__(self, work: Any, host: Tensor, target: Tensor) -> None:
+        self._work, self._host, self._target = work, host, target
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.copy_(self._host)
 
 
 def _keep(output: Pieces, input: Pieces) -> None:

@@ -216,7 +216,8 @@ class Processes(ParallelStrategy):
         self._process_group_backend = self._process_group_backend or default_process_group_backend(self.root_device)
         set_nccl_watchdog(self._process_group_backend, flight_folder(trainer.default_root_dir))
         assert self.cluster_environment is not None
-        device = self.root_device if self.root_device.type != "cpu" else None
+        on_device = self.root_device.type != "cpu" and self._process_group_backend != "gloo"  # which splits no groups
+        device = self.root_device if on_device else None
         options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
         self._ran_before = dist.is_initialized()
         if not self._ran_before and self._process_group_backend != "fake":

@@ -50,9 +50,11 @@ class DataAxis:
     def native_copies(self) -> bool:
         """True where FSDP2 itself averages over the copies of hybrid shard.
 
-        It keeps its buffers alive while they are on their way, and overlaps them by its streams.
+        It keeps its buffers alive while they are on their way, and overlaps them by its streams. It asks the library to
+        average, which gloo refuses.
         """
-        return self.axes.replicate is not None and self.config.is_native
+        copies = self.axes.replicate
+        return copies is not None and self.config.is_native and dist.get_backend(copies) != "gloo"
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""

@@ -25,7 +25,7 @@ LAYOUTS = {
     "pipeline": (2, PIPELINE),
     "gpipe": (2, {**PIPELINE, "schedule": "gpipe"}),
     "interleaved": (2, {**PIPELINE, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
-    "zbv": (2, {**PIPELINE, "schedule": "zbv"}),
+    "zbv": (2, {**PIPELINE, "schedule": "zbv_zero_bubble"}),
     "recompute": (2, {"zero_stage": 3, "recompute": "full"}),
     "selective": (2, {"tensor_parallel_size": 2, "recompute": "selective"}),
     "offload": (2, {"zero_stage": 3, "offload": "all"}),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.axes.ledger import Ledger

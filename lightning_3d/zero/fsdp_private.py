@@ -128,7 +128,7 @@ def open_step(root: nn.Module) -> None:
     """Order the streams and claim the iteration, as the root's pre-forward hook would once per forward."""
     state = state_of(root)
     state._state_ctx.iter_forward_root = None
-    state._root_pre_forward(root, (), {})
+    state._root_pre_forward(root, (None,), {})  # on a device torch moves the arguments there, and refuses to move none
 
 
 def prefetch_in(order: Sequence[nn.Module]) -> None:

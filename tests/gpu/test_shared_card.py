@@ -43,6 +43,10 @@ TRAINER = {"accelerator": SharedCard(), "max_epochs": 2}
 ROUNDING = {"16-mixed": 2**-11, "bf16-mixed": 2**-8, "bf16-true": 2**-8}
 
 
+WORKSPACES = 80 << 20
+"""Bytes of cuBLAS for its two threads on a card, and of a batch and its loss."""
+
+
 def _strategy(arguments):
     return {**arguments, "process_group_backend": "gloo"}
 
@@ -68,18 +72,19 @@ def test_a_layout_in_half_precision(name, precision):
 
 
 class Compiled(UntiedGPT):
+    """Its blocks are compiled without the hooks around them, which a pipeline needs."""
+
     def __init__(self):
         super().__init__()
-        for block in self.blocks:
-            block.compile()
+        self.blocks = torch.nn.ModuleList(map(torch.compile, self.blocks))
 
 
 @pytest.mark.parametrize("name", ["zero3", "tensor", "pipeline"])
 def test_compiled_blocks(name):
     world, arguments = LAYOUTS[name]
-    attributes = {"optimizer": "plain_sgd"}
-    wanted = reference(f"{__name__}:Compiled", attributes, TRAINER)
-    got = run(train, f"{__name__}:Compiled", world, _strategy(arguments), attributes, TRAINER, world=world, timeout=300)
+    attributes, module = {"optimizer": "plain_sgd"}, f"{__name__}:Compiled"
+    wanted = reference(module, attributes, TRAINER)
+    got = run(train, module, world, _strategy(arguments), attributes, TRAINER, world=world, timeout=300)
     assert_same(got, wanted, 1e-4)
 
 
@@ -106,7 +111,7 @@ def _memory(strategy, world):
             planned.update(vars(trainer.strategy.memory_report().ranks[trainer.global_rank]))
 
     flags = {"accelerator": SharedCard(), "devices": world, "max_steps": 5, "callbacks": [peak, Report()]}
-    module = Large(width=512, blocks=8, vocabulary=2000, length=256, batch=4)
+    module = Large(width=1024, blocks=8, vocabulary=2000, length=256, batch=4)
     Trainer(**{**QUIET, **flags, "limit_val_batches": 0}, strategy=Strategy3D(**strategy, quiet=True)).fit(module)
     counted = sum(planned[what] for what in ("weights", "gradients", "states", "buffers"))
     return {"kept": peak.kept, "peak": peak.peak, "counted": counted}
@@ -121,4 +126,4 @@ def test_the_card_holds_what_the_report_counts(name):
         if "offload" in arguments:
             assert rank["kept"] < 0.7 * rank["counted"]
         else:
-            assert rank["kept"] == pytest.approx(rank["counted"], rel=0.1, abs=4 << 20)
+            assert rank["kept"] == pytest.approx(rank["counted"], rel=0.05, abs=WORKSPACES)

@@ -3,11 +3,14 @@
 `DTensor.from_local` takes five times as long, for each gradient in each step. Read in torch 2.13.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def spec_of(tensor: DTensor) -> Any:
@@ -27,3 +30,11 @@ def from_spec(spec: Any, shard: Tensor) -> DTensor:
             shard, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
     return DTensor(shard, spec, requires_grad=False)
+
+
+def at_rest(
+    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """`shard` as a DTensor where it is. `DTensor.from_local` would move it to the device of the mesh."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, shard.dtype))
+    return DTensor(shard.detach(), spec, requires_grad=False)

@@ -1,7 +1,13 @@
 """The local shard of a sharded tensor, the axes that shard it, and the way back."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from lightning_3d.ranks.dtensor_private import at_rest
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -33,6 +39,13 @@ def like(tensor: Tensor, shard: Tensor) -> Tensor:
     """`shard` as this rank's shard of a tensor that is sharded like `tensor`."""
     if not isinstance(tensor, DTensor):
         return shard
-    return DTensor.from_local(
-        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return on_mesh(shard, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+def on_mesh(
+    shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """`shard` as this rank's shard of a tensor of that `shape`. In host memory it stays there."""
+    if shard.device.type not in (mesh.device_type, "meta"):
+        return at_rest(shard, mesh, placements, shape, stride)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -20,7 +20,7 @@ from lightning_3d.module.autograd_private import is_compiled, uncompiled
 from lightning_3d.module.host_memory import return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.ranks.mesh import copies_mesh, shard_mesh
-from lightning_3d.ranks.shards import local
+from lightning_3d.ranks.shards import local, on_mesh
 from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
@@ -328,9 +328,7 @@ class _Spec:
         """Return `full`, gathered over the data axis, as the tensor-parallel DTensor it was, or as it is."""
         if self.mesh is None:
             return full
-        return DTensor.from_local(
-            full, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-        )
+        return on_mesh(full, self.mesh, self.placements, torch.Size(self.shape), self.stride)
 
     def parameter(self, full: Tensor) -> nn.Parameter:
         """Return the parameter that was there before, with these values."""

@@ -11,7 +11,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -81,24 +80,24 @@ SMALL = {"width": 64, "blocks": 4, "vocabulary": 100, "length": 16, "batch": 8}
 
 
 class Clock(Callback):
-    """Seconds of each step, then a trace of the last ones."""
+    """Seconds of a step, over steps between which the host waits for nothing, then a trace of the last ones."""
 
     def __init__(self, folder):
-        self.seconds, self.path, self.profiler = [], Path(folder) / "trace.json", None
+        self.seconds, self.path, self.profiler = 0.0, Path(folder) / "trace.json", None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == WARM:
+            _wait()
+            self.began = perf_counter()
         if batch_idx == WARM + STEPS:
+            _wait()
+            self.seconds = (perf_counter() - self.began) / STEPS
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda])
             self.profiler.__enter__()
-        _wait()
-        self.began = perf_counter()
-
-    def on_train_batch_end(self, trainer, *_):
-        _wait()
-        self.seconds.append(perf_counter() - self.began)
 
     def on_train_end(self, trainer, module):
+        _wait()
         self.profiler.__exit__(None, None, None)
         self.profiler.export_chrome_trace(str(self.path))
 
@@ -129,7 +128,7 @@ def measure(strategy, devices: int, small: bool) -> dict:
         Trainer(**{**QUIET, **flags, "max_epochs": 1, "limit_val_batches": 0}, strategy=chosen).fit(module)
         hidden = hidden_share(json.loads(clock.path.read_text())["traceEvents"])
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {"seconds": median(clock.seconds[WARM : WARM + STEPS]), "peak": peak, "kept": planned, "hidden": hidden}
+    return {"seconds": clock.seconds, "peak": peak, "kept": planned, "hidden": hidden}
 
 
 def hidden_share(events: Iterable[dict]) -> float | None:

@@ -1,12 +1,14 @@
 """One CUDA device: every ZeRO stage and precision is plain Lightning's training, at its speed. Several: layouts."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
+from lightning_3d.layout import Layout
 from tests.bench.bench_gpu import Large
 from tests.parity import QUIET, assert_same, reference, train
 from tests.same.test_matrix import _difference
@@ -122,17 +124,52 @@ def _check(name, strategy, trainer, eps=0.0):
         torch.testing.assert_close(got["losses"], wanted["losses"], rtol=8 * eps, atol=8 * eps)
 
 
+@contextmanager
+def _sharded_alone():
+    """One rank shards as several would: FSDP2's streams and hooks run, with a card of its own."""
+    before = Layout.shards_data
+    Layout.shards_data = property(lambda layout: layout.zero_stage > 0)
+    try:
+        yield
+    finally:
+        Layout.shards_data = before
+
+
+def _alone(function, *args):
+    with _sharded_alone():
+        return function(*args)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_host_waits_for_its_device_where_weights_are_sharded(stage):
+    assert run(_alone, _strictly, {"zero_stage": stage}, 1, world=1, timeout=300) == [17]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_weights_are_plain_lightning(stage, precision):
+    trainer = {**GPU, "precision": precision, "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    attributes = {"optimizer": "plain_sgd"}
+    wanted = reference("GPT", attributes, trainer)
+    (got,) = run(_alone, train, "GPT", 1, {"zero_stage": stage}, attributes, trainer, world=1, timeout=300)
+    if precision == "32-true":
+        assert_same([got], wanted, 1e-5)
+    else:
+        assert _difference(got, wanted) < 8 * EPS[precision]
+
+
 class Clock(Callback):
-    def __init__(self):
-        self.seconds = []
+    """Seconds of a step, over steps between which the host waits for nothing."""
 
-    def on_train_batch_start(self, *args):
-        torch.cuda.synchronize()
-        self.began = time.perf_counter()
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 20:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
 
-    def on_train_batch_end(self, *args):
-        torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.began)
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 59:
+            torch.cuda.synchronize()
+            self.seconds = (time.perf_counter() - self.began) / 40
 
 
 def _speed(strategy):
@@ -140,14 +177,14 @@ def _speed(strategy):
     chosen = Strategy3D(**strategy) if strategy is not None else "auto"
     flags = {"accelerator": "gpu", "devices": 1, "strategy": chosen, "max_steps": 60, "precision": "bf16-mixed"}
     Trainer(**{**QUIET, **flags, "callbacks": [clock]}).fit(Large())
-    return sorted(clock.seconds[20:])[len(clock.seconds[20:]) // 2]
+    return clock.seconds
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_throughput_of_300m_parameters_in_bf16_is_within_2_percent(stage):
-    """The best of three turns each, alternating: other work on the device comes and goes."""
+def test_throughput_of_300m_parameters_in_bf16_is_within_2_percent():
+    """The best of two turns each, alternating: other work on the device comes and goes."""
     plain, ours = [], []
-    for _ in range(3):
+    for _ in range(2):
         plain += run(_speed, None, world=1, timeout=300)
-        ours += run(_speed, {"zero_stage": stage}, world=1, timeout=300)
+        ours += run(_speed, {"zero_stage": 1}, world=1, timeout=300)
+    print(f"a step of plain Lightning {1e3 * min(plain):.1f} ms, ours {1e3 * min(ours):.1f} ms")
     assert min(ours) < 1.02 * min(plain)

@@ -45,6 +45,8 @@ ROUNDING = {"16-mixed": 2**-11, "bf16-mixed": 2**-8, "bf16-true": 2**-8}
 
 WORKSPACES = 80 << 20
 """Bytes of cuBLAS for its two threads on a card, and of a batch and its loss."""
+BLOCK = 4 * 12 * 1024**2
+"""Bytes of a gathered block, the last of the forward: FSDP2 keeps it until the next step."""
 
 
 def _strategy(arguments):
@@ -59,6 +61,15 @@ def test_a_layout_trains_with_the_numbers_of_one_device(name):
     wanted = reference("GPT", attributes, trainer)
     got = run(train, "GPT", world, _strategy(arguments), attributes, trainer, world=world, timeout=200)
     assert_same(got, wanted, 1e-2 if "grad_compression" in arguments else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["offload", "optimizer"])
+def test_states_in_host_memory_give_the_numbers_of_one_device(name):
+    """SGD has no states; Adam's are where the weights are, or in host memory alone."""
+    world, arguments = LAYOUTS[name]
+    trainer = {**TRAINER, "max_epochs": 1}
+    wanted = reference("GPT", {}, trainer)
+    assert_same(run(train, "GPT", world, _strategy(arguments), {}, trainer, world=world, timeout=200), wanted, 1e-3)
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
@@ -126,4 +137,5 @@ def test_the_card_holds_what_the_report_counts(name):
         if "offload" in arguments:
             assert rank["kept"] < 0.7 * rank["counted"]
         else:
-            assert rank["kept"] == pytest.approx(rank["counted"], rel=0.05, abs=WORKSPACES)
+            beside = WORKSPACES + (BLOCK if "zero_stage" in arguments else 0)
+            assert rank["counted"] <= rank["kept"] < 1.01 * rank["counted"] + beside

@@ -23,6 +23,8 @@ PRIVATE = {
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": "ranks/dtensor_private zero/shard_memory_private",
         "_spec": "ranks/dtensor_private",
+        "DTensorSpec": "ranks/dtensor_private",
+        "TensorMeta": "ranks/dtensor_private",
     },
     "lightning.pytorch.strategies.ParallelStrategy": {
         "_layer_sync": "strategy/placing",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_3d.cli import main
-from lightning_3d.commands.compare import JobReport, compared, read_jobs
+from lightning_3d.tools.commands.compare import JobReport, compared, read_jobs
 
 LAYOUT = {"data_parallel_size": 2, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "zero_stage": 1}
 

@@ -15,8 +15,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import PassTimes
 from lightning_3d.monitor import pass_record
 from lightning_3d.monitor.pass_record import FILE, PassRecord, RecordedStep, read_record, write_record
-from lightning_3d.pictures.timeline_pictures import timelines
-from lightning_3d.pictures.timetable import Pass, timetable
+from lightning_3d.monitor.timetable import Pass, timetable
+from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
 from tests.parity import QUIET
 from tests.workers import run

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.pictures.kinds import Bars, Cell, Cells, Curves, Lanes, Point, Span
-from lightning_3d.pictures.page import Table, TableCell, Words, figure, page, save_page
-from lightning_3d.pictures.png import save_png
+from lightning_3d.tools.pictures.kinds import Bars, Cell, Cells, Curves, Lanes, Point, Span
+from lightning_3d.tools.pictures.page import Table, TableCell, Words, figure, page, save_page
+from lightning_3d.tools.pictures.png import save_png
 
 BAD = "</script><script>alert('$x$')</script><b onclick=x>&"
 PICTURES = [

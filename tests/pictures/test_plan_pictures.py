@@ -8,17 +8,17 @@ import pytest
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.pictures.layout_pictures import contents, layout_pictures, layout_rows
-from lightning_3d.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
-from lightning_3d.pictures.timetable import timetable
+from lightning_3d.monitor.timetable import timetable
+from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.formulas import bubble_share
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import layers_on_rank
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import price_layout
+from lightning_3d.tools.pictures.layout_pictures import contents, layout_pictures, layout_rows
+from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.memory import layers_on_rank
+from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.planner.closed_forms import idle
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.serve import Serving
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.serve import Serving
 
 CATALOGUE = Catalogue.load()
 

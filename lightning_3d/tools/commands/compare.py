@@ -15,9 +15,9 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.module.show import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
 from lightning_3d.tools.commands.printable import printable
+from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.kinds import TIMES, Bars, Curves, Point
 from lightning_3d.tools.pictures.page import Part, Table, TableCell, Words, save_page
-from lightning_3d.tools.pictures.png import save_png
 from lightning_3d.tools.pictures.timeline_pictures import scale
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Accelerator
@@ -189,11 +189,12 @@ def sweep_curves(jobs: Sequence[JobReport], price: float | None) -> Iterator[Cur
     costs = [job.device_hours * rate for (job, _), rate in zip(ended, rates, strict=True)]
     names = [f"job {job.name}: {report['layout']['said']}" for job, report in ended]
     unit = "$" if priced else "device-hours"
-    points = {"jobs": tuple(map(Point, hours, costs, names))}
+    short = [job.name for job, _ in ended]
+    points = {"jobs": tuple(map(Point, hours, costs, short))}
     yield Curves(title="Cost and time of each job", x="hours", y=unit, curves=points, joined=False)
     for key, values in _numbers(ended).items():
         for what, y, measured in (("Cost", unit, costs), ("Time", "hours", hours)):
-            found = sorted((values[at], measured[at], names[at]) for at in values)
+            found = sorted((values[at], measured[at], short[at]) for at in values)
             curve = {"jobs": tuple(Point(*each) for each in found)}
             yield Curves(title=f"{what} against {key}", x=key, y=y, curves=curve, joined=False)
     if priced:
@@ -202,7 +203,7 @@ def sweep_curves(jobs: Sequence[JobReport], price: float | None) -> Iterator[Cur
             x="$ for an hour of a device",
             y="$",
             curves={
-                name: tuple(Point(rate * times, job.device_hours * rate * times, name) for times in TIMES)
+                name: tuple(Point(rate * times, job.device_hours * rate * times) for times in TIMES)
                 for name, (job, _), rate in zip(names, ended, rates, strict=True)
             },
         )

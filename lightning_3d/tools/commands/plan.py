@@ -78,7 +78,7 @@ def _pictures(args: Namespace, result: Answer) -> Iterator[Path]:
 
     pictures = plan_pictures(result.plans, deadline_of(args), args.max_cost)
     if args.plot is not None:
-        from lightning_3d.tools.pictures.png import save_png
+        from lightning_3d.tools.pictures.drawing import save_png
 
         for name, picture in pictures.items():
             yield save_png(Path(args.plot) / f"{name}.png", [picture])

@@ -1,10 +1,8 @@
-"""Kinds of pictures as plain data. `png` draws them with matplotlib, `page` with Plotly."""
+"""Kinds of pictures as plain data, which `drawing` draws."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#79706e")
 
 TIMES = (0.25, 0.5, 1, 2, 4)
 """A batch, a sequence or a price is also priced at so many times its size."""
@@ -28,11 +26,10 @@ class Bars:
 
 
 class Point(NamedTuple):
-    """A point of a curve. The label is drawn next to it, the text where it is pointed at."""
+    """A point of a curve. The label is drawn next to it."""
 
     x: float
     y: float
-    text: str
     label: str = ""
 
 
@@ -60,7 +57,6 @@ class Span(NamedTuple):
     kind: str
     shade: float
     """0 to 1: later virtual stages are lighter."""
-    text: str
 
 
 SPANS = {
@@ -101,14 +97,3 @@ class Cells:
 
 
 Picture = Bars | Curves | Lanes | Cells
-
-
-def colours(count: int) -> list[str]:
-    """Of parts or curves, in their order."""
-    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]
-
-
-def lighter(colour: str, shade: float) -> str:
-    """`colour` as `#rrggbb`, on the way to white by half of `shade`."""
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - (255 - part) * (1 - 0.5 * shade)):02x}" for part in parts)

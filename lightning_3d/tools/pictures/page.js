@@ -1,5 +1,3 @@
-JSON.parse(document.getElementById("figures").textContent).forEach((figure, index) =>
-  Plotly.newPlot("picture" + index, figure.data, figure.layout, {responsive: true, displayModeBar: false}));
 document.querySelectorAll("th button").forEach(button => button.addEventListener("click", () => {
   const head = button.parentElement, body = head.closest("table").tBodies[0];
   const up = head.getAttribute("aria-sort") !== "ascending", column = head.cellIndex;

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.module.show import show_seconds
 from lightning_3d.tools.pictures.kinds import TIMES, Curves, Picture, Point
 from lightning_3d.tools.pictures.page import Table, TableCell, Words, save_page
-from lightning_3d.tools.pictures.plan_pictures import cost, layout_name, long_unit
+from lightning_3d.tools.pictures.plan_pictures import cost, long_unit, sizes_name
 from lightning_3d.tools.planner.answers import Answer, catalogue_of, plan_cluster, profile_of, shape_of
 from lightning_3d.tools.planner.plan_report import COLUMNS, COMPARED, job_lines, strategy_line
 from lightning_3d.tools.planner.priced_layout import Plan
@@ -47,7 +46,7 @@ def _changes(args: Namespace, result: Answer) -> Iterator[Curves]:
     price = best.cluster.accelerator.price
     if price is not None and best.dollars is not None:
         rate, name = price.dollars_per_hour, "$ for an hour of a device"
-        points = tuple(Point(rate * times, best.dollars * times, _text(best)) for times in TIMES)
+        points = tuple(Point(rate * times, best.dollars * times) for times in TIMES)
         yield Curves(title=f"Cost against {name}", x=name, y="$", curves={_on(best): points})
 
 
@@ -73,13 +72,9 @@ def _asked(args: Namespace, result: Answer, flag: str, name: str, value: int) ->
         "Time": (name_of_unit, lambda plan: plan.seconds / unit_seconds),
     }
     for what, (unit, measure) in measures.items():
-        points = tuple(Point(other, measure(plan), _text(plan)) for other, plan in found)
+        points = tuple(Point(other, measure(plan), sizes_name(plan.layout)) for other, plan in found)
         yield Curves(title=f"{what} against {name}{nothing}", x=name, y=unit, curves={_on(best): points})
 
 
 def _on(plan: Plan) -> str:
     return f"on {plan.cluster}"
-
-
-def _text(plan: Plan) -> str:
-    return f"{layout_name(plan)}, a step of {show_seconds(plan.time.total)}"

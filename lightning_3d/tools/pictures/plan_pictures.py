@@ -66,15 +66,7 @@ def cost_curves(plans: Sequence[Plan], deadline: float | None = None, budget: fl
     }
     unit, name = long_unit(max([deadline or 0.0, *(plan.seconds for each in sizes.values() for plan in each)]))
     curves = {
-        accelerator: tuple(
-            Point(
-                plan.seconds / unit,
-                cost(plan, priced),
-                f"{plan.cluster.devices} devices, {layout_name(plan)}",
-                str(plan.cluster.devices),
-            )
-            for plan in each
-        )
+        accelerator: tuple(Point(plan.seconds / unit, cost(plan, priced), str(plan.cluster.devices)) for plan in each)
         for accelerator, each in sizes.items()
     }
     return Curves(

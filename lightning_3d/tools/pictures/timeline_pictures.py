@@ -10,7 +10,7 @@ from lightning_3d.layout import PassTimes, Schedule
 from lightning_3d.module.show import show_seconds
 from lightning_3d.monitor.timetable import Pass, timetable
 from lightning_3d.pipeline.schedule import Action
-from lightning_3d.tools.pictures.kinds import SPANS, Lanes, Span
+from lightning_3d.tools.pictures.kinds import Lanes, Span
 from lightning_3d.tools.pictures.page import TableCell
 
 HEADER = ("rank", "busy", "idle", "share", "ideal share")
@@ -101,7 +101,6 @@ def pass_spans(passes: Sequence[Pass], ranks: int, factor: float = 1.0) -> tuple
             done.rank,
             done.kind,
             done.stage // ranks / max(1, chunks),
-            f"{SPANS[done.kind][0]}, stage {done.stage}, microbatch {done.microbatch}",
         )
         for done in passes
     )

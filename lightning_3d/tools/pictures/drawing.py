@@ -1,13 +1,15 @@
-"""Pictures as PNG files, drawn by matplotlib (the `plots` extra)."""
+"""Pictures as PNG files and as SVG, drawn by matplotlib (the `plots` extra)."""
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.tools.pictures.kinds import SPANS, Bars, Cells, Curves, Lanes, Picture, colours, lighter
+from lightning_3d.tools.pictures.kinds import SPANS, Bars, Cells, Curves, Lanes, Picture
 
 WIDTH, DPI = 10.0, 120
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#79706e")
 ROW = 0.3
 """Inches of a bar, with the space to the next one."""
 AROUND = 1.4
@@ -18,10 +20,30 @@ NEAR = 30
 
 def save_png(file: Path, pictures: Sequence[Picture], *, side_by_side: bool = False) -> Path:
     """Draw `pictures` below one another, or side by side with the labels of the first. Return `file`."""
+    drawn = _drawn(pictures, "--plot", side_by_side=side_by_side)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(file, dpi=DPI, format="png")
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be written: {error.strerror}. Give another path.") from error
+    return file
+
+
+def svg(picture: Picture) -> bytes:
+    """`picture` as SVG, its text as text."""
+    drawn, file = _drawn([picture], "--html"), BytesIO()
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        drawn.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _drawn(pictures: Sequence[Picture], flag: str, *, side_by_side: bool = False) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigurationError('--plot needs matplotlib: pip install "lightning-3d[plots]".') from None
+        raise ConfigurationError(f'{flag} needs matplotlib: pip install "lightning-3d[plots]".') from None
     heights = [_height(picture) for picture in pictures]
     size = (WIDTH * 1.3, max(heights)) if side_by_side else (WIDTH, sum(heights))
     figure = Figure(figsize=size, layout="constrained")
@@ -32,12 +54,7 @@ def save_png(file: Path, pictures: Sequence[Picture], *, side_by_side: bool = Fa
     for picture, axes in zip(pictures, places, strict=True):
         axes.set_title(_plain(picture.title), loc="left", fontsize="medium", wrap=True)
         _DRAWN[type(picture)](picture, axes)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=DPI, format="png")
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be written: {error.strerror}. Give another path.") from error
-    return file
+    return figure
 
 
 def _height(picture: Picture) -> float:
@@ -49,7 +66,7 @@ def _height(picture: Picture) -> float:
 
 
 def _bars(picture: Bars, axes: Any) -> None:
-    rows, shades = range(len(picture.labels)), colours(len(picture.parts))
+    rows, shades = range(len(picture.labels)), _colours(len(picture.parts))
     if picture.from_zero:
         left = [0.0] * len(picture.labels)
         for (name, sizes), colour in zip(picture.parts.items(), shades, strict=True):
@@ -75,7 +92,7 @@ def _bars(picture: Bars, axes: Any) -> None:
 
 
 def _curves(picture: Curves, axes: Any) -> None:
-    for (name, own), colour in zip(picture.curves.items(), colours(len(picture.curves)), strict=True):
+    for (name, own), colour in zip(picture.curves.items(), _colours(len(picture.curves)), strict=True):
         line = "-o" if picture.joined else "o"
         axes.plot([p.x for p in own], [p.y for p in own], line, label=_plain(name), color=colour)
     for value, line in ((picture.deadline, axes.axvline), (picture.budget, axes.axhline)):
@@ -111,7 +128,7 @@ def _lanes(picture: Lanes, axes: Any) -> None:
             axes.broken_barh(
                 [(span.start, span.end - span.start) for span in here],
                 (lane - 0.42, 0.84),
-                facecolors=[lighter(colour, span.shade) for span in here],
+                facecolors=[_lighter(colour, span.shade) for span in here],
                 edgecolor="white",
                 linewidth=lines,
             )
@@ -164,3 +181,14 @@ def _legend(axes: Any, needed: bool) -> None:
 def _plain(text: str) -> str:
     """`text` as it is: matplotlib reads what stands between two dollars as a formula."""
     return text.replace("$", r"\$")
+
+
+def _colours(count: int) -> list[str]:
+    """Of parts or curves, in their order."""
+    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]
+
+
+def _lighter(colour: str, shade: float) -> str:
+    """`colour` as `#rrggbb`, on the way to white by half of `shade`."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - part) * (1 - 0.5 * shade)):02x}" for part in parts)

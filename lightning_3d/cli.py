@@ -7,9 +7,8 @@ from importlib import import_module
 from types import ModuleType
 
 from lightning_3d import register
-from lightning_3d.errors import ConfigurationError, Lightning3DError
+from lightning_3d.errors import ConfigurationError, Lightning3DError, printable
 from lightning_3d.tools.commands.fit import VERBS, train
-from lightning_3d.tools.commands.printable import printable
 
 COMMANDS = {
     "plan": ("plan", "how many devices, which layout, how long, how much money"),

@@ -16,8 +16,8 @@ from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, 
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.memory import layers_on_rank
-from lightning_3d.tools.planner.model_names import named_model
 from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.planner.closed_forms import idle
 

@@ -9,7 +9,7 @@ import yaml
 from lightning_3d.layout import Layout
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.job import Job, Options
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.priced_layout import Plan, price_layout
 from lightning_3d.tools.planner.transformer import Transformer
 

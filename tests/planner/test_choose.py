@@ -8,7 +8,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
 from lightning_3d.tools.planner.job import Options
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.profile_module import count_module
 from tests.zoo.planned import TinyGPT
 

@@ -12,8 +12,8 @@ from lightning_3d.tools.planner import job, sizing
 from lightning_3d.tools.planner.advice import A100_PEAK, RULE_HOURS, RULE_SHARE
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.job import Job, usual_batch
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.memory import LOGITS_IN_USE, layers_on_rank
-from lightning_3d.tools.planner.model_names import named_model
 from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, price_layout, slowest
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.search import Pins, search

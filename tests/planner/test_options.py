@@ -13,7 +13,7 @@ from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.job import Job, Options
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.priced_layout import price_layout
 from lightning_3d.tools.planner.search import Pins, search
 from lightning_3d.tools.planner.wire_bytes import powersgd_elements

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_3d.tools.planner import step_time
 from lightning_3d.tools.planner.job import Job
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.search import search
 from tests.planner.published import CATALOGUE, RUNS, compared, mean, sources, table
 

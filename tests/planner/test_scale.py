@@ -11,7 +11,7 @@ from lightning_3d.layout import Layout
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, usual_batch
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, SLOWNESS, price_layout, running_share, slowest
 from lightning_3d.tools.planner.search import Pins
 from lightning_3d.tools.planner.sizing import Sizes

@@ -11,13 +11,13 @@ from lightning_3d.tools.planner.advice import explain_misfit
 from lightning_3d.tools.planner.catalogue import Catalogue
 from lightning_3d.tools.planner.hardware import Cluster
 from lightning_3d.tools.planner.job import Job, usual_batch
+from lightning_3d.tools.planner.known_models import named_model
 from lightning_3d.tools.planner.memory import (
     rank_memory,
     rank_parameters,
     rank_trained,
     states_in_step,
 )
-from lightning_3d.tools.planner.model_names import named_model
 from lightning_3d.tools.planner.priced_layout import price_layout
 from lightning_3d.tools.planner.search import ANYTHING, Pins, can_fit, even_chunks, families, leaders, search
 from lightning_3d.tools.planner.step_time import link_rate

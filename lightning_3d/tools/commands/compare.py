@@ -11,10 +11,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, printable
 from lightning_3d.launch.hydra_job import FAILED, FILE
 from lightning_3d.module.show import MOST, real, show_bytes, show_dollars, show_hours, show_seconds
-from lightning_3d.tools.commands.printable import printable
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.kinds import TIMES, Bars, Curves, Point
 from lightning_3d.tools.pictures.page import Part, Table, TableCell, Words, save_page

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from lightning_3d.errors import did_you_mean
-from lightning_3d.tools.commands.printable import printable
+from lightning_3d.errors import did_you_mean, printable
 
 _NOISE = re.compile(
     r"\s*-?\s*(Does not validate against any of the Union subtypes.*|Subtypes: .*|Errors:|Given value type: .*"

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_3d.errors import PlannerError
+from lightning_3d.errors import PlannerError, printable
 from lightning_3d.layout import GradCompression, OffloadMode, RecomputeMode, Schedule, ZeroStage
 from lightning_3d.module.show import parse_dollars, real
 from lightning_3d.optim.states import Optimizer, Precision
-from lightning_3d.tools.commands.printable import printable
-from lightning_3d.tools.planner.answers import Answer, answer, catalogue_of, deadline_of, refuse_ignored, serving_of
+from lightning_3d.tools.planner.answers import Answer, answer, deadline_of, refuse_ignored
 from lightning_3d.tools.planner.job import Job, Offloaded
 from lightning_3d.tools.planner.plain_yaml import read_plain
 from lightning_3d.tools.planner.plan_report import strategy_line
@@ -31,14 +30,12 @@ examples:
   lightning-3d plan my_package.model.LitGPT --arg n_layer=24 --inputs 8x1024:int64 --tokens 10B --cluster 8xh100
   lightning-3d plan gpt3-175b --tokens 300B --cluster 1024xa100-80g --sustained 140 --recompute full
   lightning-3d plan llama-7b --tokens 300B --accelerator h100 --gpus-for "30 days" --html plan.html
-  lightning-3d plan llama3-70b --serve --accelerator h100 --users 1000 --context 4096 --rate 20
 """
 FLAGS: dict[str, dict[str, dict[str, Any]]] = read_plain(Path(__file__).with_name("plan_flags.yaml"), "table of flags")
 
 
 def configure(parser: ArgumentParser) -> None:
     question_flags(parser)
-    _add_flags(parser, "serving", FLAGS["serving"])
     group = parser.add_argument_group("output")
     group.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default 5)")
     group.add_argument("--json", action="store_true", help="print data for programs")
@@ -49,18 +46,13 @@ def configure(parser: ArgumentParser) -> None:
 def question_flags(parser: ArgumentParser) -> None:
     """Add the flags that say what is trained, on what, and how much of the layout is given."""
     for title, flags in FLAGS.items():
-        if title != "serving":
-            _add_flags(parser, title, flags)
+        _add_flags(parser, title, flags)
 
 
 def run(args: Namespace) -> int:
     if args.top < 1:
         raise PlannerError(f"--top {args.top} shows nothing: give at least 1.")
     refuse_ignored(args)
-    if args.serve:
-        found = serving_of(args, catalogue_of(args))
-        print(printable("\n".join(found.lines())))
-        return 0
     with redirect_stdout(sys.stderr if args.json else sys.stdout):  # a module of the user's may print
         result = answer(args)
     print(json.dumps(_data(result), indent=2, allow_nan=False) if args.json else printable(result.text))

@@ -3,9 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from lightning_3d.errors import printable
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.tools.commands.plan import question_flags
-from lightning_3d.tools.commands.printable import printable
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.layout_pictures import HEADER, layout_pictures, layout_rows
 from lightning_3d.tools.pictures.page import Table, Words, save_page

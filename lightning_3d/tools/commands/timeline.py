@@ -3,9 +3,8 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lightning_3d.errors import ConfigurationError
+from lightning_3d.errors import ConfigurationError, printable
 from lightning_3d.monitor.pass_record import find_record, read_record
-from lightning_3d.tools.commands.printable import printable
 from lightning_3d.tools.pictures.drawing import save_png
 from lightning_3d.tools.pictures.page import Part, Table, save_page
 from lightning_3d.tools.pictures.timeline_pictures import HEADER, timelines

@@ -11,6 +11,7 @@ import fcntl
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
 from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
@@ -37,13 +39,13 @@ from lightning_3d.tools import auto_layout
 from lightning_3d.tools.auto_layout import Decided, Situation, decide
 from lightning_3d.tools.dryrun import lone_proof
 from lightning_3d.tools.dryrun.cluster import World, apply_to_fakes
-from lightning_3d.tools.dryrun.fake_device import DeferredFake, FakeDevice
+from lightning_3d.tools.dryrun.fake_device import DeferredFake
 from lightning_3d.tools.dryrun.lone_proof import plan_large
 
 
 def become_lone_rank(world: World, strategy: Any) -> None:
     """Make this process a rank without peers: replace what needs them."""
-    pretend, decision = world.pretend, Decision(world.decisions, world.pretend)
+    pretend, decision = world.pretend, Decision(world)
     sizes = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -72,7 +74,6 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
-        (auto_layout, "cluster_here", lambda *_, **__: world.cluster),
         (auto_layout, "decide", decision.decide),
         (auto_layout, "plan_tensor", plan_with_values),
         (parallel_plan, "make_plan", decision.make_plan),
@@ -184,18 +185,19 @@ class Decision:
     and takes longer than a training step of one stage.
     """
 
-    def __init__(self, path: str, pretend: FakeDevice) -> None:
-        self.path, self.memory, self.calls = path, pretend.memory, pretend.calls
+    def __init__(self, world: World) -> None:
+        self.world, self.memory, self.calls = world, world.pretend.memory, world.pretend.calls
 
     def make_plan(self, *args: Any) -> ParallelPlan:
-        return self._once("plan", lambda: make_plan(*args))
+        """Nothing is copied to the host or a disk: the report takes it off by itself."""
+        return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
 
     def decide(self, situation: Situation) -> Decided:
         """Under `layout="auto"`."""
-        return self._once("layout", lambda: decide(situation))
+        return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
 
     def _once(self, what: str, find: Callable[[], Any]) -> Any:
-        with open(self.path, "r+b") as file:  # closing it unlocks it
+        with open(self.world.decisions, "r+b") as file:  # closing it unlocks it
             fcntl.flock(file, fcntl.LOCK_EX)
             decided = _decisions(file.read())
             if what not in decided:

@@ -8,7 +8,7 @@ from lightning_3d.tools.planner.choose import choose_layout as choose_layout
 from lightning_3d.tools.planner.hardware import Accelerator as Accelerator
 from lightning_3d.tools.planner.hardware import Cluster as Cluster
 from lightning_3d.tools.planner.job import Job as Job
-from lightning_3d.tools.planner.model_names import named_model as named_model
+from lightning_3d.tools.planner.known_models import named_model as named_model
 from lightning_3d.tools.planner.priced_layout import Plan as Plan
 from lightning_3d.tools.planner.profile import Profile as Profile
 from lightning_3d.tools.planner.search import Pins as Pins

@@ -1,6 +1,6 @@
 """Questions of `lightning-3d plan` read into a job and a cluster, and their answers.
 
-A question is for a cluster, a deadline, a budget, several accelerators, or for serving.
+A question is for a cluster, a deadline, a budget, or several accelerators.
 """
 
 from argparse import Namespace
@@ -14,8 +14,7 @@ from lightning_3d.tools.planner.advice import counted_only, explain_misfit, note
 from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides, number
 from lightning_3d.tools.planner.hardware import Accelerator, Cluster, Price
 from lightning_3d.tools.planner.job import TOKENS_PER_PARAMETER, Job, Offloaded, Options, usual_batch
-from lightning_3d.tools.planner.model_config import read_config
-from lightning_3d.tools.planner.model_names import named_model
+from lightning_3d.tools.planner.known_models import named_model, read_config
 from lightning_3d.tools.planner.plan_report import (
     COLUMNS,
     COMPARED,
@@ -30,7 +29,6 @@ from lightning_3d.tools.planner.plan_report import (
 from lightning_3d.tools.planner.priced_layout import Plan
 from lightning_3d.tools.planner.profile import Profile
 from lightning_3d.tools.planner.search import Pins, leaders, leanest
-from lightning_3d.tools.planner.serve import Serving
 from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, smallest
 from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
 
@@ -143,17 +141,6 @@ def profile_of(args: Namespace) -> Profile:
     if args.sequence is not None:
         shape = shape.with_sequence(args.sequence)
     return shape.profile(precision=args.precision, attention=args.attention or "flash")
-
-
-def serving_of(args: Namespace, catalogue: Catalogue) -> Serving:
-    shape = shape_of(args)
-    if shape is None or args.accelerator is None:
-        raise PlannerError("--serve needs a named model, a size or a config.json, and --accelerator.")
-    device = accelerator_of(args, catalogue, args.accelerator)
-    context = shape.sequence if args.context is None else args.context
-    return Serving(
-        model=shape, device=device, precision=args.precision, users=args.users, context=context, rate=args.rate
-    )
 
 
 def job_of(args: Namespace, profile: Profile, devices: int) -> Job:

@@ -7,11 +7,11 @@ from types import MappingProxyType
 import torch
 
 from lightning_3d import Layout
-from lightning_3d.commands.calibration import matrix_rate, memory_rate
-from lightning_3d.planner import Catalogue, Cluster, Job, Plan
-from lightning_3d.planner.memory import rank_parameters
-from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.profile_module import profile_module
+from lightning_3d.tools.commands.calibration import matrix_rate, memory_rate
+from lightning_3d.tools.planner import Catalogue, Cluster, Job, Plan
+from lightning_3d.tools.planner.memory import rank_parameters
+from lightning_3d.tools.planner.priced_layout import price_layout
+from lightning_3d.tools.planner.profile_module import profile_module
 
 
 def forecast(layout: Layout, batch: int) -> Plan:

@@ -7,23 +7,22 @@ from importlib import import_module
 from types import ModuleType
 
 from lightning_3d import register
-from lightning_3d.commands.fit import VERBS, train
-from lightning_3d.commands.printable import printable
-from lightning_3d.errors import ConfigurationError, Lightning3DError
+from lightning_3d.errors import ConfigurationError, Lightning3DError, printable
+from lightning_3d.tools.commands.fit import VERBS, train
 
 COMMANDS = {
-    "plan": ("lightning_3d.commands.plan", "how many devices, which layout, how long, how much money"),
-    "dry-run": ("lightning_3d.commands.dry_run", "simulate your script on a cluster: memory, messages, errors"),
-    "layout": ("lightning_3d.commands.show_layout", "which rank has which blocks, shards and bytes"),
-    "inspect": ("lightning_3d.commands.inspect", "how a module would be sharded: tensor plan, stages, parameters"),
-    "compare": ("lightning_3d.commands.compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
-    "timeline": ("lightning_3d.commands.timeline", "the recorded timetable of a pipeline beside the ideal one"),
-    "run": ("lightning_3d.commands.run", "run a script whose packages import `pytorch_lightning`"),
-    "calibrate": ("lightning_3d.commands.calibrate", "measure this machine, for plans that use it"),
-    "consolidate": ("lightning_3d.commands.consolidate", "one file from a sharded checkpoint"),
-    "export": ("lightning_3d.commands.export", "safetensors from a sharded checkpoint, for from_pretrained"),
+    "plan": ("plan", "how many devices, which layout, how long, how much money"),
+    "dry-run": ("dry_run", "simulate your script on a cluster: memory, messages, errors"),
+    "layout": ("show_layout", "which rank has which blocks, shards and bytes"),
+    "inspect": ("inspect", "how a module would be sharded: tensor plan, stages, parameters"),
+    "compare": ("compare", "the jobs of a Hydra sweep: layout, loss, step time, memory, cost"),
+    "timeline": ("timeline", "the recorded timetable of a pipeline beside the ideal one"),
+    "run": ("run", "run a script whose packages import `pytorch_lightning`"),
+    "calibrate": ("calibrate", "measure this machine, for plans that use it"),
+    "consolidate": ("consolidate", "one file from a sharded checkpoint"),
+    "export": ("export", "safetensors from a sharded checkpoint, for from_pretrained"),
 }
-"""Name -> (module, one line). A module has `configure(parser)` and `run(args) -> exit code`."""
+"""Name -> (module of `tools.commands`, one line). It has `configure(parser)` and `run(args) -> exit code`."""
 LIGHT = ("plan",)
 """Commands that import torch and Lightning only when they need them."""
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             register()
         if name in VERBS:
             return train(arguments)
-        command = import_module(COMMANDS[name][0])
+        command = import_module(f"lightning_3d.tools.commands.{COMMANDS[name][0]}")
         return int(command.run(_parser_of(name, command).parse_args(arguments[1:])))
     except Lightning3DError as error:
         if name == "run":
@@ -72,7 +71,7 @@ def _top_level(arguments: list[str]) -> int:
 
 def _parser_class() -> type[ArgumentParser]:
     try:
-        from lightning_3d.commands.parsing import OneLine
+        from lightning_3d.tools.commands.parsing import OneLine
     except ImportError as error:
         raise ConfigurationError(
             f"the command line reads its options with jsonargparse, which cannot be imported ({error}):"

@@ -1,4 +1,4 @@
-"""The errors of this package, `did_you_mean`, and `explain_shard_errors` for torch's errors about shards.
+"""The errors of this package, text for a terminal, and `explain_shard_errors` for torch's errors about shards.
 
 ::
 
@@ -126,6 +126,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about `name`: the most similar of the `known` names; empty if none is similar."""
     found = get_close_matches(name, list(known))
     return f": did you mean {' or '.join(found)}?" if found else ""
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal, with control characters (escape sequences, right-to-left marks) as their numbers."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def is_meta_error(error: Exception) -> bool:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_blocks import recompute_blocks
-from lightning_3d.axes.group import Group
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
@@ -71,7 +70,7 @@ def parallelize(
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
     if training:
         parallel.recomputed = recompute_blocks(module, plan.anatomy.blocks, plan.recompute, undo)
-    if training and plan.offload.activations is not None and not Group().simulated:
+    if training and plan.offload.activations is not None:
         offload_activations(module, plan.anatomy, undo)
     disk = _reserve_disk(parallel, plan, layout)
     parallel.data = apply_data(
@@ -134,7 +133,7 @@ def _proven_pipeline(
 
 def _reserve_disk(parallel: ParallelModule, plan: ParallelPlan, layout: Layout) -> ShardsOnDisk | None:
     """Prepare the transfers of what is on a disk, and room for parameters there. Collective; raises on every rank."""
-    if not plan.offload.on_disk or Group().simulated:
+    if not plan.offload.on_disk:
         return None
     parallel.disk = DiskTransfers(plan.offload.budget)
     parallel.changes.enter_context(own_pages())  # else freed pages stay with the process (half as much memory again)

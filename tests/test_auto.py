@@ -9,11 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import lightning_3d.auto_layout as auto
+import lightning_3d.tools.auto_layout as auto
 from lightning_3d import Layout, Strategy3D
-from lightning_3d.auto_layout import fake_tensors
 from lightning_3d.errors import ConfigurationError, LayoutError, PlannerError
-from lightning_3d.planner.choose import Fixed
+from lightning_3d.tools.auto_layout import fake_tensors
+from lightning_3d.tools.planner.choose import Fixed
 from tests.parity import QUIET, assert_parity, build, reference
 from tests.workers import run
 from tests.zoo import MODULES

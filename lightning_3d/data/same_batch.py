@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_3d.axes.group import Group
 from lightning_3d.data.same_samples import SEED, leaf_checksums
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
@@ -22,7 +21,7 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
     Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
     would blame the module. A batch that cannot be read ahead of training is compared in the first step.
     """
-    if layout.peers == 1 or Group().simulated or trainer.state.fn != TrainerFn.FITTING:
+    if layout.peers == 1 or trainer.state.fn != TrainerFn.FITTING:
         return
     batches = talk.gather(_marks_of_first_batch(trainer))
     everyone: dict[int, dict[int, Marks | None]] = {}

@@ -15,18 +15,18 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.extensions import load
 from lightning_3d.launch import job_folder
 from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.module.show import show_bytes, show_seconds
 from lightning_3d.monitor.batch_size import BatchSize
 from lightning_3d.monitor.block_sums import BlockSums
-from lightning_3d.monitor.device_peak import device_peak
 from lightning_3d.monitor.pass_recorder import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
 from lightning_3d.monitor.watch import Note, Watch
-from lightning_3d.planner.show import show_bytes, show_seconds
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.board import Board
 
@@ -82,7 +82,7 @@ class Monitor3D(Callback):
         self._device: torch.device = strategy.root_device
         self._times_waits = self._device.type == "cpu"  # on a GPU the device waits, not the host
         self._data_ranks: int = strategy.layout.data_parallel_size
-        peak = device_peak(self._device, str(strategy.precision_plugin.precision))
+        peak = load("device peak")(self._device, str(strategy.precision_plugin.precision))
         self._peak = self._given_peak * 1e12 if self._given_peak is not None else peak
         self._utilisation = "hfu" if strategy.recomputes else "mfu"
         self._clock, self._batches = StepClock(strategy.data_axis.ledger), 0

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.launch.side_file import write_side_file
 from lightning_3d.layout import Schedule, stage_ranks
-from lightning_3d.pictures.timetable import Pass
+from lightning_3d.monitor.timetable import Pass
 from lightning_3d.pipeline.schedule import stages_per_rank
 
 FILE = "lightning_3d_passes.json"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_3d.monitor.pass_record import FILE, PassRecord, RecordedStep, write_record
-from lightning_3d.pictures.timetable import Pass
+from lightning_3d.monitor.timetable import Pass
 from lightning_3d.pipeline.pass_clock import PassClock, TimedStep
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.ranks import talk

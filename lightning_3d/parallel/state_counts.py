@@ -6,9 +6,8 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_3d.layout import PIPELINE_AXIS, Layout
+from lightning_3d.optim.states import StateBytes, offloaded, sharded_states
 from lightning_3d.pipeline.split import PipelineSplit
-from lightning_3d.planner.memory import offloaded
-from lightning_3d.planner.states import StateBytes, sharded_states
 from lightning_3d.tensor.tensor_plan import TensorPlan
 
 

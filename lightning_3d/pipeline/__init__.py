@@ -11,25 +11,3 @@ The differences to one process:
 
 With one block there is nothing to cut, and the step runs as on one device.
 """
-
-from lightning_3d.pipeline.context import StepCallbacks as StepCallbacks
-from lightning_3d.pipeline.pipeline import Pipeline as Pipeline
-from lightning_3d.pipeline.schedule import stages_per_rank as stages_per_rank
-from lightning_3d.pipeline.split import AppliedSplit as AppliedSplit
-from lightning_3d.pipeline.split import PipelineSplit as PipelineSplit
-from lightning_3d.pipeline.split import Tie as Tie
-from lightning_3d.pipeline.split import apply_split as apply_split
-from lightning_3d.pipeline.split import plan_split as plan_split
-from lightning_3d.pipeline.unsupported import check_supported as check_supported
-
-__all__ = [
-    "AppliedSplit",
-    "Pipeline",
-    "PipelineSplit",
-    "StepCallbacks",
-    "Tie",
-    "apply_split",
-    "check_supported",
-    "plan_split",
-    "stages_per_rank",
-]

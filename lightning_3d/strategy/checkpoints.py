@@ -18,8 +18,6 @@ from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
 from lightning_3d.data.position import counted
 from lightning_3d.data.same_samples import seed_workers_by_data_rank
-from lightning_3d.dryrun import current_world
-from lightning_3d.dryrun.cluster import World
 from lightning_3d.faults import flight
 from lightning_3d.module import state_dict
 from lightning_3d.offload.offload_choice import NOTHING
@@ -40,7 +38,6 @@ PATIENCE = 60.0
 class Saving(OnAxes):
     """Checkpoints of a module that may be sharded."""
 
-    _dry_world: World | None = None
     OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_averages", "_left", "_built")
     _built: tuple[Built, ...] = ()
     """Modules that were built since the last run."""
@@ -78,7 +75,7 @@ class Saving(OnAxes):
     @property
     def _divides(self) -> bool:
         """True where ranks are going to have parts of a module that has values."""
-        return self.world_size > 1 and (current_world() or self._dry_world) is None
+        return self.world_size > 1 and self._simulation is None
 
     @property
     def _splits(self) -> Splits:

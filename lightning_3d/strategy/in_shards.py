@@ -17,9 +17,9 @@ from lightning_3d.errors import ConfigurationError, UnsupportedError
 from lightning_3d.layout import Layout
 from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.module.materialize import ABSENT
+from lightning_3d.module.show import show_bytes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan, UserChoices
-from lightning_3d.planner.show import show_bytes
 from lightning_3d.ranks import talk
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_runs import Rest

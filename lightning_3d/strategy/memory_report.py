@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.module.host_memory import peak_bytes
-from lightning_3d.planner.show import show_bytes
-from lightning_3d.planner.states import StateBytes
+from lightning_3d.module.show import show_bytes
+from lightning_3d.optim.states import StateBytes
 from lightning_3d.ranks.shards import local
 
 _COLUMNS = ("weights", "gradients", "states", "buffers", "disk", "rest", "peak")

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from lightning_3d import precision
-from lightning_3d.dryrun import DryLauncher
 from lightning_3d.launch import SpawnLauncher
 from lightning_3d.module.materialize import materialize
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -84,7 +83,7 @@ class Placing(Training):
 
     def _keeps_shards(self, trainer: Trainer) -> bool:
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        ends = isinstance(self._launcher, SpawnLauncher | DryLauncher) or dist.get_backend() == "fake"
+        ends = isinstance(self._launcher, SpawnLauncher) or dist.get_backend() == "fake"
         return stays_in_shards(
             self._teardown, self._module, self.layout, callbacks, ends=ends, ranks_of_host=self.ranks_of_host,
             device=self.root_device,

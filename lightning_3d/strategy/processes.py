@@ -24,11 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
 from lightning_3d.data.world_size_use import data_code_that_asks
+from lightning_3d.extensions import simulating
 from lightning_3d.faults import Watchdog, flight
 from lightning_3d.faults.flight_recorder import put_aside
 from lightning_3d.faults.nccl_settings import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.launch.lightning_private import (
+    Launcher,
     TunerExitException,
     default_process_group_backend,
     init_dist_connection,
@@ -83,6 +85,8 @@ class Processes(ParallelStrategy):
         self._world_asked_by: str | None = None
         """The user's method that creates data and reads `trainer.world_size`."""
         self._world_warned = False
+        self._dry_run: Launcher | None = None
+        """Simulates the ranks of another cluster in place of this machine's."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in self.OF_PROCESS}
@@ -185,7 +189,14 @@ class Processes(ParallelStrategy):
 
     # ---- environment ---------------------------------------------------------------------------------------------
 
+    @property
+    def _simulation(self) -> Launcher | None:
+        return simulating[-1] if simulating else self._dry_run
+
     def _configure_launcher(self) -> None:
+        if (simulation := self._simulation) is not None:
+            self._launcher = simulation
+            return
         assert self.cluster_environment is not None
         method, environment = self._start_method, self.cluster_environment
         if method == "auto":

@@ -11,8 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
-from lightning_3d.auto_layout import AutoLayout
 from lightning_3d.errors import ConfigurationError, LayoutError
+from lightning_3d.extensions import LayoutChooser
 from lightning_3d.faults import Preemption
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
@@ -31,7 +31,7 @@ class Resuming(Saving):
     OF_PROCESS = (*Saving.OF_PROCESS, "_preemption")
     _preemption: Preemption | None = None
     _wanted: Layout
-    _auto: AutoLayout | None
+    _auto: LayoutChooser | None
     _data_parallel_size: int | Literal["auto"]
 
     def __init__(self, *, resume: Resume | None, **saving: Any) -> None:
@@ -100,7 +100,7 @@ class Resuming(Saving):
             f" (was data {note.data_parallel_size}, {user}): an optimizer step sees the same {note.windows} batches."
         )
 
-    def _choose_among(self, trainer: Trainer, auto: AutoLayout, note: RunNote) -> None:
+    def _choose_among(self, trainer: Trainer, auto: LayoutChooser, note: RunNote) -> None:
         """Under `layout="auto"`, set a data size that keeps the global batch: the earlier one, else the largest."""
         user = trainer.accumulate_grad_batches
         sizes = [size for size in auto.data_sizes(self.world_size) if note.windows % size == 0]

@@ -7,7 +7,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import distributed as dist
 
 from lightning_3d.activations.fit_budget import BudgetFit
-from lightning_3d.axes.group import Group
 from lightning_3d.data.same_samples import SampleCheck
 from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -61,8 +60,7 @@ class LossesAgree(StepCheck):
 
     def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
         self.place, self.module, self.plugin = place, module, plugin
-        returns_loss = module.automatic_optimization
-        self.due = layout.tensor_parallel_size > 1 and returns_loss and not Group().simulated
+        self.due = layout.tensor_parallel_size > 1 and module.automatic_optimization  # a step that returns its loss
         self.output: Any = None
 
     def after_train(self, output: Any) -> None:

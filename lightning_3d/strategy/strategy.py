@@ -15,13 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_3d.activations.fit_budget import BudgetFit
 from lightning_3d.activations.recompute_choice import Recompute, RecomputeArgument
-from lightning_3d.auto_layout import LayoutChoice, auto_layout
 from lightning_3d.checkpoint import CheckpointFormat
 from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
 from lightning_3d.data.remade_loader_private import check_remade_loaders
 from lightning_3d.data.same_samples import SampleCheck
-from lightning_3d.dryrun import DryLauncher, current_world, parse_cluster, world_for
 from lightning_3d.errors import ConfigurationError
+from lightning_3d.extensions import LayoutChooser, load
 from lightning_3d.faults import flight
 from lightning_3d.layout import PIPELINE_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
@@ -38,8 +37,6 @@ from lightning_3d.parallel.parallel_plan import UserChoices
 from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.loss_scope import LossScope
 from lightning_3d.pipeline.unsupported import check_automatic, check_supported
-from lightning_3d.planner.choose import Fixed
-from lightning_3d.planner.job import Options
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.random_streams import StepRandom
 from lightning_3d.sandbox.deferred import computed_on_use
@@ -142,7 +139,7 @@ class Strategy3D(Placing):
     def __init__(
         self,
         *,
-        layout: LayoutChoice = "given",
+        layout: Literal["given", "auto"] = "given",
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
@@ -208,15 +205,14 @@ class Strategy3D(Placing):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify
         data = None if data_parallel_size == "auto" else data_parallel_size
-        given = Fixed(
-            data=data,
-            tensor=tensor_parallel_size,
-            pipeline=pipeline_parallel_size,
-            zero=zero_stage,
-            shard=zero_shard_size,
-        )
-        options = Options(compression=grad_compression, offload=self._offload.alone)
-        self._auto = auto_layout(layout, self._wanted, given, options)
+        if layout not in ("given", "auto"):
+            raise ConfigurationError(f"layout={layout!r} is none of 'given', 'auto'.")
+        self._auto: LayoutChooser | None = None
+        if layout == "auto":
+            self._auto = load("layout chooser")(
+                self._wanted, data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage,
+                shard=zero_shard_size, compression=grad_compression, offload=self._offload.alone,
+            )  # fmt: skip
         self._chooses = self._auto is not None
         self._data_parallel_size = data_parallel_size
         self._zero_shard_size = zero_shard_size
@@ -226,14 +222,8 @@ class Strategy3D(Placing):
         self._quiet = quiet
         check_teardown(teardown)
         self._teardown: Teardown = teardown
-        self._dry_world = None if dry_run is None else world_for(self, parse_cluster(str(dry_run)))
-
-    def _configure_launcher(self) -> None:
-        world = current_world() or self._dry_world
-        if world is None:
-            super()._configure_launcher()
-        else:
-            self._launcher = DryLauncher(world)
+        if dry_run is not None:
+            self._dry_run = load("dry run")(self, str(dry_run))
 
     @property
     def layout(self) -> Layout:

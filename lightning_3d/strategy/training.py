@@ -17,11 +17,11 @@ from lightning_3d.layout import PIPELINE_AXIS
 from lightning_3d.monitor.callback import Monitor3D, QuietMonitor
 from lightning_3d.optim.grad_norm import counted_here, grad_norm
 from lightning_3d.optim.state_bytes import states_per_parameter_byte
+from lightning_3d.optim.states import StateBytes
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.pipeline.pipeline import Pipeline
-from lightning_3d.planner.states import StateBytes
 from lightning_3d.ranks import talk
 from lightning_3d.sandbox.first_batch import loader_batch_size
 from lightning_3d.strategy.banner import memory_line, opening, step_line

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_3d.planner.profile_module import profile_module
+from lightning_3d.tools.planner.profile_module import profile_module
 from tests.activations.models import Wide
 from tests.activations.watching import kept
 from tests.workers import run

@@ -10,7 +10,7 @@ import torch
 
 from lightning_3d import Layout, Strategy3D
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from lightning_3d.planner.priced_layout import price_layout
+from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.checkpoint.trainings import train
 from tests.dryrun.test_same import assert_same
 from tests.parity import assert_parity

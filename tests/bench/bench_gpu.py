@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
-from lightning_3d.monitor.device_peak import device_peak
+from lightning_3d.tools.planner.local_cluster import device_peak
 from tests.parity import QUIET
 from tests.workers import run
 

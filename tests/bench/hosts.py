@@ -177,7 +177,7 @@ def start(mark: str, host: int, folder: Path, asked: argparse.Namespace) -> subp
 
 def planned(sizes: dict[str, Any], parameters: int, hosts: int, ranks: int, mbit: float) -> float | None:
     """The planner's seconds to send the gradients of a data-parallel step over the link, with nothing hidden."""
-    from lightning_3d.planner.formulas import ring_all_reduce
+    from lightning_3d.tools.planner.wire_bytes import ring_all_reduce
 
     if "grad_sync" not in sizes or sizes.get("grad_compression") == "powersgd":
         return None

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_3d.checkpoint.full_files import consolidate, export, with_configs
-from lightning_3d.commands import consolidate as consolidate_command
-from lightning_3d.commands import export as export_command
 from lightning_3d.errors import CheckpointError
+from lightning_3d.tools.commands import consolidate as consolidate_command
+from lightning_3d.tools.commands import export as export_command
 from tests.checkpoint.made import save
 from tests.checkpoint.trainings import build, train
 from tests.workers import run

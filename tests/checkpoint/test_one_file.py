@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_3d.checkpoint.full_files import consolidate, export
-from lightning_3d.commands import export as export_command
 from lightning_3d.errors import CheckpointError
+from lightning_3d.tools.commands import export as export_command
 from tests.checkpoint.trainings import train
 from tests.workers import run
 

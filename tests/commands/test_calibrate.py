@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from lightning_3d.cli import main
-from lightning_3d.commands import calibration
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.catalogue import Catalogue
+from lightning_3d.tools.commands import calibration
+from lightning_3d.tools.planner.catalogue import Catalogue
 
 MEASURED = {"fp32": 5e10, "bf16": 9e10, "memory": 1e10, "kernels": 1e5, "link": 8e8, "host": 1e10, "ratio": 1.1}
 

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lightning_3d.cli import main
-from lightning_3d.planner.catalogue import MOST_LIKE
+from lightning_3d.tools.planner.catalogue import MOST_LIKE
 from tests.commands.test_compare import job
 
 LEVELS = 60

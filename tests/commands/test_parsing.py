@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_3d.cli import main
-from lightning_3d.planner import plan_report
+from lightning_3d.tools.planner import plan_report
 
 FIT = "fit --seed_everything=1 --model=tests.zoo.vectors.MLP --trainer.accelerator=cpu"
 

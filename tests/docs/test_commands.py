@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from lightning_3d import Strategy3D
 from lightning_3d.cli import COMMANDS, _parser_of, main
-from lightning_3d.commands.fit import VERBS
+from lightning_3d.tools.commands.fit import VERBS
 from tests.commands.test_compare import job
 from tests.docs.pages import ROOT, blocks, commands
 from tests.monitor.test_timetable import recorded
@@ -84,7 +84,8 @@ def run_ours(words):
     elif words[0] in RUN:
         assert main(words) == 0
     else:
-        _parser_of(words[0], import_module(COMMANDS[words[0]][0])).parse_args(words[1:])
+        command = import_module(f"lightning_3d.tools.commands.{COMMANDS[words[0]][0]}")
+        _parser_of(words[0], command).parse_args(words[1:])
 
 
 def compose_all(overrides, folder, script):

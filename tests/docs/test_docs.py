@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 import lightning_3d.errors
 from lightning_3d import Strategy3D
-from lightning_3d.planner.plain_yaml import conf_folder
+from lightning_3d.tools.planner.plain_yaml import conf_folder
 from tests.docs.pages import NAMES, PAGES, ROOT, blocks
 from tests.zoo.vectors import MLP
 

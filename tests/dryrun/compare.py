@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from lightning_3d.comm.replicate import Bucket
-from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import FakeDevice
-from lightning_3d.dryrun.measure import RankMeter
 from lightning_3d.strategy import processes
+from lightning_3d.tools.dryrun import in_world, parse_cluster
+from lightning_3d.tools.dryrun.fake_device import FakeDevice
+from lightning_3d.tools.dryrun.measure import RankMeter
 from tests.parity import QUIET, build, make_strategy
 from tests.workers import run
 

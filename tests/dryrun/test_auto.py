@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_3d import Strategy3D
-from lightning_3d.dryrun import in_world, parse_cluster
+from lightning_3d.tools.dryrun import in_world, parse_cluster
 from tests.dryrun.compare import FLAGS
 from tests.zoo.vectors import MLP
 

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_3d import Strategy3D
-from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.ranks import talk
+from lightning_3d.tools.dryrun import in_world, parse_cluster
 from tests.bench.modules import Task, Training
 from tests.parity import QUIET
 from tests.workers import run

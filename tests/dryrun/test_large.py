@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Strategy3D
 from lightning_3d.axes import ring
-from lightning_3d.dryrun import in_world, parse_cluster
 from lightning_3d.sandbox import build_recorder, deferred
+from lightning_3d.tools.dryrun import in_world, parse_cluster
 from lightning_3d.zero import shard_units
 from tests.dryrun.compare import FLAGS, real_rank
 from tests.parity import QUIET

@@ -9,12 +9,12 @@ from lightning.pytorch import Trainer
 from torch import distributed as dist
 
 from lightning_3d import Strategy3D
-from lightning_3d.dryrun import in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import FakeDevice
-from lightning_3d.dryrun.launcher import usual_ranks
 from lightning_3d.errors import RunError
 from lightning_3d.layout import Layout
 from lightning_3d.ranks.inherited_groups_private import existing_groups
+from lightning_3d.tools.dryrun import in_world, parse_cluster
+from lightning_3d.tools.dryrun.fake_device import FakeDevice
+from lightning_3d.tools.dryrun.launcher import usual_ranks
 from tests.dryrun.compare import FLAGS, dry
 from tests.zoo.vectors import MLP
 
@@ -33,7 +33,7 @@ class Branching(MLP):
 
 
 def test_a_number_of_ranks_is_a_cluster():
-    assert Strategy3D(dry_run=8)._dry_world.cluster == Strategy3D(dry_run="8")._dry_world.cluster
+    assert Strategy3D(dry_run=8)._dry_run.world.cluster == Strategy3D(dry_run="8")._dry_run.world.cluster
 
 
 def test_a_strategy_alone_prints_the_report_and_leaves_the_module_alone(capfd):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_3d.dryrun.fake_cache import QuickFakeMode
+from lightning_3d.tools.dryrun.fake_cache import QuickFakeMode
 
 OPERATIONS = {
     "add": lambda x, w: x + x[:1],

@@ -6,9 +6,10 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_3d import Strategy3D
-from lightning_3d.dryrun import current_world, in_world, parse_cluster
-from lightning_3d.dryrun.fake_device import FakeDevice
 from lightning_3d.errors import ConfigurationError, PlannerError
+from lightning_3d.extensions import simulating
+from lightning_3d.tools.dryrun import in_world, parse_cluster
+from lightning_3d.tools.dryrun.fake_device import FakeDevice
 from tests.parity import QUIET
 
 
@@ -43,8 +44,8 @@ def test_parameters_take_no_memory_and_ties_stay():
 
 def test_modules_are_ordinary_again_afterwards():
     with in_world(parse_cluster("8xcpu")):
-        assert current_world() is not None
-    assert current_world() is None
+        assert len(simulating) == 1
+    assert simulating == []
     assert not isinstance(nn.Linear(2, 2).weight, FakeDevice.kind)
     assert Trainer(**QUIET, devices=1).world_size == 1
 

@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from lightning.pytorch import LightningModule
 
 from lightning_3d.cli import main
-from lightning_3d.planner.plain_yaml import conf_folder
+from lightning_3d.tools.planner.plain_yaml import conf_folder
 from tests.workers import run
 
 FOLDER = Path(__file__).parents[2] / "examples"

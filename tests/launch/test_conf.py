@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_3d import Strategy3D
-from lightning_3d.planner.plain_yaml import conf_folder
+from lightning_3d.tools.planner.plain_yaml import conf_folder
 
 CONF = conf_folder()
 LAYOUTS = sorted(file.stem for file in (CONF / "layout").glob("*.yaml"))

@@ -15,8 +15,8 @@ from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import PassTimes
 from lightning_3d.monitor import pass_record
 from lightning_3d.monitor.pass_record import FILE, PassRecord, RecordedStep, read_record, write_record
-from lightning_3d.pictures.timeline_pictures import timelines
-from lightning_3d.pictures.timetable import Pass, timetable
+from lightning_3d.monitor.timetable import Pass, timetable
+from lightning_3d.tools.pictures.timeline_pictures import timelines
 from tests.monitor.test_monitor import Net
 from tests.parity import QUIET
 from tests.workers import run
@@ -132,7 +132,6 @@ def test_the_ideal_beside_an_ideal_record_is_the_same(tmp_path, schedule):
 
 def test_the_command_prints_idle_shares_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    pytest.importorskip("plotly")
     recorded(tmp_path / "run" / "version_0")
     drawn = ["--plot", str(tmp_path / "t.png"), "--html", str(tmp_path / "t.html")]
     assert main(["timeline", str(tmp_path / "run"), *drawn]) == 0
@@ -142,7 +141,7 @@ def test_the_command_prints_idle_shares_and_draws(tmp_path, capsys):
     assert lines[1] == "Ideal (the same work in equal passes, no messages): 15 ms, idle 20.0%"
     assert lines[4].split() == ["0", "12", "ms", "9.5", "ms", "44.2%", "20.0%"]
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert "Plotly.newPlot" in (tmp_path / "t.html").read_text()
+    assert (tmp_path / "t.html").read_text().count("<img") == 2
     assert main(["timeline", str(tmp_path / "run"), "--step", "7"]) == 2
     assert "--step 7 is not recorded: give one of 2" in capsys.readouterr().err
 

@@ -285,5 +285,5 @@ def test_a_dry_run_needs_no_disk():
     offload = {"optimizer": "nvme:/missing", "parameters": "nvme:/missing", "activations": "cpu"}
     chosen = Strategy3D(dry_run="2xcpu", zero_stage=3, offload=offload)
     Trainer(**QUIET, devices=2, strategy=chosen, max_epochs=1).fit(Net())
-    (report,) = chosen._dry_world.reports
+    (report,) = chosen._dry_run.world.reports
     assert [rank.error for rank in report.ranks] == [None] * len(report.ranks)

@@ -1,16 +1,16 @@
-"""Pages: what others named does not run, Plotly takes each figure, and tables are sorted by numbers."""
+"""Pages: what others named does not run, pictures are drawn, and tables are sorted by numbers."""
 
-import json
-import re
 import sys
+from base64 import b64decode
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
 from lightning_3d.errors import ConfigurationError
-from lightning_3d.pictures.kinds import Bars, Cell, Cells, Curves, Lanes, Point, Span
-from lightning_3d.pictures.page import Table, TableCell, Words, figure, page, save_page
-from lightning_3d.pictures.png import save_png
+from lightning_3d.tools.pictures.drawing import save_png
+from lightning_3d.tools.pictures.kinds import Bars, Cell, Cells, Curves, Lanes, Point, Span
+from lightning_3d.tools.pictures.page import Table, TableCell, Words, page, save_page
 
 BAD = "</script><script>alert('$x$')</script><b onclick=x>&"
 PICTURES = [
@@ -20,9 +20,9 @@ PICTURES = [
     ),
     Bars(title="loss", unit=BAD, labels=("one", "two"), parts={"loss": (3.25, 3.26)}, from_zero=False),
     Curves(
-        title=BAD, x=BAD, y=BAD, curves={BAD: (Point(1.0, 2.0, BAD, BAD),)}, deadline=(1.5, BAD), budget=(2.5, BAD)
+        title=BAD, x=BAD, y=BAD, curves={BAD: (Point(1.0, 2.0, BAD),)}, deadline=(1.5, BAD), budget=(2.5, BAD)
     ),
-    Lanes(title=BAD, unit=BAD, lanes=2, spans=(Span(0, 1, 0, "F", 0.5, BAD), Span(1, 2, 1, "B", 0, BAD))),
+    Lanes(title=BAD, unit=BAD, lanes=2, spans=(Span(0, 1, 0, "F", 0.5), Span(1, 2, 1, "B", 0))),
     Cells(title=BAD, unit=BAD, rows={BAD: (Cell(1.0, BAD, BAD),), "two": (Cell(0.0, "1", ""), Cell(1.0, "2", ""))}),
 ]  # fmt: skip
 TABLE = Table(title=BAD, header=(BAD, "size"), rows=((TableCell(BAD), TableCell("12 GB", 12e9)),))
@@ -42,31 +42,26 @@ class Elements(HTMLParser):
 
 
 def test_names_are_text_and_no_part_of_the_page():
-    text = page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), *PICTURES], "/* Plotly */")
-    elements = Elements(text)
-    scripts = [attributes for tag, attributes in elements.found if tag == "script"]
-    assert scripts == [{"type": "application/json", "id": "figures"}, {}, {}]
+    pytest.importorskip("matplotlib")
+    elements = Elements(page(BAD, [TABLE, Words(title=BAD, lines=(BAD,)), *PICTURES]))
+    assert [attributes for tag, attributes in elements.found if tag == "script"] == [{}]
     assert all("onclick" not in attributes for _, attributes in elements.found)
     assert not any(tag == "b" for tag, _ in elements.found)
     assert elements.texts.count(BAD) == 7  # title, heading, three of the table, two of the words
-    figures = json.loads(re.search(r'id="figures">(.*?)</script>', text, re.DOTALL)[1])
-    assert len(figures) == len(PICTURES)
-    assert not re.search("<(b |script|/script)", json.dumps(figures))  # Plotly reads some HTML in its texts
+    images = [attributes for tag, attributes in elements.found if tag == "img"]
+    assert [image["alt"] for image in images] == [picture.title for picture in PICTURES]
+    for image in images:
+        drawn = ElementTree.fromstring(b64decode(image["src"].partition("base64,")[2]))
+        assert not {"script", "b"} & {part.tag.rpartition("}")[2] for part in drawn.iter()}
+        assert BAD.replace("\n", "") in "".join(drawn.itertext())
 
 
-def test_the_policy_of_a_page_allows_its_own_two_scripts_and_no_network():
-    found = [each for tag, each in Elements(page("t", [], "/* Plotly */")).found if "http-equiv" in each]
+def test_the_policy_of_a_page_allows_its_own_script_and_no_network():
+    found = [each for tag, each in Elements(page("t", [])).found if "http-equiv" in each]
     policy = found[0]["content"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert policy.count("sha256-") == 2
+    assert policy.count("sha256-") == 1
     assert "http" not in policy
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: type(picture).__name__)
-def test_plotly_takes_every_figure(picture):
-    figures = pytest.importorskip("plotly.graph_objects")
-    drawn = figure(picture)
-    figures.Figure(drawn["data"], drawn["layout"])  # raises where a name or a value is none of Plotly's
 
 
 def test_every_picture_is_drawn_as_png(tmp_path):
@@ -78,25 +73,21 @@ def test_every_picture_is_drawn_as_png(tmp_path):
 
 
 def test_a_page_needs_no_other_file(tmp_path):
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     text = save_page(tmp_path / "page.html", "title", [TABLE, *PICTURES]).read_text()
-    assert "Plotly.newPlot" in text
-    assert not any("src" in attributes or "href" in attributes for _, attributes in Elements(text).found)
+    links = [attributes.get("src") or attributes.get("href") for _, attributes in Elements(text).found]
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in links if link is not None)
 
 
-@pytest.mark.parametrize(
-    ("package", "module", "save"),
-    [("plotly", "plotly.offline", save_page), ("matplotlib", "matplotlib.figure", save_png)],
-)
-def test_without_the_extra_an_error_says_how_to_get_it(tmp_path, monkeypatch, package, module, save):
-    monkeypatch.setitem(sys.modules, module, None)
-    given = (tmp_path / "file", "title", PICTURES) if save is save_page else (tmp_path / "file", PICTURES)
-    with pytest.raises(ConfigurationError, match=rf'needs {package}: pip install "lightning-3d\[plots\]"'):
-        save(*given)
+@pytest.mark.parametrize("flag", ["--html", "--plot"])
+def test_without_the_extra_an_error_says_how_to_get_it(tmp_path, monkeypatch, flag):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=rf'{flag} needs matplotlib: pip install "lightning-3d\[plots\]"'):
+        save_png(tmp_path / "file", PICTURES) if flag == "--plot" else save_page(tmp_path / "file", "title", PICTURES)
 
 
 def test_cells_are_sorted_by_their_numbers():
-    cells = [attributes for tag, attributes in Elements(page("t", [TABLE], "")).found if tag == "td"]
+    cells = [attributes for tag, attributes in Elements(page("t", [TABLE])).found if tag == "td"]
     assert cells == [{}, {"class": "number", "data-key": "12000000000.0"}]
 
 
@@ -111,7 +102,7 @@ def axes_of(monkeypatch, picture, tmp_path):
 
 
 def test_axes_have_complete_numbers_names_and_titles(monkeypatch, tmp_path):
-    points = (Point(1.0, 1.5e6, "", "8"), Point(2.0, 3e6, "", "16"))
+    points = (Point(1.0, 1.5e6, "8"), Point(2.0, 3e6, "16"))
     axes = axes_of(monkeypatch, Curves(title="Cost", x="days", y="$", curves={"h100": points}), tmp_path)
     assert axes.get_title(loc="left") == "Cost"
     assert "1,000,000" in [label.get_text() for label in axes.get_yticklabels()]
@@ -133,7 +124,7 @@ def test_legends_cover_nothing(monkeypatch, tmp_path, picture):
 
 
 def test_labels_of_near_points_do_not_cover_each_other(monkeypatch, tmp_path):
-    near = (Point(1 + step / 1000, 2.0, "", str(step)) for step in range(50))
-    points = (*near, Point(5.0, 2.0, "", "far"))
+    near = (Point(1 + step / 1000, 2.0, str(step)) for step in range(50))
+    points = (*near, Point(5.0, 2.0, "far"))
     axes = axes_of(monkeypatch, Curves(title="t", x="x", y="y", curves={"one": points}), tmp_path)
     assert [text.get_text() for text in axes.texts] == ["0", "far"]

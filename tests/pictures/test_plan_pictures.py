@@ -1,6 +1,5 @@
 """Pictures of plans and layouts show the planner's own numbers."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -8,17 +7,18 @@ import pytest
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.pictures.layout_pictures import contents, layout_pictures, layout_rows
-from lightning_3d.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
-from lightning_3d.pictures.timetable import timetable
+from lightning_3d.monitor.timetable import timetable
+from lightning_3d.pipeline.bubble import bubble_share
 from lightning_3d.pipeline.schedule import actions
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.formulas import bubble_share
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.memory import layers_on_rank
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import price_layout
+from lightning_3d.tools.pictures import plan_page
+from lightning_3d.tools.pictures.layout_pictures import contents, layout_pictures, layout_rows
+from lightning_3d.tools.pictures.plan_pictures import cost_curves, memory_bars, plan_lanes
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.memory import layers_on_rank
+from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.planner.closed_forms import idle
 
 
@@ -120,7 +120,6 @@ def test_many_ranks_are_one_row_for_each_pipeline_rank():
 
 def test_the_layout_command_draws(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    pytest.importorskip("plotly")
     flags = ["--tensor", "2", "--pipeline", "2", "--plot", str(tmp_path / "l.png"), "--html", str(tmp_path / "l.html")]
     assert main(["layout", "gpt2", "--cluster", "4xh100", *flags]) == 0
     out = capsys.readouterr().out
@@ -138,23 +137,18 @@ def test_the_first_rank_of_a_v_shaped_schedule_has_both_ends_of_the_model_and_a_
     assert weights == ["328", "170"]  # megabytes: 38.6M words and 0.79M places more
 
 
-def test_a_page_has_the_layouts_and_what_other_numbers_do(capsys, tmp_path):
-    pytest.importorskip("plotly")
-    file = tmp_path / "plan.html"
+def test_a_page_has_the_layouts_and_what_other_numbers_do(capsys, tmp_path, monkeypatch):
+    file, parts = tmp_path / "plan.html", []
+    monkeypatch.setattr(plan_page, "save_page", lambda file, title, shown: (parts.extend(shown), file)[1])
     assert main(["plan", "gpt2", "--tokens", "10B", "--cluster", "h100", "--micro", "8", "--html", str(file)]) == 0
     assert f"wrote {file}" in capsys.readouterr().out
-    text = file.read_text()
-    figures = json.loads(text.partition('id="figures">')[2].partition("</script>")[0])
-    titles = [figure["layout"]["title"]["text"] for figure in figures]
+    shown = {part.title: part for part in parts}
     for title in ("samples in a batch", "tokens in a sample"):
-        assert f"Cost against {title}" in titles
-        assert f"Time against {title}" in titles
-    price = next(figure for figure in figures if "hour of a device" in figure["layout"]["title"]["text"])
-    [curve] = price["data"]
-    assert curve["y"][4] == pytest.approx(16 * curve["y"][0])
-    batch = next(figure for figure in figures if figure["layout"]["title"]["text"] == "Cost against samples in a batch")
-    assert [x / batch["data"][0]["x"][2] for x in batch["data"][0]["x"]] == [0.25, 0.5, 1, 2, 4]
-    assert "$" in text
+        assert {f"Cost against {title}", f"Time against {title}"} <= shown.keys()
+    [curve] = shown["Cost against $ for an hour of a device"].curves.values()
+    assert curve[4].y == pytest.approx(16 * curve[0].y)
+    [batch] = shown["Cost against samples in a batch"].curves.values()
+    assert [point.x / batch[2].x for point in batch] == [0.25, 0.5, 1, 2, 4]
 
 
 def test_a_timetable_can_have_the_order_of_a_run():

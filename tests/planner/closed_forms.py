@@ -5,8 +5,9 @@ From Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clu
 Activations are bytes with 16-bit numbers and 1-byte dropout masks; the paper's MB is 2**20.
 """
 
-from lightning_3d.planner.formulas import A100_PEAK, EQUAL, RULE_SHARE, bubble_time
-from lightning_3d.planner.states import MOMENTS, StateBytes, sharded_states
+from lightning_3d.optim.states import MOMENTS, StateBytes, sharded_states
+from lightning_3d.pipeline.bubble import EQUAL, bubble_time
+from lightning_3d.tools.planner.advice import A100_PEAK, RULE_SHARE
 
 DAY = 86400.0
 YEAR = 365.25 * DAY

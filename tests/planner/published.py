@@ -7,11 +7,11 @@ from pathlib import Path
 import yaml
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.job import Job, Options
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import Plan, price_layout
-from lightning_3d.planner.transformer import Transformer
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.job import Job, Options
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.priced_layout import Plan, price_layout
+from lightning_3d.tools.planner.transformer import Transformer
 
 DATA = yaml.safe_load((Path(__file__).parent / "published_runs.yaml").read_text())
 SOURCES, SHAPES, RUNS = DATA["sources"], DATA["shapes"], DATA["runs"]

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from lightning_3d import Strategy3D
-from lightning_3d.auto_layout import run_ahead
 from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.profile_module import CostTrace, measured_profile
+from lightning_3d.tools.auto_layout import run_ahead
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.priced_layout import price_layout
+from lightning_3d.tools.planner.profile_module import CostTrace, measured_profile
 from tests.dryrun.compare import dry, real
 from tests.parity import build
 from tests.zoo.registry import members

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.model_config import transformer_of
-from lightning_3d.planner.show import parse_count, parse_dollars, parse_duration
+from lightning_3d.module.show import parse_count, parse_dollars, parse_duration
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.known_models import transformer_of
 
 ODD = "tests.planner.odd"
 IDS = "--inputs 4x16:int64 --batch 8 --samples 1000 --cluster 2xh100"

@@ -5,11 +5,11 @@ import pytest
 
 from lightning_3d.errors import LayoutError, PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.choose import Ability, Fixed, Loading, choose_layout
-from lightning_3d.planner.job import Options
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.profile_module import count_module
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.choose import Ability, Fixed, Loading, choose_layout
+from lightning_3d.tools.planner.job import Options
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.profile_module import count_module
 from tests.zoo.planned import TinyGPT
 
 CATALOGUE = Catalogue.load()

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.layout import LARGE_LOGITS, LOGITS_PART, Layout
-from lightning_3d.planner import job, sizing
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.formulas import A100_PEAK, RULE_HOURS, RULE_SHARE, bubble_share
-from lightning_3d.planner.job import Job, usual_batch
-from lightning_3d.planner.memory import LOGITS_IN_USE, layers_on_rank
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import LOST_SECONDS, price_layout, slowest
-from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.search import Pins, search
-from lightning_3d.planner.states import number_bytes
+from lightning_3d.optim.states import number_bytes
+from lightning_3d.pipeline.bubble import bubble_share
+from lightning_3d.tools.planner import job, sizing
+from lightning_3d.tools.planner.advice import A100_PEAK, RULE_HOURS, RULE_SHARE
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.job import Job, usual_batch
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.memory import LOGITS_IN_USE, layers_on_rank
+from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, price_layout, slowest
+from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.tools.planner.search import Pins, search
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLANNER, CHOOSE, MEMORY = (

@@ -189,7 +189,7 @@ def test_help_shows_a_worked_example(capsys, name):
 def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
     import shlex
 
-    from lightning_3d.commands.plan import EXAMPLE
+    from lightning_3d.tools.commands.plan import EXAMPLE
 
     (tmp_path / "config.json").write_text(
         json.dumps(
@@ -215,7 +215,7 @@ def test_every_example_of_the_help_works(capsys, monkeypatch, tmp_path):
 COMMAND_LINE = """
 import atexit, sys
 sys.argv = ["/somewhere/bin/lightning-3d", *sys.argv[1:]]
-heavy = ("torch", "lightning", "numpy", "lightning_3d.strategy", "lightning_3d.planner.search")
+heavy = ("torch", "lightning", "numpy", "lightning_3d.strategy", "lightning_3d.tools.planner.search")
 atexit.register(lambda: print("LOADED", *(name for name in heavy if name in sys.modules)))
 from lightning_3d.cli import main
 sys.exit(main())
@@ -233,7 +233,7 @@ def test_help_and_plans_of_named_models_import_neither_torch_nor_lightning():
     assert (code, loaded) == (0, [])
     assert all(name in text for name in COMMANDS)
     code, text, _, loaded = from_the_shell("plan", "70b", "--cluster", "1250x8xh100")
-    assert (code, loaded) == (0, ["lightning_3d.planner.search"])
+    assert (code, loaded) == (0, ["lightning_3d.tools.planner.search"])
     assert "10000 x NVIDIA H100" in text
     assert from_the_shell("plan", "70b", "--cluster", "8xh10")[0] == 2
 

@@ -6,9 +6,9 @@ import torch
 
 from lightning_3d.errors import PlannerError
 from lightning_3d.module.host_memory import machine_memory
-from lightning_3d.planner.choose import choose_layout
-from lightning_3d.planner.local_cluster import catalogue_name, cluster_here
-from lightning_3d.planner.profile_module import count_module
+from lightning_3d.tools.planner.choose import choose_layout
+from lightning_3d.tools.planner.local_cluster import catalogue_name, cluster_here
+from lightning_3d.tools.planner.profile_module import count_module
 from tests.zoo.planned import TinyGPT
 
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.planner.profile_module import count_module, profile_module
-from lightning_3d.planner.transformer import Transformer
+from lightning_3d.tools.planner.profile_module import count_module, profile_module
+from lightning_3d.tools.planner.transformer import Transformer
 from tests.dryrun.compare import dry
 from tests.zoo.planned import Classifier, TinyGPT
 

@@ -4,8 +4,7 @@ import re
 import pytest
 
 from lightning_3d.errors import PlannerError
-from lightning_3d.planner.model_config import FAMILIES, read_config, transformer_of
-from lightning_3d.planner.model_names import MODELS, named_model
+from lightning_3d.tools.planner.known_models import FAMILIES, MODELS, named_model, read_config, transformer_of
 from tests.planner.closed_forms import gpt_flops, gpt_layer_activations, gpt_parameters
 
 

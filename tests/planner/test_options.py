@@ -11,12 +11,12 @@ from lightning_3d import Strategy3D
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.formulas import powersgd_elements
-from lightning_3d.planner.job import Job, Options
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.search import Pins, search
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.job import Job, Options
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.priced_layout import price_layout
+from lightning_3d.tools.planner.search import Pins, search
+from lightning_3d.tools.planner.wire_bytes import powersgd_elements
 
 CATALOGUE = Catalogue.load()
 

@@ -3,19 +3,19 @@
 import pytest
 
 from lightning_3d.layout import Layout, PassTimes
-from lightning_3d.planner.formulas import (
-    RULE_HOURS,
-    bubble_share,
-    bubble_time,
+from lightning_3d.optim.states import StateBytes, sharded_states
+from lightning_3d.pipeline.bubble import bubble_share, bubble_time
+from lightning_3d.tools.planner.advice import RULE_HOURS, training_seconds
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.tools.planner.transformer import Transformer
+from lightning_3d.tools.planner.wire_bytes import (
+    data_parts,
+    pipeline_bytes,
     powersgd_elements,
     ring_all_reduce,
-    training_seconds,
+    tensor_bytes,
 )
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.states import StateBytes, sharded_states
-from lightning_3d.planner.transformer import Transformer
-from lightning_3d.planner.wire_bytes import data_parts, pipeline_bytes, tensor_bytes
 from tests.planner.closed_forms import (
     DAY,
     YEAR,
@@ -115,7 +115,7 @@ def test_days_by_the_exact_flops(layers, hidden, devices, tflops, days):
 
 
 def test_one_v100_would_take_gpt3_288_years_at_the_sustained_rate_in_the_catalogue():
-    from lightning_3d.planner.catalogue import Catalogue
+    from lightning_3d.tools.planner.catalogue import Catalogue
 
     sustained = Catalogue.load().find("v100").sustained_tflops
     seconds = training_seconds(tokens=300e9, parameters=175e9, devices=1, sustained=sustained * 1e12)
@@ -262,7 +262,7 @@ def test_rule_of_thumb():
 
 
 def test_the_library_is_usable_by_itself():
-    from lightning_3d import planner
+    from lightning_3d.tools import planner
 
     cluster = planner.Catalogue.load().cluster("8xa100")
     job = planner.Job(profile=planner.named_model("gpt2").profile(), samples=1e6, batch=512)

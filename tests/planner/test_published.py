@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.planner import step_time
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.search import search
+from lightning_3d.tools.planner import step_time
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.search import search
 from tests.planner.published import CATALOGUE, RUNS, compared, mean, sources, table
 
 PAGE = (Path(__file__).parents[2] / "docs/published_runs.md").read_text()

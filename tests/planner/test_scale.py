@@ -8,14 +8,14 @@ import pytest
 from lightning_3d.cli import main
 from lightning_3d.errors import PlannerError
 from lightning_3d.layout import Layout
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job, usual_batch
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import LOST_SECONDS, SLOWNESS, price_layout, running_share, slowest
-from lightning_3d.planner.search import Pins
-from lightning_3d.planner.sizing import Sizes
-from lightning_3d.planner.step_time import ring_latency, sum_latency
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job, usual_batch
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.priced_layout import LOST_SECONDS, SLOWNESS, price_layout, running_share, slowest
+from lightning_3d.tools.planner.search import Pins
+from lightning_3d.tools.planner.sizing import Sizes
+from lightning_3d.tools.planner.step_time import ring_latency, sum_latency
 
 CATALOGUE = Catalogue.load()
 

@@ -7,20 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.advice import explain_misfit
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job, usual_batch
-from lightning_3d.planner.memory import (
+from lightning_3d.tools.planner.advice import explain_misfit
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job, usual_batch
+from lightning_3d.tools.planner.known_models import named_model
+from lightning_3d.tools.planner.memory import (
     rank_memory,
     rank_parameters,
     rank_trained,
     states_in_step,
 )
-from lightning_3d.planner.model_names import named_model
-from lightning_3d.planner.priced_layout import price_layout
-from lightning_3d.planner.search import ANYTHING, Pins, can_fit, even_chunks, families, leaders, search
-from lightning_3d.planner.step_time import link_rate
+from lightning_3d.tools.planner.priced_layout import price_layout
+from lightning_3d.tools.planner.search import ANYTHING, Pins, can_fit, even_chunks, families, leaders, search
+from lightning_3d.tools.planner.step_time import link_rate
 
 CATALOGUE = Catalogue.load()
 

@@ -3,11 +3,11 @@
 import pytest
 
 from lightning_3d.layout import Layout
-from lightning_3d.planner.catalogue import Catalogue
-from lightning_3d.planner.hardware import Cluster
-from lightning_3d.planner.job import Job
-from lightning_3d.planner.profile import Profile
-from lightning_3d.planner.step_time import (
+from lightning_3d.tools.planner.catalogue import Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.tools.planner.step_time import (
     USUAL_KERNELS,
     StepTime,
     pass_times,

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_3d.auto_layout import measure_step
 from lightning_3d.errors import UnsupportedError
-from lightning_3d.planner.profile_module import count_module
 from lightning_3d.tensor.block_calls import record_one_batch
+from lightning_3d.tools.auto_layout import measure_step
+from lightning_3d.tools.planner.profile_module import count_module
 from tests.parity import QUIET, build
 from tests.zoo.vectors import MLP
 

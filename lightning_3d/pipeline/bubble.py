@@ -1,0 +1,34 @@
+"""Idle time of a pipeline, by published closed forms (Narayanan et al. 2021, and the papers of each schedule)."""
+
+from lightning_3d.layout import SCHEDULES, PassTimes, Schedule
+
+EQUAL = PassTimes()
+
+
+def bubble_time(
+    schedule: Schedule, *, stages: int, chunks: int = 1, times: PassTimes = EQUAL, joined: bool = False
+) -> float:
+    """Time that a rank idles per step. The number of microbatches does not change it.
+
+    Schedules that halve the backward need as many microbatches as ranks for it. Their formulas give the idle time of
+    torch's orders: exact if backward for the inputs takes at least as long as forward, else approximate. `times` are
+    those of a rank for one microbatch.
+
+    `joined` is True where ranks wait for the last one before the next step, for example to clip gradients. Without that
+    wait, ranks of `zbv_zero_bubble` that begin late end late and lose nothing.
+    """
+    return SCHEDULES[schedule].idle(stages - 1, chunks, times, joined) if stages > 1 else 0.0
+
+
+def bubble_share(
+    schedule: Schedule,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    times: PassTimes = EQUAL,
+    joined: bool = False,
+) -> float:
+    """Idle time as a share of the whole step: `(p-1)/(m+p-1)` for GPipe and 1F1B."""
+    idle = bubble_time(schedule, stages=stages, chunks=chunks, times=times, joined=joined)
+    return idle / (idle + microbatches * times.total)

@@ -1,0 +1,149 @@
+"""`World`: a simulated cluster for a script's Trainer, and modules whose parameters take no memory."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch import nn
+
+from lightning_3d.errors import ConfigurationError, RunError
+from lightning_3d.tools.dryrun.fake_device import FakeDevice
+from lightning_3d.tools.dryrun.report import DryRunReport
+from lightning_3d.tools.planner.catalogue import CALIBRATED, Catalogue
+from lightning_3d.tools.planner.hardware import Cluster
+
+MOST_RANKS = 4096
+_COUNTED = "h100"
+"""The accelerator of a cluster that is given as a number of ranks."""
+
+
+def parse_cluster(text: str) -> Cluster:
+    """`128x8xh100`, `8xcpu`, or a number of ranks (of H100s)."""
+    cluster = Catalogue.load().cluster(f"{text}x{_COUNTED}" if text.strip().isdecimal() else text)
+    if not cluster.accelerator.runs_here:
+        raise ConfigurationError(
+            f"{cluster.accelerator.name} has prices and rates in the catalogue, but lightning_3d does not run on it."
+            " Give a GPU or cpu."
+        )
+    if cluster.devices > MOST_RANKS:
+        raise ConfigurationError(
+            f"a dry run simulates clusters of up to {MOST_RANKS} ranks, and {text} has {cluster.devices}. More ranks on"
+            " the data axis change only the size of shards: use a cluster with fewer nodes."
+        )
+    return cluster
+
+
+class World:
+    """One simulated cluster, and the dispatch mode that replaces its devices."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.pretend = cluster, FakeDevice()
+        self.rank = 0
+        self.ranks: Sequence[int] | None = None
+        """Ranks to simulate; None for `usual_ranks`."""
+        self.reports: list[DryRunReport] = []
+        """One for each `fit`."""
+        self.decisions = ""
+        """Path of the file with the decisions of the first simulated rank, which the others read."""
+        self.quiet = False
+        """True where the caller shows the reports."""
+
+    def show(self, report: DryRunReport) -> None:
+        """Print the report of one `fit`, and raise if the real job would fail."""
+        if self.quiet:
+            return
+        print(report)
+        if report.errors:
+            raise RunError(f"the job would fail: {report.errors[0]}")
+
+    @property
+    def streams(self) -> bool:
+        """True where devices overlap work with streams and use the backend's own collectives, as GPUs do."""
+        name = self.cluster.accelerator.name
+        return name != "cpu" and (name != CALIBRATED or torch.cuda.is_available())
+
+    def fake_parameters(self, module: nn.Module) -> None:
+        """Replace real and meta parameters by fake ones, in place; tied ones stay tied. Buffers keep their values."""
+        made: dict[int, nn.Parameter] = {}
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    made.setdefault(id(parameter), self.fake_parameter(parameter))
+                    owner._parameters[name] = made[id(parameter)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    owner._buffers[name] = self.pretend.fake_like(buffer)
+
+    def fake_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, self.pretend.kind):
+            return parameter
+        fake = nn.Parameter(self.pretend.fake_like(parameter), requires_grad=parameter.requires_grad)
+        fake.__dict__.update(parameter.__dict__)
+        return fake
+
+
+class FakeClusterEnvironment(ClusterEnvironment):
+    """The cluster environment of one simulated rank."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.world.cluster.devices
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self.world.rank % self.world.cluster.devices_per_node
+
+    def node_rank(self) -> int:
+        return self.world.rank // self.world.cluster.devices_per_node
+
+
+def ignore_pointers() -> None:
+    """Ignore torch's warning about addresses of fake tensors (all 0), which FSDP2 and deep copies compare."""
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+
+
+def apply_to_fakes(apply: Any) -> Any:
+    """`Module._apply` (`to`, `half` ...) that changes fake parameters in place. torch would replace the objects."""
+
+    def apply_all(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        fakes = {name: parameter for name, parameter in held.items() if isinstance(parameter, FakeDevice.kind)}
+        for name in fakes:
+            module._parameters[name] = None
+        apply(module, function, recurse)
+        with torch.no_grad():
+            for name, parameter in fakes.items():
+                now = function(parameter)
+                if now is not parameter:
+                    parameter.data = now.data
+                module._parameters[name] = parameter
+        return module
+
+    return apply_all

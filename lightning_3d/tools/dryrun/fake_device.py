@@ -1,0 +1,245 @@
+"""`FakeDevice`: a dispatch mode that counts live memory and FLOPs of a rank, and notes which values its step reads.
+
+Parameters are `FakeTensor`s (shape, dtype and device, no memory), so results computed from them are fake too. Results
+computed from the user's batch alone stay real, so that masks, positions and seeds have values. Large ones are fake.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# private to torch, read in 2.13
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.build_recorder import Recorded
+from lightning_3d.sandbox.deferred import Deferred
+from lightning_3d.sandbox.recorded_value import Operation, Step
+from lightning_3d.sandbox.shapes_only import value_of
+from lightning_3d.tools.dryrun.fake_cache import QuickFakeMode
+from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
+
+LARGE = 1 << 20
+"""Bytes from which a result inside a step is fake."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class FakeDevice(TorchDispatchMode):
+    """Counts operations, and gives fake results in place of large ones."""
+
+    kind = FakeTensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = QuickFakeMode()
+        self.memory = Memory()
+        self.flops = 0
+        self.thrifty = False
+        """True inside steps: large results of real tensors are fake. Loading of data computes them."""
+        self.twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Real tensor -> its fake copy, for operations that mix real and fake tensors."""
+        self.reads: set[str] = set()
+        """Lines of user code where a step read the value of a fake tensor."""
+        self.calls: list[UserCall] = []
+        """Collectives of the user's code."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if not all(issubclass(kind, FakeTensor) or kind in _PLAIN for kind in types):
+            return NotImplemented  # DTensor and other subclasses dispatch again with their inner tensors
+        if _asking():
+            return func(*args, **kwargs)
+        if func.namespace == "c10d" and self.memory.counting and (call := user_call(func, args)) is not None:
+            self.calls.append(call)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number(args[0])
+        faked = any(issubclass(kind, FakeTensor) for kind in types)
+        if faked and func is torch.ops.aten.index.Tensor:
+            args = (args[0], [_positions(index) for index in args[1]], *args[2:])
+        if faked:
+            args, kwargs = self._all_fake(args), self._all_fake(kwargs)
+        result = self._run(func, types, args, kwargs, faked)
+        if isinstance(result, FakeTensor) and result.fake_device.type == "meta":  # on another stage: plain meta
+            return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+        self.memory.add(result)
+        if func._overloadpacket in flop_registry:
+            self.flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any, faked: bool) -> Any:
+        if faked:
+            try:
+                return self.fake.dispatch(func, types, args, kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise UnsupportedError(
+                    f"{_reader() or 'the step'}: the shape of the result of {func} depends on values, and a dry run has"
+                    " only shapes. The real job can do this, but its memory cannot be computed without running it."
+                ) from error
+        if not self.thrifty or func.is_view or _writes(func):
+            return func(*args, **kwargs)
+        if "meta" in str(kwargs.get("device", "")) or any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        try:
+            with self.fake:
+                guess = func(*args, **kwargs)
+        except Exception:  # its shape depends on values (`nonzero`), and real tensors have them
+            return func(*args, **kwargs)
+        if sum(tensor.numel() * tensor.element_size() for tensor in _tensors(guess)) < LARGE:
+            return func(*args, **kwargs)
+        return guess
+
+    def _all_fake(self, value: Any) -> Any:
+        """`value` with fake tensors in place of real ones. torch's own conversion keeps views, which is slow."""
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                return value
+            if value not in self.twins:
+                with self.fake:
+                    self.twins[value] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            return self.twins[value]
+        if isinstance(value, dict):
+            return {key: self._all_fake(item) for key, item in value.items()}
+        return type(value)(map(self._all_fake, value)) if type(value) in (list, tuple) else value
+
+    def _number(self, tensor: Tensor) -> Any:
+        """The value; of a fake tensor that of `value_of`."""
+        if not isinstance(tensor, FakeTensor):
+            return torch.ops.aten._local_scalar_dense.default(tensor)
+        reader = _reader() if self.thrifty else None
+        if reader is not None:
+            self.reads.add(reader)
+        return value_of(tensor)
+
+    def fake_like(self, tensor: Tensor) -> Tensor:
+        """A fake tensor like `tensor`, on the CPU."""
+        with self.fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Give fake results for large tensors inside."""
+        before, self.thrifty = self.thrifty, True
+        try:
+            yield
+        finally:
+            self.thrifty = before
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Count neither FLOPs nor memory inside: another rank does this work."""
+        flops, self.memory.counting = self.flops, False
+        try:
+            yield
+        finally:
+            self.flops, self.memory.counting = flops, True
+
+
+class DeferredFake(Deferred, FakeTensor):  # type: ignore[misc]
+    """A fake parameter whose memory does not count until its value is used."""
+
+    plain = FakeTensor
+
+    @staticmethod
+    def unrecorded(parameter: Tensor) -> Recorded:
+        with parameter.fake_mode:  # type: ignore[attr-defined]
+            like = torch.empty(parameter.shape, dtype=parameter.dtype)
+        made = Operation(torch.ops.aten.empty_like.default, (like,), {}, None, None)
+        return Recorded(Step(made, None, 0, b"of shapes", 0), parameter.numel() * parameter.element_size())
+
+
+class Memory:
+    """Bytes of live storages, and their peak."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+        self.counting = True
+        self._sizes: dict[int, int] = {}
+        """id(storage) -> bytes. torch keeps the storage object as long as its memory is used."""
+
+    def add(self, value: Any) -> None:
+        """Count the storages of tensors in `value` that are not counted yet."""
+        if not self.counting:
+            return
+        for tensor in _tensors(value):
+            if isinstance(tensor, FakeTensor) or not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if id(storage) not in self._sizes:
+                    self._sizes[id(storage)] = 0
+                    self.resize(storage)
+                    weakref.finalize(storage, self._forget, id(storage))
+
+    def add_unused(self, parameters: Sequence[Tensor]) -> None:
+        """Count the memory of deferred parameters from now on, which is none yet."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.add(parameters)
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Count the new size of `storage`: FSDP2 frees and allocates gathered parameters by resizing."""
+        if id(storage) in self._sizes:
+            size = storage.nbytes()
+            self.live += size - self._sizes[id(storage)]
+            self._sizes[id(storage)] = size
+            self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def restart(self) -> int:
+        """Return the peak, and start a new one."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each once."""
+    return sum({id(storage): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())
+
+
+def _asking() -> bool:
+    """True where DTensor computes only the shape of a result, with a fake mode of its own."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _reader() -> str | None:
+    """The line of user code that reads a value: the innermost one outside of torch. None if it is not user code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__
+        or frame.f_code.co_name == "__torch_function__"
+        or _package(frame) == "torch"
+    ):
+        frame = frame.f_back
+    ours = _package(frame) in ("lightning", "lightning_3d", "torchmetrics")
+    return None if ours else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+def _positions(index: Any) -> Any:
+    """A real mask as positions, whose number gives the shape of the selection."""
+    real = isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype is torch.bool
+    return index.nonzero(as_tuple=True)[0] if real and index.dim() == 1 else index

@@ -1,0 +1,246 @@
+"""The code that one simulated rank runs in place of code that needs other ranks, or values of tensors.
+
+The process group is torch's fake one. Most code runs as it is, since only shapes count. `Group` and
+`ranks.talk` do nothing then. Code that compares values asks `Group.simulated` first. The rest is replaced here by name,
+for good: a simulated rank is a process of its own that ends with its report.
+
+`Decision`: plans of the unsplit module, which the first simulated rank makes for all.
+"""
+
+import fcntl
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors import data_connector
+from torch import Tensor, nn
+from torch import distributed as dist
+
+# private to torch, read in 2.13
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_3d.offload.offload_choice import NOTHING
+from lightning_3d.parallel import parallel_plan
+from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
+from lightning_3d.pipeline import observe_batch, prove, traced_tensor, wire
+from lightning_3d.pipeline.loss_mean import MEAN, LossMean
+from lightning_3d.pipeline.traced_tensor import TracedTensor
+from lightning_3d.sandbox import deferred
+from lightning_3d.tensor import block_calls, plan_module, sample
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.plan_module import plan_tensor
+from lightning_3d.tensor.sample import plain_tensor, working_dtype
+from lightning_3d.tools import auto_layout
+from lightning_3d.tools.auto_layout import Decided, Situation, decide
+from lightning_3d.tools.dryrun import lone_proof
+from lightning_3d.tools.dryrun.cluster import World, apply_to_fakes
+from lightning_3d.tools.dryrun.fake_device import DeferredFake
+from lightning_3d.tools.dryrun.lone_proof import plan_large
+
+
+def become_lone_rank(world: World, strategy: Any) -> None:
+    """Make this process a rank without peers: replace what needs them."""
+    pretend, decision = world.pretend, Decision(world)
+    sizes = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        sizes(storage, size)
+        pretend.memory.resize(storage)
+        return storage
+
+    def share(wire_: wire.Wire, value: Any, source: int, site: Any) -> Any:
+        mine = wire_.rank == source
+        return wire_._share_mine(value, site) if mine else lone_proof.results(wire_, value, site)
+
+    def empty(spec: wire.Spec, device: torch.device) -> Tensor:
+        return pretend.fake_like(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+
+    deferred.KINDS[FakeTensor] = DeferredFake
+    replacements: Sequence[tuple[Any, str, Any]] = [
+        (strategy, "_in_parts", _uncounted(pretend, strategy)),
+        (torch.UntypedStorage, "resize_", resize),
+        (nn.Module, "_apply", apply_to_fakes(nn.Module._apply)),
+        (dist, "broadcast_object_list", _nothing),  # each rank keeps its own objects
+        (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
+        (type(strategy), "_divides", property(lambda self: self.world_size > 1)),
+        (type(strategy), "_streams", property(lambda _: world.streams)),
+        (strategy, "_quiet", True),
+        (strategy, "_resume", None),  # loads no checkpoint, and writes no note of the run
+        (strategy, "training_step", _in_step(pretend, strategy.training_step)),
+        (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
+        (block_calls, "record_calls", _in_step(pretend, record_calls)),
+        (auto_layout, "decide", decision.decide),
+        (auto_layout, "plan_tensor", plan_with_values),
+        (parallel_plan, "make_plan", decision.make_plan),
+        (parallel_plan, "plan_tensor", plan_with_values),
+        (observe_batch, "compare_parts", _largest_run),
+        (observe_batch, "find_mixing", _largest_run),
+        (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
+        (sample, "plain_tensor", _without_values),
+        (prove, "rehearse", _outside_step(pretend, prove.rehearse)),
+        (prove, "_run_together", lone_proof.run_together(world)),
+        (wire.Wire, "share", share),
+        (wire.Spec, "empty", empty),
+        (traced_tensor, "as_kind", _as_kind),
+        (_fsdp_param, "_chunk_with_empty", _ChunksOnUse),
+    ]
+    for owner, name, replacement in replacements:
+        if not hasattr(owner, name):
+            raise AttributeError(f"a dry run replaces {name} of {owner}, which is no longer there")
+        setattr(owner, name, replacement)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class _ChunksOnUse:
+    """The chunks of a parameter for all ranks. FSDP2 uses two; a fake tensor for each of 4096 would take a minute."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim, self._size = tensor, dim, -(-tensor.shape[dim] // num_chunks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        start = rank * self._size
+        rest = self._tensor.shape[self._dim] - start
+        if rest <= 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, rest))
+
+
+def _largest_run(run: Callable[[Any, int, bool], Any], batch: Any, sizes: list[int], *_: Any, **__: Any) -> LossMean:
+    """The run on the full batch, for its memory: losses without values are all alike, and taken for means."""
+    if len(sizes) > 1:
+        run(batch, 3, False)
+    return MEAN
+
+
+def _uncounted(pretend: Any, strategy: Any) -> Any:
+    """Build modules in parts whose memory counts once it is used. A real rank has one parameter at a time."""
+    in_parts = strategy._in_parts
+
+    @contextmanager
+    def building() -> Iterator[None]:
+        with pretend.aside(), in_parts():
+            yield
+        for built in strategy._built:
+            pretend.memory.add_unused(built.deferred)
+
+    return building
+
+
+def _in_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with pretend.step():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _outside_step(pretend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave FLOPs, messages and peak of the rehearsal out of the step's: it happens once, in the first step."""
+
+    def inside(step: Any, *args: Any) -> Any:
+        flops = pretend.flops
+        with step.pipeline.wire.ledger.aside():
+            trace = function(step, *args)
+        pretend.flops = flops
+        if pretend.thrifty:  # in a step, not when the pipeline is set up
+            pretend.memory.restart()
+        return trace
+
+    return inside
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """An argument of a block for the proof, which gives activations random numbers anyway."""
+    if not isinstance(tensor, FakeTensor):
+        return plain_tensor(tensor)
+    if tensor.is_floating_point():
+        return torch.empty(tensor.shape, dtype=working_dtype(tensor.dtype), device="meta")
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+class _TracedFake(TracedTensor, FakeTensor):
+    """A fake TracedTensor. A tensor has one class, and the class of a fake one can only be changed afterwards."""
+
+
+def _as_kind(tensor: Tensor, kind: type[Tensor]) -> Any:
+    if not isinstance(tensor, FakeTensor):
+        return tensor.as_subclass(kind)  # type: ignore[arg-type]
+    same = torch.ops.aten.alias(tensor)
+    same.__class__ = _TracedFake if kind is TracedTensor else FakeTensor
+    return same
+
+
+class Decision:
+    """Decisions of the first simulated rank that needs one. The others wait for it, as real ranks do for rank 0.
+
+    Every real rank runs the unsplit module on a batch to learn what its blocks do. The result is the same on all ranks,
+    and takes longer than a training step of one stage.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.memory, self.calls = world, world.pretend.memory, world.pretend.calls
+
+    def make_plan(self, *args: Any) -> ParallelPlan:
+        """Nothing is copied to the host or a disk: the report takes it off by itself."""
+        return replace(self._once("plan", lambda: make_plan(*args)), offload=NOTHING)
+
+    def decide(self, situation: Situation) -> Decided:
+        """Under `layout="auto"`."""
+        return self._once("layout", lambda: decide(replace(situation, cluster=self.world.cluster)))
+
+    def _once(self, what: str, find: Callable[[], Any]) -> Any:
+        with open(self.world.decisions, "r+b") as file:  # closing it unlocks it
+            fcntl.flock(file, fcntl.LOCK_EX)
+            decided = _decisions(file.read())
+            if what not in decided:
+                found, taken = self._measured(find)
+                file.seek(0)
+                file.write(_pickled({**decided, what: (found, taken)}))
+                return found
+        found, taken = decided[what]
+        self.memory.peak = max(self.memory.peak, self.memory.live + taken)  # every real rank needs that memory
+        return found
+
+    def _measured(self, find: Callable[[], Any]) -> tuple[Any, int]:
+        """The result of `find()`, and the memory that it needs. Its collectives do not count: the others skip them."""
+        before, live, count = self.memory.restart(), self.memory.live, len(self.calls)
+        found = find()
+        del self.calls[count:]
+        peak = self.memory.peak
+        self.memory.peak = max(before, peak)
+        return found, peak - live
+
+
+def chosen_layout(path: str) -> Decided | None:
+    """The layout that the simulated ranks have chosen; None if they failed before."""
+    with open(path, "rb") as file:
+        found: tuple[Decided, int] | None = _decisions(file.read()).get("layout")
+    return None if found is None else found[0]
+
+
+def plan_with_values(*args: Any, **kwargs: Any) -> Any:
+    """`plan_tensor` outside of the fake device: its proof makes real tensors of its own."""
+    with _disable_current_modes():
+        return plan_tensor(*args, **kwargs)
+
+
+def _decisions(raw: bytes) -> dict[str, Any]:
+    return pickle.loads(raw) if raw else {}
+
+
+def _pickled(decisions: dict[str, Any]) -> bytes:
+    """`decisions` without those that cannot be pickled (parts of a batch): each rank makes these itself."""
+    while decisions:
+        try:
+            return pickle.dumps(decisions)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            decisions = dict(list(decisions.items())[:-1])
+    return b""

@@ -1,0 +1,168 @@
+"""One simulated rank: a fork of the process that was about to train. It runs to the end of a step."""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore  # private to torch, read in 2.13
+
+from lightning_3d.errors import Lightning3DError
+from lightning_3d.ranks.inherited_groups_private import forget_groups
+from lightning_3d.tools.dryrun.cluster import World, ignore_pointers
+from lightning_3d.tools.dryrun.lone_rank import become_lone_rank
+from lightning_3d.tools.dryrun.measure import RankMeter, steps_of
+from lightning_3d.tools.dryrun.report import RankReport
+
+SAVING = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
+"""Hooks in which Lightning's callbacks save."""
+
+
+class SimulatedRank:
+    """A child process that ends with a report."""
+
+    def __init__(self, world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> None:
+        self.rank = rank
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read when the child has ended)
+        self._read, write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._read)
+            for stream in (1, 2):
+                os.dup2(self.log.fileno(), stream)
+            sys.stdout = sys.stderr = self.log
+            _live(world, rank, trainer, module, fit, write)
+        os.close(write)
+
+    def kill(self) -> None:
+        """Stop the child process early."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def report(self) -> RankReport:
+        """Wait until the child ends, and return its report."""
+        with open(self._read, "rb") as pipe:
+            raw = pipe.read()
+        _, status = os.waitpid(self.pid, 0)
+        self.log.seek(0)
+        log = self.log.read()
+        self.log.close()
+        if not raw:
+            code = os.waitstatus_to_exitcode(status)
+            found: dict[str, Any] = {"error": f"rank {self.rank} ended with exit code {code} and no report"}
+        else:
+            found = pickle.loads(raw)
+        return RankReport(rank=self.rank, log=log if found.get("error") else "", **found)
+
+
+def _live(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any], write: int) -> NoReturn:
+    code, parent = 0, os.getppid()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            ignore_pointers()
+            found = _run(world, rank, trainer, module, fit)
+        found["warnings"] = (*_texts(caught), *found.get("warnings", ()))
+        with os.fdopen(write, "wb") as pipe:
+            pickle.dump(found, pipe)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a fork must not run the exit handlers of the process that it was forked from
+    raise AssertionError
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its parent, which waits for the report, is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+class _Over(BaseException):
+    """Ends a simulated rank once everything is measured. A BaseException: `except Exception` does not catch it."""
+
+
+def _run(world: World, rank: int, trainer: Trainer, module: nn.Module, fit: Callable[[], Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def done(measured: dict[str, Any]) -> None:
+        found.update(measured)
+        raise _Over
+
+    try:
+        _become(world, rank)
+        become_lone_rank(world, trainer.strategy)
+        world.fake_parameters(module)
+        _shorten(trainer, RankMeter(world.pretend, steps_of(module), done))
+        with world.pretend:
+            fit()
+    except _Over:
+        return {**found, "warnings": _about_values(world.pretend.reads), "calls": tuple(world.pretend.calls)}
+    except Lightning3DError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    except BaseException as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    too_short = (
+        "training ended before the dry run had measured an optimizer step. It needs the batches of two steps: raise"
+        " max_steps or limit_train_batches of the Trainer, or give the dataset more samples"
+    )
+    return {"error": too_short}
+
+
+def _become(world: World, rank: int) -> None:
+    torch.set_num_threads(1)  # a fork has none of the OpenMP threads of its parent
+    world.rank = rank
+    forget_groups()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world.cluster.devices)
+
+
+def _shorten(trainer: Trainer, meter: RankMeter) -> None:
+    """Switch off validation, logging and saving. The meter ends training."""
+    trainer.num_sanity_val_steps = trainer.limit_val_batches = 0
+    trainer.loggers = [DummyLogger()] if trainer.loggers else []
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            vars(callback).update(dict.fromkeys(SAVING, _nothing))
+        elif isinstance(callback, EarlyStopping):
+            callback.strict = False  # its metric may come from validation
+    trainer.save_checkpoint = _nothing  # type: ignore[method-assign]
+    trainer.callbacks = [meter, *callbacks]  # type: ignore[attr-defined]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Replaces hooks that save: tensors have no values here."""
+
+
+def _texts(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning))
+
+
+def _about_values(places: set[str]) -> tuple[str, ...]:
+    if not places:
+        return ()
+    return (
+        "The step reads the value of a tensor in Python (`item`, a branch). A dry run has shapes only and went on with"
+        f" 1, and with the branch for false: {', '.join(sorted(places))}",
+    )

@@ -1,0 +1,98 @@
+"""A layout rank by rank: blocks, shards and bytes, as a table and as pictures. Bytes are those of the planner."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from lightning_3d.module.show import show_bytes
+from lightning_3d.tools.pictures.kinds import Bars, Cell, Cells
+from lightning_3d.tools.pictures.page import TableCell
+from lightning_3d.tools.pictures.plan_pictures import GB, bars_of_memory, sizes_name
+from lightning_3d.tools.planner.memory import PlannedMemory, layers_by_stage
+from lightning_3d.tools.planner.priced_layout import Plan, stages_memory
+
+MOST_ROWS = 64
+"""Ranks in the table. Of more, the first of each pipeline rank stands for the others."""
+MOST_COLUMNS = 16
+"""Ranks in a row of the picture."""
+SIZES = ("weights", "gradients", "optimizer", "activations")
+HEADER = ("rank", "place", "blocks", "tensor shard", "ZeRO shard", *SIZES, "rest", "total")
+"""The rest are head, casts, buffers and what is reserved."""
+
+
+class StageContent(NamedTuple):
+    """The part of the model that each rank of one pipeline rank shares, and the bytes of each of them."""
+
+    blocks: str
+    memory: PlannedMemory
+
+
+def contents(plan: Plan) -> list[StageContent]:
+    stages = range(plan.layout.sizes[PIPELINE_AXIS])
+    memory = stages_memory(
+        plan.job, plan.cluster, plan.layout, stages, micro=plan.micro, microbatches=plan.microbatches
+    )
+    return [StageContent(_blocks(plan, stage), each) for stage, each in zip(stages, memory, strict=True)]
+
+
+def layout_rows(plan: Plan) -> list[tuple[TableCell, ...]]:
+    """A row of the table for each rank, below `HEADER`."""
+    layout, stages = plan.layout, contents(plan)
+    ranks = range(layout.world_size)
+    if layout.world_size > MOST_ROWS:
+        ranks = range(0, layout.world_size, layout.world_size // layout.sizes[PIPELINE_AXIS])
+    rows: list[tuple[TableCell, ...]] = []
+    for rank in ranks:
+        place = layout.coordinate(rank)
+        content = stages[place[PIPELINE_AXIS]]
+        named, total = [getattr(content.memory, name) for name in SIZES], content.memory.total
+        tensor = f"{place[TENSOR_AXIS] + 1} of {layout.sizes[TENSOR_AXIS]}"
+        zero = f"{place.data % plan.layout.shards + 1} of {plan.layout.shards}"
+        words = (TableCell(text) for text in (str(place), content.blocks, tensor, zero))
+        sizes = (TableCell(show_bytes(size), size) for size in (*named, total - sum(named), total))
+        rows.append((TableCell(str(rank), rank), *words, *sizes))
+    return rows
+
+
+def layout_pictures(plan: Plan) -> list[Cells | Bars]:
+    """Every rank at its place, and the memory of each pipeline rank."""
+    stages = contents(plan)
+    name = f"{plan.job.profile.name}, {sizes_name(plan.layout)} on {plan.cluster}"
+    labels = [f"pipeline {stage}: {content.blocks}" for stage, content in enumerate(stages)]
+    return [
+        Cells(title=f"Ranks of {name} (d: data, t: tensor)", unit="GB on a rank", rows=dict(_rows(plan, stages))),
+        bars_of_memory("Memory of a rank, by pipeline rank", labels, [each.memory for each in stages], plan),
+    ]
+
+
+def _rows(plan: Plan, stages: list[StageContent]) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+    """Rows of one pipeline rank: as many data ranks in each as can be read, with all their tensor ranks."""
+    layout = plan.layout
+    together = max(1, MOST_COLUMNS // layout.tensor_parallel_size)
+    for stage, content in enumerate(stages):
+        for first in range(0, layout.data_parallel_size, together):
+            last = min(first + together, layout.data_parallel_size)
+            cells = tuple(
+                Cell(
+                    content.memory.total / GB,
+                    str(layout.rank({PIPELINE_AXIS: stage, DATA_AXIS: data, TENSOR_AXIS: tensor})),
+                    f"d{data} t{tensor}",
+                )
+                for data in range(first, last)
+                for tensor in range(layout.tensor_parallel_size)
+            )
+            part = f", data {first}-{last - 1}" if together < layout.data_parallel_size else ""
+            yield f"pipeline {stage}: {content.blocks}{part}", cells
+
+
+def _blocks(plan: Plan, rank: int) -> str:
+    """The blocks of pipeline rank `rank`; `before` and `after` are the parts of the model around all blocks."""
+    layout, profile = plan.layout, plan.job.profile
+    own, blocks = layout.stages[rank], layers_by_stage(profile.layers, profile.units, layout.num_stages)
+    spans = []
+    for stage in own:
+        first, count = sum(blocks[:stage]), blocks[stage]
+        spans.append(f"{first}-{first + count - 1}" if count > 1 else str(first) if count else "none")
+    before = ["before"] if 0 in own else []
+    after = ["after"] if rank == layout.last_rank else []
+    return " + ".join([*before, ", ".join(spans), *after])

@@ -1,0 +1,115 @@
+"""Timetables of a pipeline as pictures: a plan's, or a recorded one beside the ideal one.
+
+The ideal one has the same work in equal passes, without messages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_3d.layout import PassTimes, Schedule
+from lightning_3d.module.show import show_seconds
+from lightning_3d.monitor.timetable import Pass, timetable
+from lightning_3d.pipeline.schedule import Action
+from lightning_3d.tools.pictures.kinds import Lanes, Span
+from lightning_3d.tools.pictures.page import TableCell
+
+HEADER = ("rank", "busy", "idle", "share", "ideal share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timelines:
+    name: str
+    ranks: int
+    recorded: Sequence[Pass]
+    ideal: Sequence[Pass]
+
+    def rows(self) -> list[tuple[TableCell, ...]]:
+        """A row of the table for each rank, below `HEADER`."""
+        rows: list[tuple[TableCell, ...]] = []
+        for rank in range(self.ranks):
+            length, works = most_seconds(self.recorded), busy(self.recorded, rank)
+            times = [TableCell(show_seconds(each), each) for each in (works, length - works)]
+            idle = (1 - works / length, 1 - busy(self.ideal, rank) / most_seconds(self.ideal))
+            rows.append((TableCell(str(rank), rank), *times, *[TableCell(f"{share:.1%}", share) for share in idle]))
+        return rows
+
+    def lines(self) -> tuple[str, str]:
+        """A title for each of the two."""
+        return (
+            f"{self.name}, recorded: {show_seconds(most_seconds(self.recorded))}, idle {self._idle(self.recorded):.1%}",
+            f"Ideal (the same work in equal passes, no messages): {show_seconds(most_seconds(self.ideal))},"
+            f" idle {self._idle(self.ideal):.1%}",
+        )
+
+    def pictures(self) -> list[Lanes]:
+        """The two, on one scale."""
+        factor, unit = scale(most_seconds(self.recorded))
+        end = max(most_seconds(self.recorded), most_seconds(self.ideal)) * factor
+        return [
+            Lanes(title=title, unit=unit, spans=pass_spans(passes, self.ranks, factor), lanes=self.ranks, end=end)
+            for title, passes in zip(self.lines(), (self.recorded, self.ideal), strict=True)
+        ]
+
+    def _idle(self, passes: Sequence[Pass]) -> float:
+        used = sum(done.end - done.start for done in passes)
+        return 1 - used / (self.ranks * most_seconds(passes))
+
+
+def timelines(
+    schedule: Schedule, *, ranks: int, chunks: int, microbatches: int, recorded: Sequence[Pass], name: str
+) -> Timelines:
+    ideal = timetable(
+        schedule,
+        stages=ranks,
+        microbatches=microbatches,
+        chunks=chunks,
+        times=_mean_times(recorded, ranks * microbatches),
+        orders=[_order(recorded, rank) for rank in range(ranks)],
+    )
+    return Timelines(name=name, ranks=ranks, recorded=recorded, ideal=ideal)
+
+
+def _order(passes: Sequence[Pass], rank: int) -> list[Action]:
+    """The passes of `rank` as they ran. (To have torch compute its order again takes minutes for large schedules.)"""
+    own = sorted(done for done in passes if done.rank == rank and done.kind != "H")
+    return [Action(done.kind, done.stage, done.microbatch) for done in own]
+
+
+def busy(passes: Sequence[Pass], rank: int) -> float:
+    return sum(done.end - done.start for done in passes if done.rank == rank)
+
+
+def _mean_times(passes: Sequence[Pass], count: int) -> PassTimes:
+    """Seconds of a rank for a microbatch, if all had the same share of the work. A head counts as forward."""
+    total = dict.fromkeys("FBIWH", 0.0)
+    for done in passes:
+        total[done.kind] += done.end - done.start
+    return PassTimes(
+        forward=(total["F"] + total["H"]) / count,
+        backward_input=(total["I"] + total["B"] / 2) / count,
+        backward_weight=(total["W"] + total["B"] / 2) / count,
+    )
+
+
+def pass_spans(passes: Sequence[Pass], ranks: int, factor: float = 1.0) -> tuple[Span, ...]:
+    """A span for each pass, its seconds times `factor`. Later virtual stages of a rank are lighter."""
+    chunks = max(done.stage for done in passes) // ranks
+    return tuple(
+        Span(
+            done.start * factor,
+            done.end * factor,
+            done.rank,
+            done.kind,
+            done.stage // ranks / max(1, chunks),
+        )
+        for done in passes
+    )
+
+
+def most_seconds(passes: Sequence[Pass]) -> float:
+    return max(done.end for done in passes)
+
+
+def scale(seconds: float) -> tuple[float, str]:
+    """Factor and name of the unit in which `seconds` is a number of few digits."""
+    return (1.0, "seconds") if seconds >= 1 else (1e3, "milliseconds")

@@ -1,0 +1,285 @@
+"""Questions of `lightning-3d plan` read into a job and a cluster, and their answers.
+
+A question is for a cluster, a deadline, a budget, or several accelerators.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from lightning_3d.errors import PlannerError
+from lightning_3d.module.show import parse_count, parse_duration, positive, show_count
+from lightning_3d.tools.planner.advice import counted_only, explain_misfit, notes_on, old_price, other_rates
+from lightning_3d.tools.planner.catalogue import Catalogue, apply_overrides, number
+from lightning_3d.tools.planner.hardware import Accelerator, Cluster, Price
+from lightning_3d.tools.planner.job import TOKENS_PER_PARAMETER, Job, Offloaded, Options, usual_batch
+from lightning_3d.tools.planner.known_models import named_model, read_config
+from lightning_3d.tools.planner.plan_report import (
+    COLUMNS,
+    COMPARED,
+    job_lines,
+    memory_table,
+    plans_table,
+    sent_line,
+    setup_line,
+    strategy_line,
+    time_line,
+)
+from lightning_3d.tools.planner.priced_layout import Plan
+from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.tools.planner.search import Pins, leaders, leanest
+from lightning_3d.tools.planner.sizing import MOST_DEVICES, Wish, smallest
+from lightning_3d.tools.planner.transformer import MOST_SIZE, Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Plans, best first, with notes and the text to print."""
+
+    plans: tuple[Plan, ...]
+    notes: tuple[str, ...]
+    text: str
+    profile: Profile
+
+
+def answer(args: Namespace) -> Answer:
+    profile, catalogue = profile_of(args), catalogue_of(args)
+    if args.compare is not None:
+        return _answer_compare(args, profile, catalogue)
+    plans = _plans_for(args, profile, catalogue, _asked_cluster(args, catalogue))
+    best = plans[0]
+    notes = notes_on(args, best)
+    lines = [*job_lines(best.job), _cluster_line(best.cluster), "", plans_table(plans, COLUMNS), "", memory_table(best)]
+    lines += [
+        f"of {best.cluster.accelerator.memory_gb:g} GB per device; {sent_line(best)}",
+        setup_line(best),
+        f"time of a step: {time_line(best)}",
+        f"to train so: {strategy_line(best)}",
+        "",
+        *notes,
+    ]
+    return Answer(plans=tuple(plans), notes=notes, text="\n".join(lines), profile=profile)
+
+
+def plan_cluster(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
+    """The best plans on `cluster`. Raise with advice if no layout fits."""
+    job = job_of(args, profile, cluster.devices)
+    pins = pins_of(args)
+    plans = leaders(job, cluster, pins, args.top)
+    if not plans:
+        lean = leanest(job, cluster, replace(pins, recompute=pins.recompute or "none")) if args.sustained else None
+        if lean is None:
+            raise PlannerError(explain_misfit(job, cluster, pins, catalogue))
+        return [lean]  # with a known rate the time is an answer, also where the memory is not
+    return plans
+
+
+def _plans_for(args: Namespace, profile: Profile, catalogue: Catalogue, cluster: Cluster) -> list[Plan]:
+    if args.gpus_for is None and args.max_cost is None:
+        return plan_cluster(args, profile, catalogue, cluster)
+    if args.cluster is None:
+        cluster = Cluster.of(cluster.accelerator, MOST_DEVICES)
+    wish = Wish(deadline=deadline_of(args), budget=args.max_cost, most=cluster.devices)
+    fit = smallest(wish, replace(cluster, nodes=1), lambda devices: job_of(args, profile, devices), pins_of(args))
+    return plan_cluster(args, profile, catalogue, cluster if fit is None else fit.cluster)
+
+
+def deadline_of(args: Namespace) -> float | None:
+    return None if args.gpus_for is None else parse_duration(args.gpus_for)
+
+
+def _answer_compare(args: Namespace, profile: Profile, catalogue: Catalogue) -> Answer:
+    plans, missing = [], []
+    for name in filter(None, (name.strip() for name in args.compare.split(","))):
+        accelerator = accelerator_of(args, catalogue, name)
+        devices = cluster_of(args, catalogue, args.cluster).devices if args.cluster else 8
+        cluster = Cluster.of(accelerator, devices)
+        try:
+            plans.append(_plans_for(args, profile, catalogue, cluster)[0])
+        except PlannerError as error:
+            missing.append(f"{accelerator.name}: {error}")
+    if not plans:
+        raise PlannerError("; ".join(missing) or "--compare names nothing: write a100-80g,h100,tpu-v4.")
+    plans.sort(key=lambda plan: (plan.dollars is None, plan.dollars or plan.seconds))
+    dates = [note for plan in plans for note in old_price(plan)]
+    notes = (*missing, *dict.fromkeys([*notes_on(args, plans[0]), *dates, *other_rates(plans), *counted_only(plans)]))
+    text = "\n".join([*job_lines(plans[0].job), "", plans_table(plans, COMPARED), "", *notes])
+    return Answer(plans=tuple(plans), notes=notes, text=text, profile=profile)
+
+
+def _asked_cluster(args: Namespace, catalogue: Catalogue) -> Cluster:
+    if args.cluster and args.accelerator:
+        raise PlannerError("--cluster and --accelerator both name the hardware: give one.")
+    if not (args.cluster or args.accelerator):
+        raise PlannerError(
+            'on what? Give --cluster 16x8xh100, or --accelerator h100 with --gpus-for "30 days" or --max-cost.'
+        )
+    if args.accelerator and args.gpus_for is None and args.max_cost is None:
+        raise PlannerError(f'how many {args.accelerator}? Give --cluster, --gpus-for "30 days" or --max-cost 50000.')
+    return cluster_of(args, catalogue, args.cluster or args.accelerator)
+
+
+def _cluster_line(cluster: Cluster) -> str:
+    device = cluster.accelerator
+    price = "no list price: give --price" if device.price is None else str(device.price)
+    return f"{cluster}: {cluster.devices} x {device.title or device.name}, {price}"
+
+
+def profile_of(args: Namespace) -> Profile:
+    if args.sequence is not None and not 1 <= args.sequence <= MOST_SIZE:
+        raise PlannerError(f"--sequence {args.sequence} must be at least 1 and at most {MOST_SIZE:g} tokens.")
+    shape = shape_of(args)
+    if shape is None:
+        from lightning_3d.tools.planner.profile_module import profile_module
+
+        if args.attention is not None:
+            raise PlannerError(f"--attention is for models that the planner knows by their sizes, not {args.model}.")
+        return profile_module(args.model, args.arg, precision=args.precision, tokens=args.sequence, inputs=args.inputs)
+    if args.arg or args.inputs is not None:
+        raise PlannerError(f"--arg and --inputs are for a module.Class, and {args.model!r} is not one.")
+    if args.sequence is not None:
+        shape = shape.with_sequence(args.sequence)
+    return shape.profile(precision=args.precision, attention=args.attention or "flash")
+
+
+def job_of(args: Namespace, profile: Profile, devices: int) -> Job:
+    """The training that `args` describe, in batches that suit `devices` unless the batch is given."""
+    data = devices // (args.tensor * args.pipeline) if args.tensor and args.pipeline else 1
+    batch = usual_batch(profile, devices, args.micro or 1, data) if args.batch is None else args.batch
+    options = options_of(args)
+    if options.experts > 1 and not profile.expert_parameters:
+        raise PlannerError(f"--expert-parallel {options.experts}: {profile.name} has no experts. Leave it out.")
+    if profile.tokens % options.context:
+        raise PlannerError(
+            f"--context-parallel {options.context} does not divide the {profile.tokens} tokens of a sample."
+        )
+    slices = options.context  # of each sample; context ranks take one each
+    job = Job(
+        profile=profile.sliced(slices),
+        samples=_samples(args, profile) * slices,
+        batch=batch * slices,
+        options=options,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        sustained=None if args.sustained is None else positive(args.sustained, "--sustained") * 1e12,
+    )
+    if job.steps < 1:
+        of = f" of {profile.tokens:,} tokens" if profile.tokens > 1 else ""
+        raise PlannerError(
+            f"{show_count(job.samples)} samples{of} are less than one step of {batch:,} samples: give more --tokens or"
+            " --samples, or a smaller --batch."
+        )
+    return job
+
+
+def options_of(args: Namespace) -> Options:
+    _check_sizes(args, "context_parallel", "expert_parallel")
+    return Options(
+        compression=args.compression,
+        offload=args.offload if args.offload in get_args(Offloaded) else None,
+        fp8=args.fp8,
+        context=args.context_parallel,
+        experts=args.expert_parallel,
+    )
+
+
+def pins_of(args: Namespace) -> Pins:
+    _check_sizes(args, "tensor", "pipeline", "micro", "stages_per_rank", "shard")
+    return Pins(
+        tensor=args.tensor,
+        pipeline=args.pipeline,
+        zero=args.zero,
+        schedule=args.schedule,
+        chunks=args.stages_per_rank,
+        micro=args.micro,
+        recompute=args.recompute,
+        offload="none" if args.offload in get_args(Offloaded) else args.offload,
+        sequence_parallel=args.sequence_parallel,
+        shard=args.shard,
+    )
+
+
+def _check_sizes(args: Namespace, *names: str) -> None:
+    for name in names:
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            raise PlannerError(f"--{name.replace('_', '-')} {size} must be at least 1.")
+
+
+def catalogue_of(args: Namespace) -> Catalogue:
+    return Catalogue.load(*(Path(path) for path in args.hardware))
+
+
+def accelerator_of(args: Namespace, catalogue: Catalogue, name: str) -> Accelerator:
+    accelerator = apply_overrides(catalogue.find(name), args.set)
+    if args.price is not None:
+        price = Price(dollars_per_hour=number("price", args.price, "--price"))
+        accelerator = replace(accelerator, price=price)
+    peak = accelerator.peak(args.precision) / 1e12
+    if args.sustained is not None and args.sustained > peak:
+        raise PlannerError(
+            f"--sustained {args.sustained:g} is above the peak of {accelerator.name}, {peak:g} TFLOP/s at"
+            f" {args.precision}: give what a device sustains, or its true peak with --set peak_tflops=."
+        )
+    return accelerator
+
+
+def cluster_of(args: Namespace, catalogue: Catalogue, text: str) -> Cluster:
+    nodes, devices, name = catalogue.split(text)
+    return Cluster.shaped(accelerator_of(args, catalogue, name), nodes, devices)
+
+
+def refuse_ignored(args: Namespace) -> None:
+    """Raise if a flag would have no effect with the others: it is a slip of the hand."""
+    pipeless = [name for name in ("schedule", "stages_per_rank") if getattr(args, name) is not None]
+    if args.pipeline == 1 and pipeless:
+        raise PlannerError(f"--{pipeless[0].replace('_', '-')} has no effect with --pipeline 1: leave one out.")
+    if args.epochs is not None and args.tokens is None and args.samples is None:
+        raise PlannerError("--epochs multiplies --tokens or --samples: give one of them too.")
+    if args.accelerator is not None and args.compare is not None:
+        raise PlannerError("--accelerator and --compare both name the hardware: give one.")
+    if args.price is not None and any(text.partition("=")[0].startswith("price") for text in args.set):
+        raise PlannerError("--price and --set price= both set the price of a device: give one.")
+    for name in ("plot", "html"):
+        if getattr(args, name) == "":
+            raise PlannerError(f"--{name} '' names no file: write --{name} plan.{name}.")
+
+
+def shape_of(args: Namespace) -> Transformer | None:
+    """The transformer that `args` name, or None where they name a `module.Class`."""
+    sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "vocabulary")}
+    if args.model is None or args.model.strip() in ("", "custom"):
+        return _custom(sizes, args.sequence)
+    given = [name for name, size in sizes.items() if size is not None]
+    if given:
+        raise PlannerError(f"--{given[0]} describes a model of your own: leave out {args.model!r} or the flag.")
+    path = Path(args.model)
+    if path.suffix == ".json" or path.is_dir():
+        return read_config(path / "config.json" if path.is_dir() else path)
+    head, _, tail = args.model.rpartition(".")
+    if head and all(part.isidentifier() for part in (*head.split("."), tail)):
+        return None
+    return named_model(args.model)
+
+
+def _custom(sizes: dict[str, int | None], sequence: int | None) -> Transformer:
+    missing = [name for name, size in {**sizes, "sequence": sequence}.items() if size is None]
+    if missing:
+        raise PlannerError(
+            f"which model? Give a name (llama-7b), a size (7b), a config.json, a module.Class, or all of --layers"
+            f" --hidden --heads --vocabulary --sequence (missing: {', '.join(missing)})."
+        )
+    known: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return Transformer(**known, sequence=sequence or 1, positions=sequence or 1)
+
+
+def _samples(args: Namespace, profile: Profile) -> float:
+    if args.tokens is not None and args.samples is not None:
+        raise PlannerError("--tokens and --samples both set the amount of data: give one.")
+    epochs = 1.0 if args.epochs is None else positive(args.epochs, "--epochs")
+    if args.samples is not None:
+        return positive(parse_count(args.samples, "--samples") * epochs, "--samples x --epochs,")
+    if args.tokens is not None:
+        return positive(parse_count(args.tokens, "--tokens") * epochs, "--tokens x --epochs,") / profile.tokens
+    return TOKENS_PER_PARAMETER * profile.parameters / profile.tokens

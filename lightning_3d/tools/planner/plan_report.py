@@ -1,0 +1,169 @@
+"""Plans as tables for people."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from importlib.util import find_spec
+from io import StringIO
+from shutil import get_terminal_size
+from typing import Any
+
+from lightning_3d.layout import Layout
+from lightning_3d.module.show import show_bytes, show_count, show_dollars, show_seconds
+from lightning_3d.optim.states import number_bytes
+from lightning_3d.tools.planner.job import Job
+from lightning_3d.tools.planner.memory import PlannedMemory, layers_on_rank
+from lightning_3d.tools.planner.priced_layout import Plan
+
+Columns = dict[str, tuple[Callable[[Plan], Any], Callable[[Any], str]]]
+"""Name of a column of the table of plans -> its value, and the text of the value."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; numbers to the right. On a terminal drawn by rich where it is there."""
+    if sys.stdout.isatty() and find_spec("rich") is not None:
+        return _drawn(header, rows)
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    cells = [
+        [text.rjust(width) if _is_number(text) else text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        for row in (header, *rows)
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def _drawn(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """As wide as the terminal: long cells are folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, name in enumerate(header):
+        numbers = all(_is_number(row[column]) for row in rows)
+        drawn.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    console = Console(file=StringIO(), width=get_terminal_size().columns, color_system=None)
+    console.print(drawn)
+    return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]  # it is the StringIO
+
+
+def plans_table(plans: Sequence[Plan], columns: Columns) -> str:
+    """One line per plan."""
+    return table(tuple(columns), [tuple(show(value(plan)) for value, show in columns.values()) for plan in plans])
+
+
+def recompute_name(plan: Plan) -> str:
+    """`full`, or with the blocks of the first pipeline rank that are computed again: `full 3/8`."""
+    share, blocks = plan.job.options.recomputed, layers_on_rank(plan.job.profile, plan.layout)
+    part = f" {round(share * blocks)}/{blocks}" if plan.layout.recompute == "full" and share < 1 else ""
+    return plan.layout.recompute + part
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Layout)}
+COLUMNS: Columns = {
+    "data": (lambda plan: plan.layout.data_parallel_size, str),
+    "tensor": (lambda plan: plan.layout.tensor_parallel_size, str),
+    "pipe": (lambda plan: plan.layout.pipeline_parallel_size, str),
+    "ZeRO": (lambda plan: plan.layout.zero_stage, str),
+    "schedule": (lambda plan: schedule_name(plan.layout), str),
+    "micro": (lambda plan: (plan.microbatches, plan.micro), lambda sizes: f"{sizes[0]}x{sizes[1]}"),
+    "recompute": (recompute_name, str),
+    "offload": (lambda plan: plan.job.options.offload or plan.layout.offload, str),
+    "per rank": (lambda plan: plan.peak.total, show_bytes),
+    "step": (lambda plan: plan.time.total, show_seconds),
+    "MFU": (lambda plan: plan.mfu, "{:.1%}".format),
+    "time": (lambda plan: plan.seconds, show_seconds),
+    "cost": (lambda plan: plan.dollars, lambda dollars: "-" if dollars is None else show_dollars(dollars)),
+    "limited by": (lambda plan: plan.time.limit, str),
+}
+COMPARED: Columns = {
+    "accelerator": (lambda plan: plan.cluster.accelerator.name, str),
+    "devices": (lambda plan: plan.cluster.devices, str),
+    **COLUMNS,
+}
+"""With the columns in which plans on several accelerators differ."""
+
+
+def strategy_line(plan: Plan) -> str:
+    """The call that trains as priced. The data axis takes the rest of the devices."""
+    given = {name: value for name, value in vars(plan.layout).items() if name != "data_parallel_size"}
+    if plan.layout.recompute == "full" and plan.job.options.recomputed < 1:
+        kept = max(memory.activations + memory.head for memory in plan.memory)
+        given |= {"recompute": "auto", "recompute_budget": f"{kept / 1e9:.3g}GB"}
+    if plan.job.options.compression:
+        given["grad_compression"] = plan.job.options.compression
+    if plan.job.options.offload:
+        given["offload"] = {plan.job.options.offload: "cpu"}
+    changed = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULTS.get(name)]
+    trainer = [f'precision="{plan.job.precision}"']
+    if not plan.layout.pipelined and plan.microbatches > 1:
+        trainer.append(f"accumulate_grad_batches={plan.microbatches}")
+    samples = plan.micro * (plan.microbatches if plan.layout.pipelined else 1)
+    not_run = plan.job.options.not_run
+    if not_run:
+        return f"not run by this package: {', '.join(not_run)}"
+    return (
+        f"Trainer(devices={plan.cluster.devices_per_node}, num_nodes={plan.cluster.nodes}, {', '.join(trainer)},"
+        f" strategy=Strategy3D({', '.join(changed)})) with a loader of batch_size={samples}"
+    )
+
+
+def sent_line(plan: Plan) -> str:
+    """Bytes that the fullest rank sends in a step, by axis."""
+    most = max(map(plan.sent, plan.layout.ends), key=lambda sent: sum(sent.values()))
+    parts = [f"{show_bytes(size)} {axis.partition('_')[0]}" for axis, size in most.items()]
+    return f"sent by a rank in a step: {', '.join(parts) or 'nothing'}"
+
+
+def setup_line(plan: Plan) -> str:
+    """Memory before training."""
+    host = plan.job.profile.parameters * number_bytes(plan.job.precision).weight
+    return f"set-up: each rank builds the unsplit module, {show_bytes(host)}, unless `configure_model` builds it"
+
+
+def schedule_name(layout: Layout) -> str:
+    if not layout.pipelined:
+        return "-"
+    return layout.schedule + (f" v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "")
+
+
+def memory_table(plan: Plan) -> str:
+    """Memory per rank, a line for the first and one for the last pipeline rank."""
+    names = [field.name for field in fields(PlannedMemory) if field.name != "host"]
+    if any(memory.host for memory in plan.memory):
+        names.append("host")
+    ranks = ["every rank"] if len(plan.memory) == 1 else ["first stage", "last stage"]
+    rows = [
+        (rank, show_bytes(memory.total), *(show_bytes(getattr(memory, name)) for name in names))
+        for rank, memory in zip(ranks, plan.memory, strict=True)
+    ]
+    return table(("memory", "total", *names), rows)
+
+
+def time_line(plan: Plan) -> str:
+    """Where the seconds of a step go, largest first."""
+    parts = sorted(((seconds, name) for name, seconds in asdict(plan.time).items() if seconds > 0), reverse=True)
+    return ", ".join(f"{name} {100 * seconds / plan.time.total:.1f}%" for seconds, name in parts)
+
+
+def job_lines(job: Job) -> list[str]:
+    """The model and its data."""
+    profile = job.profile
+    active = f" ({show_count(profile.active)} active)" if profile.active < profile.parameters else ""
+    what = f"{profile.name}: {show_count(profile.parameters)} parameters{active}, {profile.layers} blocks"
+    slices = job.options.context  # of each sample; the job counts them
+    if profile.tokens > 1:
+        what += f", {profile.tokens * slices} tokens a sample"
+    data = (
+        f"{show_count(job.samples * profile.tokens)} tokens"
+        if profile.tokens > 1
+        else f"{show_count(job.samples)} samples"
+    )
+    steps = f"{data} in {job.steps:,.0f} steps of {job.batch // slices:,} samples, {job.precision}, {job.optimizer}"
+    return [what, steps]
+
+
+def _is_number(text: str) -> bool:
+    return text[:1].isdigit() or text[:1] in ("$", "-")

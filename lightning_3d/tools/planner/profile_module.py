@@ -1,0 +1,332 @@
+"""The `Profile` of a user's module: parameters counted, FLOPs and activations measured on fake tensors.
+
+Kernels are counted too.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_3d.activations.kept_results import is_kept
+from lightning_3d.errors import PlannerError
+from lightning_3d.module.anatomy import Anatomy, Chain
+from lightning_3d.module.operation_count import OperationCount
+from lightning_3d.optim.states import Precision, number_bytes
+from lightning_3d.pipeline.units import units_by_place
+from lightning_3d.sandbox.shapes_only import ShapesOnly
+from lightning_3d.sandbox.trees import leaves
+from lightning_3d.tools.planner import parameter_places
+from lightning_3d.tools.planner.module_source import FAILURES, build_inputs, build_module, error_line
+from lightning_3d.tools.planner.parameter_places import PLACES
+from lightning_3d.tools.planner.profile import Profile
+from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units
+
+
+@dataclass
+class CostTrace:
+    """FLOPs, kernels and saved bytes of one forward, in the chain of blocks and outside it."""
+
+    samples: int = 1
+    precision: Precision = "32"
+    tokens: int = 1
+    block_flops: float = 0
+    last_flops: float = 0
+    attention_flops: float = 0
+    block_kernels: float = 0
+    outside_kernels: float = 0
+    whole_bytes: float = 0
+    split_bytes: float = 0
+    first_bytes: float = 0
+    last_bytes: float = 0
+    largest_bytes: float = 0
+    """Of the largest tensor saved outside the blocks: the logits, where there are some."""
+    kept_bytes: float = 0
+    """Results of products and attention in the blocks."""
+    saves_last: bool = False
+    """True where a block saved something after its last product."""
+    boundary_elements: float = 0
+    boundary_bytes: float = 0
+    width: int = 1
+    """Elements of one position of what passes between blocks."""
+    logits: float = 0
+    """Elements that the last linear layer around the blocks gives."""
+    head_bytes: float = 0
+    """Of an element that enters the last linear layer around the blocks; 0 where there is none."""
+    called: dict[str, bool] = field(default_factory=dict)
+    """Modules around the blocks, and True where a block had run before their first call."""
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    """Storages already counted. References to them prevent their reuse."""
+
+
+def profile_module(
+    dotted: str, arguments: Sequence[str], *, precision: Precision, tokens: int | None, inputs: str | None
+) -> Profile:
+    """The profile of the class at `dotted`, run on `inputs`, its `example_input_array`, or `tokens` token ids."""
+    with ShapesOnly() as mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `self.log` outside a Trainer warns, and here it is meant to be
+        module = build_module(dotted, arguments)
+        mode.answers = False  # costs of a step that depends on values are not known
+        if not any(True for _ in module.parameters()):
+            raise PlannerError(f"{dotted} has no parameters, so there is nothing to train.")
+        trace = CostTrace(precision=precision)
+        _run(module, trace, dotted, tokens=tokens, inputs=inputs)
+        return measured_profile(module, trace, name=dotted.rpartition(".")[2])
+
+
+def count_module(
+    module: nn.Module, *, name: str, precision: Precision = "32", called: Mapping[str, bool] = MappingProxyType({})
+) -> Profile:
+    """The profile of `module` without running it: parameters by place, and what a tensor axis could split."""
+    anatomy = Anatomy.of(module)
+    chain = main_chain(anatomy)
+    if chain is None:
+        vectors = sum(parameter.numel() for parameter in module.parameters() if parameter.ndim < 2)
+        return Profile(
+            name=name,
+            layers=1,
+            block_parameters=anatomy.parameters,
+            vector_parameters=vectors,
+            tensor_splits=False,
+            block_frozen=sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad),
+        )
+    placed, count = parameter_places.places(module, chain, called), len(chain.blocks)
+    words = parameter_places.vocabulary(module, chain)
+    apart = outside_units(module, shard_units(module, anatomy, freed=True)).values()
+    kinds = {
+        "half": {id(parameter) for parameter in parameter_places.products(module)},
+        "vector": {id(parameter) for parameter in placed if parameter.ndim < 2},
+        "frozen": {id(parameter) for parameter in placed if not parameter.requires_grad},
+        "unsplit": parameter_places.unsplit(module, chain),
+        "words": words,
+        "apart": {id(parameter) for part in apart for parameter in part.parameters()},
+        "looked up": {id(part.weight) for part in apart if looks_up(part)},
+    }
+
+    found, block = units_by_place(module, anatomy, chain, called), module.get_submodule(chain.blocks[0])
+    regions, inputs = parameter_places.regions(block)
+
+    def whole(unit: str) -> int:
+        return sum(p.numel() for p in module.get_submodule(unit).parameters() if id(p) not in words)
+
+    def elements(place: str, kind: str | None = None) -> int:
+        here = (p for p, where in placed.items() if min(where, key=PLACES.index) == place)
+        chosen = (p for p in here if kind is None or id(p) in kinds[kind])
+        return sum(parameter.numel() for parameter in chosen)
+
+    rows: dict[tuple[str, int], float] = defaultdict(float)
+    for parameter, where in placed.items():
+        place = min(where, key=PLACES.index)
+        rows[place, len(parameter) if parameter.ndim else 1] += parameter.numel() / (count if place == "block" else 1)
+    first_frozen = elements("first", "frozen")
+    return Profile(
+        name=name,
+        layers=count,
+        block_parameters=elements("block") / count,
+        whole_parameters=elements("block", "unsplit") / count,
+        vector_parameters=elements("block", "vector") / count,
+        half_parameters=elements("block", "half") / count,
+        first_half=elements("first", "half"),
+        last_half=elements("last", "half"),
+        first_parameters=elements("first"),
+        first_whole=elements("first") - elements("first", "words"),
+        last_parameters=elements("last"),
+        last_whole=elements("last") - elements("last", "words"),
+        first_freed=elements("first", "looked up"),
+        last_freed=elements("last", "apart"),
+        rows=tuple((place, height, size) for (place, height), size in rows.items()),
+        units=tuple((place, unit.cost, whole(unit.name)) for place, unit in found),
+        tied_parameters=sum(p.numel() for p, where in placed.items() if {"first", "last"} <= where),
+        block_frozen=elements("block", "frozen") / count,
+        first_frozen=first_frozen,
+        last_frozen=elements("last", "frozen"),
+        backward_share=parameter_places.backward_share(module, chain, before=elements("first") > first_frozen),
+        block_regions=regions,
+        region_inputs=inputs,
+        element_bytes=number_bytes(precision).stream,
+        tensor_divides=parameter_places.heads(block),
+        tensor_splits=any(parameter_places.splits(module.get_submodule(name)) for name in chain.blocks),
+    )
+
+
+def measured_profile(module: nn.Module, trace: CostTrace, *, name: str) -> Profile:
+    """The profile of `module` with what `trace` measured, per sample."""
+    counted = count_module(module, name=name, precision=trace.precision, called=trace.called)
+    blocks, half = counted.layers * trace.samples, 0.5 if trace.precision.endswith("-true") else 1.0
+    stream, mixed = trace.boundary_elements / trace.samples, trace.precision.endswith("-mixed")
+    return replace(
+        counted,
+        block_flops=trace.block_flops / blocks,
+        attention_flops=trace.attention_flops / blocks,
+        last_flops=trace.last_flops / trace.samples,
+        block_kernels=trace.block_kernels / counted.layers,
+        outside_kernels=trace.outside_kernels,
+        whole_bytes=half * trace.whole_bytes / blocks,
+        split_bytes=half * trace.split_bytes / blocks,
+        kept_bytes=half * trace.kept_bytes / blocks,
+        region_bytes=counted.block_regions * stream * number_bytes(trace.precision).product,
+        region_inputs=counted.region_inputs if mixed else counted.block_regions,
+        saves_last=trace.saves_last,
+        first_bytes=half * trace.first_bytes / trace.samples,
+        last_bytes=half * trace.last_bytes / trace.samples,
+        loss_bytes=2 * half * trace.largest_bytes / trace.samples,
+        boundary_elements=stream,
+        positions=stream / trace.width,
+        element_bytes=int(half * trace.boundary_bytes / max(1, trace.boundary_elements)) or counted.element_bytes,
+        head_bytes=int(half * trace.head_bytes),
+        logits=trace.logits / trace.samples,
+        tokens=trace.tokens,
+        example_samples=trace.samples,
+    )
+
+
+def main_chain(anatomy: Anatomy) -> Chain | None:
+    """The chain that a pipeline would cut: the one with most parameters, if it has more than one block."""
+    chain = next(iter(anatomy.chains), None)
+    return chain if chain is not None and len(chain.blocks) > 1 else None
+
+
+@contextmanager
+def traced(module: nn.Module, trace: CostTrace) -> Iterator[None]:
+    """Record forwards of `module` in `trace`, under autocast where the precision is mixed."""
+    chain = main_chain(Anatomy.of(module))
+    blocks = [module.get_submodule(name) for name in chain.blocks] if chain else [module]
+    owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    state: dict[str, Any] = {"inside": False, "begun": False, "before": 0, "started": 0, "kept": 0, "saved": -1}
+    count = OperationCount(owned, is_kept)
+
+    outside = parameter_places.around(module, chain) if chain else {}
+
+    def call(part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        trace.called.setdefault(outside[part], state["begun"])
+        if isinstance(part, nn.Linear) and inputs:
+            trace.head_bytes = inputs[0].element_size()
+            trace.logits = inputs[0].numel() / part.in_features * part.out_features
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state.update(inside=True, begun=True, before=count.flops, started=count.kernels, kept=count.kept)
+        hidden = next((value for value in inputs if isinstance(value, Tensor)), None)
+        if hidden is not None:
+            trace.boundary_elements, trace.boundary_bytes = hidden.numel(), hidden.nbytes
+            trace.width = hidden.shape[-1]
+
+    def leave(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        state["inside"] = False
+        trace.block_flops += count.flops - state["before"]
+        trace.block_kernels += count.kernels - state["started"]
+        trace.kept_bytes += count.kept - state["kept"]
+        trace.saves_last = state["saved"] == count.kept
+
+    def pack(tensor: Tensor) -> Tensor:
+        state["saved"] = count.kept
+        storage = tensor.untyped_storage()._cdata
+        if storage not in owned and storage not in count.casts and storage not in trace.seen:
+            trace.seen[storage] = tensor
+            _count_saved(tensor, trace, **state)
+        return tensor
+
+    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks += [block.register_forward_hook(leave) for block in blocks]
+    hooks += [part.register_forward_pre_hook(call) for part in outside]
+    try:
+        with _autocast(trace.precision), count, saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    trace.attention_flops += count.attention_flops
+    trace.last_flops = count.flops - trace.block_flops
+    trace.outside_kernels = count.kernels - trace.block_kernels
+
+
+def _autocast(precision: Precision) -> AbstractContextManager[Any]:
+    half = torch.float16 if precision.startswith("16") else torch.bfloat16
+    return torch.autocast("cpu", half) if precision.endswith("-mixed") else nullcontext()
+
+
+def _count_saved(tensor: Tensor, trace: CostTrace, *, inside: bool, begun: bool, **_: Any) -> None:
+    """Count a saved tensor. One as wide as the stream between blocks is unsplit on each tensor rank."""
+    size = tensor.untyped_storage().nbytes()
+    if not inside:
+        trace.last_bytes += size if begun else 0
+        trace.first_bytes += 0 if begun else size
+        if tensor.is_floating_point():
+            trace.largest_bytes = max(trace.largest_bytes, size)
+    elif tensor.ndim >= 2 and tensor.shape[-1] == trace.width:
+        trace.whole_bytes += size
+    else:
+        trace.split_bytes += size
+
+
+def _run(module: nn.Module, trace: CostTrace, dotted: str, *, tokens: int | None, inputs: str | None) -> None:
+    step, batch = _first_call(module, dotted, tokens=tokens, inputs=inputs)
+    first = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
+    if first is None or first.numel() == 0:
+        raise PlannerError(f"the example_input_array of {dotted} has no samples: describe a batch with --inputs.")
+    trace.samples = first.shape[0]
+    trace.tokens = first.shape[1] if first.ndim == 2 and not first.is_floating_point() else 1
+    try:
+        with traced(module, trace):
+            result = step()
+    except FAILURES as error:
+        raise PlannerError(f"{dotted} cannot be run{_why(error, inputs)} ({error_line(error)}).") from error
+    if result is None and getattr(module, "automatic_optimization", True):
+        raise PlannerError(f"{dotted} returns no loss from its step, so there is nothing to train.")
+
+
+def _why(error: BaseException, inputs: str | None) -> str:
+    """The cause of `error` or its remedy, as the middle of a message."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return ": its step depends on the values of tensors, and a plan has only shapes"
+    if "attached to a `Trainer`" in str(error):
+        return ": a plan runs the step without a Trainer"
+    return " on its inputs: describe a batch with --inputs" if inputs is None else f" on --inputs {inputs}"
+
+
+def _first_call(module: nn.Module, dotted: str, *, tokens: int | None, inputs: str | None) -> tuple[Any, Any]:
+    """A function that runs one step of the module, and the batch of that step."""
+    if inputs is not None:
+        if tokens is not None:
+            raise PlannerError("--inputs says how many tokens a sample has: leave out --sequence.")
+        batch = build_inputs(inputs)
+        return _step(module, dotted, batch), batch
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        if tokens is not None:
+            raise PlannerError(f"{dotted} has an example_input_array: give --inputs in place of --sequence.")
+        return lambda: _forward(module, example), example
+    if tokens is not None:
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        return lambda: module(ids), ids
+    raise PlannerError(
+        f"{dotted} has no example_input_array: describe one batch of its training_step with --inputs, as in"
+        " --inputs 8x128:int64 or --inputs 8x3x32x32:float32,8:int64."
+    )
+
+
+def _step(module: nn.Module, dotted: str, batch: Any) -> Callable[[], Any]:
+    """The `training_step` on `batch`, or the forward of what is no LightningModule."""
+    if not isinstance(module, LightningModule):
+        return lambda: _forward(module, batch)
+    if not is_overridden("training_step", module):
+        raise PlannerError(f"{dotted} has no training_step, which --inputs is a batch of.")
+    index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+    return lambda: module.training_step(batch, *index)
+
+
+def _forward(module: nn.Module, batch: Any) -> Any:
+    """As Lightning gives an `example_input_array` to a module."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, tuple) else module(batch)

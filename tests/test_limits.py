@@ -53,8 +53,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44505),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40750),
+    "product lines": (lambda: lines(CODE.values()), 44556),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40985),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
     "product files": (lambda: len(CODE), 335),
     "tensor subclasses": (tensor_subclasses, 6),

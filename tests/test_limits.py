@@ -26,7 +26,9 @@ def places(pattern):
 
 
 def files(pattern, outside=""):
-    return sum(bool(re.search(pattern, text)) for file, text in CODE.items() if outside not in file.parts)
+    return sum(
+        bool(re.search(pattern, text)) for file, text in CODE.items() if outside not in file.relative_to(PACKAGE).parts
+    )
 
 
 def tensor_subclasses():
@@ -66,7 +68,7 @@ LIMITS = {
     "files that name a size of the pipeline": (lambda: files("pipeline_parallel_size", outside="planner"), 11),
     "files with raw collectives": (raw_collectives, 4),
     "files that ask has_peers": (lambda: files(r"\bhas_peers\("), 3),
-    "files of the core that ask for simulated peers": (lambda: files(r"\.simulated\b", outside="tools"), 6),
+    "files of the core that ask for simulated peers": (lambda: files(r"\.simulated\b", outside="tools"), 7),
     "files that import private names": (private_imports, 25),
     "functions of more than 8 parameters": (wide_functions, 9),
     # files that name each other's classes need a file below them

@@ -56,7 +56,7 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 44556),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40985),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40987),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
     "product files": (lambda: len(CODE), 335),
     "tensor subclasses": (tensor_subclasses, 6),

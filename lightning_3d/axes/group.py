@@ -173,7 +173,7 @@ class Group:
         return end
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._from_host else tensor
+        return tensor.cpu() if self._from_host and not tensor.is_cpu else tensor
 
     def _arriving(self, tensor: Tensor) -> Tensor:
         """The memory that a message for `tensor` is written to."""

@@ -8,7 +8,7 @@ export PYTHONUNBUFFERED := 1
 # A test that hangs ends its worker and prints every thread, instead of the whole run.
 ENDS := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all lint types docs install bench clean
+.PHONY: demo test test-all lint types docs install bench gpu-wheels gpu-day clean
 
 demo: $(STAMP)  ## train a small GPT in 3D on eight processes, then on one, and compare
 	@$(BIN)/python examples/demo.py
@@ -28,6 +28,13 @@ types: $(STAMP)
 
 bench: $(STAMP)  ## speed and memory against the peers that are installed: table, JSON and plot in build/bench
 	@$(BIN)/python -m tests.bench
+
+# A machine with a GPU has torch, Lightning and pytest, and often no network: these wheels are brought along.
+gpu-wheels: $(STAMP)  ## wheels in build/wheels for a machine with a GPU
+	$(BIN)/python -m pip wheel -q --no-deps -w build/wheels hydra-core==1.3.2 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+
+gpu-day:  ## what only a GPU shows, in order of worth: build/gpu/day.json and day.md
+	@$(PYTHON) -m tests.gpu.day
 
 docs: $(STAMP)  ## the pages of docs/ as a site in build/site
 	$(BIN)/python -m mkdocs build -q

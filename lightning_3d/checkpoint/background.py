@@ -7,11 +7,6 @@ from typing import Any
 
 from torch import distributed as dist
 
-from lightning_3d.ranks import talk
-
-Gather = Callable[[Any], list[Any]]
-"""Gathers the values of all ranks, in the order of ranks. Collective."""
-
 
 class Background:
     """Runs a save in a thread, over a process group of its own: the main thread uses the others."""
@@ -27,8 +22,8 @@ class Background:
     def __reduce__(self) -> Any:
         return Background, ()  # a strategy that is copied or sent to another process saves nothing yet
 
-    def start(self, work: Callable[[Gather], None], timeout: timedelta) -> None:
-        """Run `work` with a function that gathers from all ranks and raises after `timeout`. Collective."""
+    def start(self, work: Callable[[dist.ProcessGroup | None], None], timeout: timedelta) -> None:
+        """Run `work` with a group of all ranks, of which each message ends within `timeout`. Collective."""
         assert self._thread is None, "await the save before"
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -36,9 +31,9 @@ class Background:
         self._thread = Thread(target=self._run, args=(work,), name="lightning_3d save", daemon=True)
         self._thread.start()
 
-    def _run(self, work: Callable[[Gather], None]) -> None:
+    def _run(self, work: Callable[[dist.ProcessGroup | None], None]) -> None:
         try:
-            work(self._gather)
+            work(self._group)
         except Exception as error:  # raised by `wait`, in the thread that trains
             self._error = error
         with self._lock:
@@ -46,11 +41,6 @@ class Background:
             if self._error is None:
                 self._error = _first_error(self._after)
             self._after = []
-
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._group is None:
-            return [mine]
-        return talk.gather(mine, self._group)
 
     def afterwards(self, do: Callable[[], None]) -> None:
         """Call `do` once nothing is under way, unless what was has failed."""

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.background import Background, Gather
+from lightning_3d.checkpoint.background import Background
 from lightning_3d.checkpoint.collect import Collected, Collector
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
@@ -32,9 +32,9 @@ from lightning_3d.checkpoint.save import (
 )
 from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
-from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_3d.errors import CheckpointError, ConfigurationError, RunError, UnsupportedError
 from lightning_3d.launch.lightning_private import is_local_file_protocol
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, talk
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
 SHARDED_FROM_BYTES = 2**30
@@ -103,7 +103,7 @@ class Keeper:
         talk.meet("save_checkpoint")
         collector = Collector(module, splits, copies, _rank())
         collect = partial(collector.collect, with_configs(checkpoint, module), optimizers, own)
-        found = on_every_rank(collect, path, talk.gather)
+        found = on_every_rank(collect, path)
         self._begin(path)
         target = Path(os.path.abspath(path))
         self._look_for_others(target)
@@ -111,31 +111,32 @@ class Keeper:
         self._do(lambda: self._save(found, target))
 
     def _save(self, found: Collected, target: Path) -> None:
-        job = prepare(found, target, _rank(), talk.gather)
+        job = prepare(found, target, _rank())
 
-        def work(say: Gather) -> None:
-            carry_out(still, say)
+        def work(group: dist.ProcessGroup | None = None) -> None:
+            carry_out(still, group)
             self._saved[target] = _identity(target)
 
         if self.asynchronous:
-            still = on_every_rank(lambda: snapshot(job, self._copy_buffer), target, talk.gather)
+            still = on_every_rank(lambda: snapshot(job, self._copy_buffer), target)
             self._background.start(work, self.timeout)
         else:
             still = job
-            work(talk.gather)
+            work()
 
     def save_file(self, checkpoint: dict[str, Any], path: Any, io: CheckpointIO, storage_options: Any) -> None:
         """Save a single file. `checkpoint` counts on rank 0. Collective."""
         self._begin(path)
         ours = type(io) is TorchCheckpointIO and is_local_file_protocol(path) and storage_options is None
         if not ours:
-            self._save_elsewhere(lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options), path)
+            save = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
+            agreement.together(lambda: save() if _writer() == 0 else None, local=True)
             return
         target = Path(os.path.abspath(path))
         self._look_for_others(target)
         still = checkpoint
         if self.asynchronous:
-            still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path, talk.gather)
+            still = on_every_rank(lambda: copied(checkpoint) if _writer() == 0 else {}, path)
 
         def write() -> None:
             refused = save_file(still, target)
@@ -146,24 +147,9 @@ class Keeper:
         if self.asynchronous:
             self._background.start(work, self.timeout)
         else:
-            self._do(lambda: work(talk.gather))
+            self._do(work)
         if _writer() and not dist.is_initialized():
             _await(target)
-
-    def _save_elsewhere(self, save: Callable[[], None], path: Any) -> None:
-        """Save on rank 0 by code that is not ours. Rank 0 raises its own error, the others a CheckpointError.
-        Collective."""
-        problem: Exception | None = None
-        try:
-            if _writer() == 0:
-                save()
-        except Exception as error:
-            problem = error
-        answer = talk.gather(problem and f"{type(problem).__name__}: {problem}")[0]
-        if problem is not None:
-            raise problem
-        if answer is not None:
-            raise CheckpointError(f"{path} was not saved: rank 0: {answer}")
 
     def _say_what_is_refused(self, target: Path, names: Sequence[str]) -> None:
         """Warn, once, of what a start that loads `target` will refuse to unpickle."""
@@ -226,25 +212,13 @@ class Keeper:
         for candidate in older:
             try:
                 return self._load_together(path, weights_only, io)
-            except (CheckpointError, OSError) as error:
+            except (RunError, OSError) as error:
                 rank_zero_warn(f"Skipping the checkpoint {path}: {error} Trying {candidate}.")
                 path = candidate
         return self._load_together(path, weights_only, io)
 
     def _load_together(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        loaded: dict[str, Any] = {}
-        problem: Exception | None = None
-        try:
-            loaded = self._load(path, weights_only, io)
-        except Exception as error:  # the others learn of it first: they would wait
-            problem = error
-        problems = talk.gather(None if problem is None else f"{problem}")
-        if problem is not None and (isinstance(problem, CheckpointError) or None not in problems):
-            raise problem
-        for rank, text in enumerate(problems):
-            if text is not None:
-                raise CheckpointError(f"rank {rank}: {text}") from problem
-        return loaded
+        return agreement.together(lambda: self._load(path, weights_only, io), local=True)
 
     def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         local = is_local_file_protocol(path)

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from lightning_3d.checkpoint.background import Gather
 from lightning_3d.checkpoint.collect import OPTIMIZERS, Collected, merge_optimizers
 from lightning_3d.checkpoint.entry import share_out
 from lightning_3d.checkpoint.locks import release, shared
@@ -21,6 +21,7 @@ from lightning_3d.checkpoint.manifest import Manifest, Stored, claim, commit, na
 from lightning_3d.checkpoint.placement import Piece, box
 from lightning_3d.checkpoint.safetensors_files import Written, write_bytes, write_part
 from lightning_3d.errors import CheckpointError
+from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.shards import local
 
 T = TypeVar("T")
@@ -57,19 +58,18 @@ class SaveJob:
         return f"part-{rank:05d}-{self.generation}.safetensors"
 
 
-def prepare(found: Collected, path: Path, rank: int, gather: Gather) -> SaveJob:
+def prepare(found: Collected, path: Path, rank: int) -> SaveJob:
     """Agree on who writes what. Collective."""
-    mine, problem = _attempt(lambda: _claim(found, path) if rank == 0 else None)
-    everyone = gather((problem, mine and mine.where, found.listing, found.optimizers, found.own))
-    _raise_any(path, [each[0] for each in everyone])
-    path, directory, generation = everyone[0][1]
-    listings = [each[2] for each in everyone]
+    mine = on_every_rank(lambda: _claim(found, path) if rank == 0 else None, path)
+    everyone = talk.gather((mine and mine.where, found.listing, found.optimizers, found.own))
+    path, directory, generation = everyone[0][0]
+    listings = [each[1] for each in everyone]
     plan = tuple(share_out(listings))
     stored = {name: (e.dtype, e.placement.shape) for listing in reversed(listings) for name, e in listing.items()}
     state = b""
     if rank == 0:
-        optimizers = json.dumps(merge_optimizers([each[3] for each in everyone]), separators=(",", ":"))
-        owns = ",".join(each[4] for each in everyone)
+        optimizers = json.dumps(merge_optimizers([each[2] for each in everyone]), separators=(",", ":"))
+        owns = ",".join(each[3] for each in everyone)
         state = f'{{"rest":{found.rest},"{OPTIMIZERS}":{optimizers},"ranks":[{owns}]}}'.encode()
     tensors = [
         local(found.tensors[name].detach())[box(piece.local, piece.size)]
@@ -145,14 +145,12 @@ def write(job: SaveJob) -> list[Written]:
     return written
 
 
-def carry_out(job: SaveJob, gather: Gather) -> None:
-    """Write, and make it count if every rank has written. Raises the same on every rank. Collective."""
+def carry_out(job: SaveJob, group: dist.ProcessGroup | None = None) -> None:
+    """Write, and make it count if every rank has written. Raises the same on every rank. Collective over `group`."""
     try:
-        written, problem = _attempt(lambda: write(job))
-        everyone = gather((problem, written))
-        _raise_any(job.path, [each[0] for each in everyone])
-        files = tuple(file for _, each in everyone for file in each)
-        on_first_rank(lambda: _commit(job, files), job.path, job.rank, gather)
+        written = on_every_rank(lambda: write(job), job.path, group)
+        files = tuple(file for each in talk.gather(written, group) for file in each)
+        on_first_rank(lambda: _commit(job, files), job.path, job.rank, group)
     except CheckpointError:
         if job.rank == 0:
             with suppress(OSError):  # of the same broken disk: the error that is raised says why the save failed
@@ -163,35 +161,26 @@ def carry_out(job: SaveJob, gather: Gather) -> None:
             release(job.claimed)
 
 
-def on_first_rank(work: Callable[[], object], path: Any, rank: int, gather: Gather) -> None:
+def on_first_rank(work: Callable[[], object], path: Any, rank: int, group: dist.ProcessGroup | None = None) -> None:
     """Do `work`, which writes `path`, on rank 0. Raises the same on every rank. Collective."""
-    on_every_rank(work if rank == 0 else lambda: None, path, gather)
+    on_every_rank(work if rank == 0 else lambda: None, path, group)
 
 
-def on_every_rank(work: Callable[[], T], path: Any, gather: Gather) -> T:
-    """Do `work`, a part of saving `path`. Raises the same on every rank. Collective."""
-    done, problem = _attempt(work)
-    _raise_any(path, gather(problem))
-    return cast(T, done)
+def on_every_rank(work: Callable[[], T], path: Any, group: dist.ProcessGroup | None = None) -> T:
+    """Do `work`, a part of saving `path`, without messages. Raises the same on every rank. Collective."""
 
+    def named() -> T:
+        try:
+            return work()
+        except Exception as error:
+            disk = isinstance(error, OSError | SaveFailed)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            text = f"rank {rank}: {'' if disk else f'{type(error).__name__}: '}{error}"
+            raise (SaveFailed if disk else CheckpointError)(
+                f"{path} was not saved: {text}. What was there before is still there."
+            ) from error
 
-def _raise_any(path: Any, problems: Sequence[str]) -> None:
-    """Raise what went wrong on the first rank that something went wrong on."""
-    for rank, text in enumerate(problems):
-        if text:
-            raise (SaveFailed if text.startswith("!disk ") else CheckpointError)(
-                f"{path} was not saved: rank {rank}: {text.partition(' ')[2]}. What was there before is still there."
-            )
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of `work`, and its error as text for the other ranks."""
-    try:
-        return work(), ""
-    except (OSError, SaveFailed) as error:
-        return None, f"!disk {error}"
-    except Exception as error:
-        return None, f"!error {type(error).__name__}: {error}"
+    return agreement.together(named, group=group, local=True)
 
 
 def _commit(job: SaveJob, files: tuple[Written, ...]) -> None:

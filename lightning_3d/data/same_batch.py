@@ -2,28 +2,28 @@
 
 from collections.abc import Mapping
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.data.same_samples import SEED, leaf_checksums
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Layout
-from lightning_3d.ranks import agreement, random_streams, talk
-from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
+from lightning_3d.ranks import agreement, talk
+from lightning_3d.sandbox.first_batch import FirstBatch
 
 Marks = dict[str, tuple[str, int]]
 """Name of a leaf of a batch -> its kind and a number that depends on its values."""
 
 
-def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
+def compare_first_batch(first: FirstBatch, layout: Layout) -> None:
     """Raise on every rank if peers would train on different first batches. Collective over all ranks.
 
     Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
-    would blame the module. A batch that cannot be read ahead of training is compared in the first step.
+    would blame the module.
     """
+    trainer = first.trainer
     if layout.peers == 1 or trainer.state.fn != TrainerFn.FITTING:
         return
-    batches = talk.gather(_marks_of_first_batch(trainer))
+    batches = talk.gather(_marks_of(first))
     everyone: dict[int, dict[int, Marks | None]] = {}
     for rank, marks in enumerate(batches):
         everyone.setdefault(layout.coordinate(rank).data, {})[rank] = marks
@@ -38,12 +38,10 @@ def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
             )
 
 
-def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
-    """None where training would lose the batch, or where reading fails: the step that reads it raises then."""
+def _marks_of(first: FirstBatch) -> Marks | None:
+    """None where reading fails: the step that reads it raises then."""
     try:
-        with random_streams.restored_streams():
-            loaders = loaders_of(trainer)
-            return leaf_checksums(first_batch(loaders)) if map_style(loaders) else None
+        return leaf_checksums(first())
     except Exception as error:
         agreement.raise_if_alone(error)
         return None

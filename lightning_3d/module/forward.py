@@ -33,7 +33,6 @@ class ForwardLayer:
     rank: Layer
     next: Callable[..., Any]
     """The forward inside of this one."""
-    stack: "_Stack"
 
     def __init_subclass__(cls, rank: Layer | None = None) -> None:
         if rank is not None:  # else that of the class above
@@ -43,19 +42,31 @@ class ForwardLayer:
         self.module: Any = module
 
 
+class _Entry(ForwardLayer):
+    """The outer end of the layers. It stays where a library has put a forward of its own around it."""
+
+    stack: "_Stack"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.next(*args, **kwargs)
+
+
 class _Stack:
     """The layers of one module, inner to outer."""
 
     def __init__(self, module: nn.Module) -> None:
         # bound here: dynamo (torch 2.13) takes `type(module).forward.__get__(module)` for the layer that calls it
-        self.own, self.layers = module.forward, list[ForwardLayer]()
-        self.change = Change(module, "forward", self.own)
+        self.own, self.layers, self.entry = module.forward, list[ForwardLayer](), _Entry(module)
+        self.method = _as_method(self.entry, self.own)
+        self.change = Change(module, "forward", self.method)
 
     def put(self, layers: list[ForwardLayer]) -> None:
         self.layers, forward = layers, self.own
         for layer in layers:
-            layer.stack, layer.next, forward = self, forward, _as_method(layer, self.own)
-        self.change.put(forward if layers else self.change.before)
+            layer.next, forward = forward, _as_method(layer, self.own)
+        self.entry.stack, self.entry.next = self, forward
+        if any(self.change.now() is each for each in (self.method, self.change.before)):  # else a library's is outside
+            self.change.put(self.method if layers else self.change.before)
 
 
 def add_layer(layer: ForwardLayer, undo: UndoStack) -> None:
@@ -92,8 +103,8 @@ def without_layers(module: nn.Module) -> Iterator[None]:
 
 
 def _stack_of(module: nn.Module) -> _Stack | None:
-    layer = getattr(vars(module).get("forward"), "__self__", None)
-    return layer.stack if isinstance(layer, ForwardLayer) and layer.module is module else None
+    entry = getattr(vars(module).get("forward"), "__self__", None)
+    return entry.stack if isinstance(entry, _Entry) and entry.module is module else None
 
 
 def _as_method(layer: ForwardLayer, own: Callable[..., Any]) -> MethodType:

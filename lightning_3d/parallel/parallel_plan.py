@@ -28,6 +28,7 @@ from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import agreement, talk
 from lightning_3d.ranks.rank_zero import rank_local
 from lightning_3d.sandbox.deferred import computed_on_use
+from lightning_3d.sandbox.first_batch import FirstBatch
 from lightning_3d.tensor.block_calls import CallRecorder, Recording, record_one_batch, records
 from lightning_3d.tensor.plan_module import SEQUENCE, plan_tensor
 from lightning_3d.tensor.tensor_plan import TensorPlan
@@ -77,26 +78,26 @@ def make_plan(
     plugin: Precision3D,
 ) -> ParallelPlan:
     """Decide on the unsplit module what will be done to it, the same on every rank. Collective."""
-    anatomy = Anatomy.of(module)
+    anatomy, first_batch = Anatomy.of(module), FirstBatch(trainer)
     split = plan_pipeline(module, anatomy, layout, None)
     uncut_run = None
     cut = split is not None and not split.solo
     recorder = CallRecorder(module) if layout.tensor_parallel_size > 1 and records(module) else None
     if cut or recorder is not None:  # a batch is read ahead of training
-        compare_first_batch(trainer, layout)
+        compare_first_batch(first_batch, layout)
     if split is not None and cut:
         units = [unit.name for unit in split.units]
         _ = trainer.log_dir  # a broadcast, made now on all ranks: a pipelined step may read it on one rank
         with one_block_at_a_time(module, units, plugin.forward_context) as context:
             uncut_run = observe_one_batch(
-                trainer, module, units, layout, to_device, context, choices.loss_scope,
+                first_batch, module, units, layout, to_device, context, choices.loss_scope,
                 groups=[mesh.get_group(axis) for axis in layout.peer_axes],
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
     tensor = None
     if layout.tensor_parallel_size > 1:
-        calls = _calls_of_first_batch(trainer, module, layout, to_device, recorder, cut)
+        calls = _calls_of(first_batch, module, layout, to_device, recorder, cut)
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
@@ -113,8 +114,8 @@ def make_plan(
     return ParallelPlan(anatomy, split, tensor, uncut_run, scope, choices.recompute, choices.offload)
 
 
-def _calls_of_first_batch(
-    trainer: Trainer,
+def _calls_of(
+    first_batch: FirstBatch,
     module: LightningModule,
     layout: Layout,
     to_device: Callable[[Any], Any],
@@ -126,6 +127,7 @@ def _calls_of_first_batch(
     A step may send messages to all ranks, so all of them run it. One that a pipeline cuts may send to data ranks only,
     so one peer of each data rank runs it.
     """
+    trainer = first_batch.trainer
     place = layout.coordinate(trainer.global_rank)
     lone = cut and trainer.state.fn == TrainerFn.FITTING and not Group().simulated
 
@@ -133,7 +135,7 @@ def _calls_of_first_batch(
         if lone and not place.leads:
             return None
         with computed_on_use(module), rank_local() if lone else nullcontext():
-            return record_one_batch(trainer, module, to_device, recorder)
+            return record_one_batch(first_batch, module, to_device, recorder)
 
     return agreement.together(record, WritesError)
 

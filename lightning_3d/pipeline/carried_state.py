@@ -123,6 +123,10 @@ class StepRuns(Protocol):
     """The full batch, and the step's other arguments."""
     rounding: float
 
+    def __call__(self, rows: Any, seed: int, marked: bool) -> StepResult | None:
+        """Run the step on some rows, and put all back."""
+        ...
+
     def in_sequence(self, parts: Sequence[tuple[int, Any]], put_back: Sequence[bool]) -> list[StepResult] | Exception:
         """Run the step on parts of a batch, each with its seed, one after the other; the error where one fails.
 
@@ -182,7 +186,12 @@ def find_carried(
     carried = runs.in_sequence(each, [False] * len(each))
     if isinstance(carried, Exception) and isinstance(runs.in_sequence([(1, runs.args[0])] * 2, [False] * 2), Exception):
         return mean  # it would fail on one device as well
-    if not _differ(others, carried, places) or _only_counts(runs, each, carried, alone, places):
+    if not _differ(others, carried, places, _FLOOR):
+        return mean
+    again = [runs(part, seed, False) for seed, part in each[:-1]]  # on a GPU each part has a rounding of its own
+    pairs = [(one, other) for one, other in zip(others, again, strict=False) if one is not None and other is not None]
+    bound = max(_FLOOR, 10 * max(distance(one, other) for one, other in pairs))
+    if not _differ(others, carried, places, bound) or _only_counts(runs, each, carried, alone, places, bound):
         return mean
     if mean.verdict == "mean" and {place.kind for place in places} == {"attribute"} and _joins(runs, parts, counts):
         return mean
@@ -193,7 +202,7 @@ def find_carried(
             " __init__."
         )
     left = runs.in_sequence(each, [True] * len(each))
-    inside = _inside(_checked(left, places), places) if _differ(others, left, places) else None
+    inside = _inside(_checked(left, places), places, bound) if _differ(others, left, places, bound) else None
     mixing = [inside, _with_state(runs, parts[0], places) if compared else None, mean.mixing]
     reason = f"the loss depends on what the step keeps from batch to batch ({_names(places)})"
     return LossMean("no mean", reason, first_call(mixing))
@@ -218,12 +227,17 @@ def _numbers(value: Any) -> list[Print]:
 
 
 def _only_counts(
-    runs: StepRuns, parts: Sequence[tuple[int, Any]], carried: Any, alone: Sequence[StepResult | None], places: Any
+    runs: StepRuns,
+    parts: Sequence[tuple[int, Any]],
+    carried: Any,
+    alone: Sequence[StepResult | None],
+    places: Any,
+    bound: float,
 ) -> bool:
     """True where a count of batches alone gives the numbers of parts in sequence."""
     counts = [place.name for place, alike in _places(alone).items() if alike and place.kind == "attribute"]
     counted = runs.with_counts(parts, counts) if counts else None
-    return isinstance(counted, list) and not _differ(counted, carried, places)
+    return isinstance(counted, list) and not _differ(counted, carried, places, bound)
 
 
 def _with_state(runs: StepRuns, part: Any, places: Sequence[Place]) -> Mixing | None:
@@ -248,21 +262,18 @@ def _checked(results: list[StepResult] | Exception, places: Sequence[Place]) -> 
 
 
 def _differ(
-    alone: Sequence[StepResult | None], sequence: list[StepResult] | Exception, places: Sequence[Place]
+    alone: Sequence[StepResult | None], sequence: list[StepResult] | Exception, places: Sequence[Place], bound: float
 ) -> bool:
-    """Compare parts in sequence with the same ones alone. The first one shows the rounding."""
-    found = _checked(sequence, places)
-    assert alone[0] is not None
-    bound = max(_FLOOR, 10 * distance(alone[0], found[0]))
-    pairs = zip(alone[1:], found[1:], strict=True)
+    """True where a part in sequence differs from the same one alone by more than `bound`."""
+    pairs = zip(alone, _checked(sequence, places), strict=True)
     return any(one is not None and not distance(one, other) <= bound for one, other in pairs)
 
 
-def _inside(left: Sequence[StepResult], places: Sequence[Place]) -> Mixing:
+def _inside(left: Sequence[StepResult], places: Sequence[Place], bound: float) -> Mixing:
     """The first call of a block that computes with a state of its own. Raises for the state of an object."""
     first, inner = left[0], [place for place in places if place.unit is not None]
     calls = [at for at, unit in enumerate(first.calls) if any(place.unit == unit for place in inner)]
-    other = first_other(first.marks, left[-1].marks, _FLOOR)
+    other = first_other(first.marks, left[-1].marks, bound)
     objects = [place for place in places if place.kind == "object"]
     behind = [at for at in calls if other is not None and at >= other] or ([] if objects else calls)
     if not behind:

@@ -36,7 +36,7 @@ from lightning_3d.ranks import agreement, talk
 from lightning_3d.sandbox.fingerprint import differ, fingerprint
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.snapshot import Watched, changed, isolated, marks, open_buffers, own
-from lightning_3d.sandbox.trees import map_leaves, unshared
+from lightning_3d.sandbox.trees import copied
 from lightning_3d.sandbox.trial import holders, trial
 
 _SHAPES_KEPT = 256
@@ -86,7 +86,7 @@ class EvaluationStep:
 
     step: StepContext
     known: Evaluations
-    problem: str | None = None
+    problem: Exception | None = None
     """The first error in microbatches on this rank."""
     results: dict[int, list[Tensor]] = field(default_factory=dict)
     """On the last stage, by microbatch: the tensors that the rest uses."""
@@ -156,7 +156,7 @@ class EvaluationStep:
 
         Where they have computed alone `again` and again, and would have been wrong now, that is an error.
         """
-        pipeline, batch = self.pipeline, _copied(self.args[0])
+        pipeline, batch = self.pipeline, copied(self.args[0])
         buffers = marks(pipeline.module, open_buffers(pipeline.module, list(pipeline.split.holders)))
         rehearsal = PassRehearsal(self.step, units)
         with rehearsal, pipeline.gates.directed(rehearsal), pipeline.recorder.outside(rehearsal.use_at_end):
@@ -180,22 +180,20 @@ class EvaluationStep:
             self._give_up(key, problem)
         return output
 
-    def _attempt(self, run: Any) -> str | None:
-        """The problem that `run` has with microbatches, None where it has none."""
+    def _attempt(self, run: Any) -> Exception | None:
+        """The problem that `run` has with microbatches, None where it has none. Memory may not suffice on one rank."""
         try:
             run()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # reported by `_give_up`, on every rank
             agreement.raise_if_alone(error)
-            return _text(error)
+            return error
         return None
 
-    def _first(self, problem: str | None) -> str | None:
+    def _first(self, problem: Exception | None) -> str | None:
         """The first problem of all ranks that run this batch: they must go on in the same way."""
         for group in (self.pipeline.wire.group, *self.pipeline.hooks.peers):
-            problem = next((text for text in talk.gather(problem, group) if text is not None), None)
-        return problem
+            problem = agreement.first_error(problem, group=group, local=True)
+        return None if problem is None else _text(problem)
 
     def _give_up(self, key: Any, problem: str | None) -> None:
         self.known.put(key, None)
@@ -260,7 +258,7 @@ class EvaluationStep:
             for name in changed(module, buffers):
                 raise PipelineSplitError(f"a block changes the buffer {name!r}")
         if received is None:
-            raise PipelineSplitError(self.problem or "another stage fails")
+            raise self.problem or PipelineSplitError("another stage fails")
         with self.pipeline.hooks.context():
             rounding = rounding_of(module)
         own_outputs = {(len(staged.trace.calls), at): full for at, full in enumerate(rehearsal.last_output)}
@@ -274,7 +272,7 @@ class EvaluationStep:
         """The tensors that the rest needs, of the full batch, on every rank. None where a rank has a problem."""
         pipeline, count = self.pipeline, len(staged.sizes)
         if users_hooks(pipeline.module, list(pipeline.split.holders)):
-            self.problem = "blocks have new forward hooks"
+            self.problem = PipelineSplitError("blocks have new forward hooks")
         with _no_graph():
             pieces = split_batch(self.args[0], list(staged.sizes), staged.rows)
             pipeline.recorder.find_metrics()
@@ -308,12 +306,7 @@ class EvaluationStep:
 
     def _of(self, piece: Any) -> StepContext:
         """The step on a microbatch."""
-        return replace(self.step, args=(_copied(piece), *self.args[1:]))
-
-
-def _copied(batch: Any) -> Any:
-    """A copy for one run: the step may write into its batch."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unshared(batch))
+        return replace(self.step, args=(copied(piece), *self.args[1:]))
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _difference(together: StepResult, parts: list[StepResult], sizes: list[int],
     weights = [size / rows for size in sizes]
     mean = weighted_mean([part.loss for part in parts], weights)
     off = _distance(together.gradient, [part.gradient for part in parts], weights)
-    if not _equal(together.loss, mean, rounding):
+    if not equal_losses(together.loss, mean, min(ROUNDING, rounding / 10)):
         return f"the loss on {rows} samples is {together.loss:.6g}, the mean of the losses on {those} is {mean:.6g}"
     if not off <= rounding:  # also where it is not a number
         return (
@@ -207,13 +207,17 @@ def distance(one: StepResult, other: StepResult) -> float:
 
 
 def _differ(one: StepResult, other: StepResult | None, rounding: float) -> bool:
-    if other is None or not _equal(one.loss, other.loss, rounding):
+    if other is None or not equal_losses(one.loss, other.loss, min(ROUNDING, rounding / 10)):
         return True
     return not _distance(one.gradient, [other.gradient], [1]) <= rounding
 
 
-def _equal(one: float, other: float, rounding: float) -> bool:
-    return abs(one - other) <= min(ROUNDING, rounding / 10) * max(abs(one), abs(other), 1e-6)
+def equal_losses(one: float, other: float, rounding: float, least: float = 1e-10) -> bool:
+    """True where two losses differ by no more than `rounding`, relative to them, or `least`; also if both are no
+    numbers."""
+    if one != one or other != other:
+        return one != one and other != other
+    return one == other or abs(one - other) <= max(least, rounding * max(abs(one), abs(other)))
 
 
 def _distance(together: Tensor, parts: list[Tensor], weights: list[float]) -> float:

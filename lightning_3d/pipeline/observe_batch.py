@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import distributed as dist
@@ -38,7 +38,7 @@ from lightning_3d.pipeline.observe import UncutRun, observe, run_step
 from lightning_3d.pipeline.peer_runs import PeerRuns
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
-from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, map_style, promised_samples, step_arguments
+from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
@@ -194,7 +194,7 @@ _IN_PIECES = "which under a pipeline each microbatch would do, on a stage that m
 
 
 def observe_one_batch(
-    trainer: Trainer,
+    first_batch: FirstBatch,
     module: LightningModule,
     units: Sequence[str],
     layout: Layout,
@@ -206,26 +206,25 @@ def observe_one_batch(
 ) -> UncutRun | None:
     """Observe the step that is about to run, on the first microbatch of its first batch, forward and backward.
 
-    None where the batch cannot be read twice (a stream), or where the step fails on a rank. Then the pipeline learns
-    the order of blocks from their declaration. Collective; an error of one rank is raised on all.
+    None where the step fails on a rank. Then the pipeline learns the order of blocks from their declaration.
+    Collective; an error of one rank is raised on all.
 
     Args:
+        first_batch: of a stream too. The loop gets it again.
         units: names of the modules that a pipeline will place.
         context: entered around a step (autocast).
         loss_scope: "microbatch" warns if the loss is no mean over samples.
         groups: this rank's tensor and pipeline groups.
         on_full_batch: entered around runs on the full batch.
     """
-    assert trainer.state.fn is not None
-    name, fitting = STEPS[trainer.state.fn], trainer.state.fn == TrainerFn.FITTING
+    run_of = first_batch.trainer.state.fn
+    assert run_of is not None
+    name, fitting = STEPS[run_of], run_of == TrainerFn.FITTING
 
-    def observation(peers: PeerRuns) -> UncutRun | None:
-        loaders = loaders_of(trainer)
-        if not map_style(loaders):
-            return None
-        args = step_arguments(getattr(module, name), to_device(first_batch(loaders)))
+    def observation(peers: PeerRuns) -> UncutRun:
+        args = step_arguments(getattr(module, name), to_device(first_batch()))
         cut = fitting and bool(args)  # evaluation runs full batches
-        rows = Rows.of(args[0], promised_samples(loaders.combined), module) if cut else TENSORS
+        rows = Rows.of(args[0], first_batch.samples, module) if cut else TENSORS
         sizes = microbatch_sizes(args[0], layout.num_microbatches, layout.sizes[PIPELINE_AXIS], rows) if cut else [1]
         pieces = split_batch(args[0], sizes, rows) if args else []
 
@@ -250,7 +249,7 @@ def observe_one_batch(
                     run(second)
         return replace(uncut, args=first, loss_mean=mean)
 
-    return _on_every_rank(observation, module, name, groups)
+    return _on_every_rank(observation, first_batch, module, name, groups)
 
 
 def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:
@@ -303,7 +302,8 @@ def _rounding(module: Any, units: Sequence[str], context: Callable[[], AbstractC
 
 
 def _on_every_rank(
-    observation: Callable[[PeerRuns], UncutRun | None],
+    observation: Callable[[PeerRuns], UncutRun],
+    first_batch: FirstBatch,
     module: LightningModule,
     step: str,
     groups: Sequence[dist.ProcessGroup],
@@ -313,6 +313,7 @@ def _on_every_rank(
     def leave_no_trace() -> UncutRun | None:
         peers = PeerRuns(groups)
         try:
+            first_batch()  # outside of the trial: it would put a stream on the module back too
             refuse = Interceptor(RefuseWrites(module.named_parameters, _IN_PIECES))
             with trial(module, gradients=True, logs=False), refuse:
                 uncut = observation(peers)

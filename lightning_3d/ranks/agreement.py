@@ -4,7 +4,6 @@ Ranks that run the same code meet at its end, each with an error or with none. I
 """
 
 import os
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,10 +18,19 @@ PATIENCE = 5.0
 """Seconds that a failing rank waits for the others. Then they wait elsewhere, for a message of this rank."""
 
 
-def together(make: Callable[[], T], errors: type[Exception] = Exception, group: dist.ProcessGroup | None = None) -> T:
+def together(
+    make: Callable[[], T],
+    errors: type[Exception] = Exception,
+    group: dist.ProcessGroup | None = None,
+    *,
+    local: bool = False,
+) -> T:
     """The result of this rank's `make()`. If it raises one of `errors` on some ranks, every rank raises the first.
 
     Collective. Any other error is raised at once and on this rank alone.
+
+    Args:
+        local: see `first_error`.
     """
     made: Any = None
     mine: Exception | None = None
@@ -31,14 +39,22 @@ def together(make: Callable[[], T], errors: type[Exception] = Exception, group: 
     except errors as error:
         raise_if_alone(error)
         mine = error
-    agree(mine, group=group)
+    agree(mine, group=group, local=local)
     return made  # type: ignore[no-any-return]
 
 
-def agree(mine: Exception | None = None, at: str = "", group: dist.ProcessGroup | None = None) -> None:
-    """Return where no rank of `group` has an error. Else raise the first one on every rank. Collective.
+def agree(*args: Any, **kwargs: Any) -> None:
+    """Raise the `first_error` of these arguments on every rank. Return where there is none. Collective."""
+    if (error := first_error(*args, **kwargs)) is not None:
+        raise error
 
-    A rank whose own error is the same one raises its own.
+
+def first_error(
+    mine: Exception | None = None, at: str = "", group: dist.ProcessGroup | None = None, *, local: bool = False
+) -> Exception | None:
+    """The first error of the ranks of `group`; None where no rank has one. Collective.
+
+    A rank whose own error is the same one gets its own.
 
     A rank that fails between messages comes here with its error, and the others with None where the next message is.
     Where some of them do not come, they wait in another message. Then this rank raises its error alone, which ends
@@ -46,24 +62,23 @@ def agree(mine: Exception | None = None, at: str = "", group: dist.ProcessGroup 
 
     Args:
         at: where this rank is. It must be equal on ranks without an error.
+        local: True where the code before has no messages. Then all ranks come, however long that takes.
     """
     if not dist.is_initialized() or talk.job_store() is None:  # no other rank answers in a dry run
-        if mine is not None:
-            raise mine
-        return
-    if not _arrived(group, wait=mine is not None):
+        return mine
+    if not local and not _arrived(group, wait=mine is not None):
         assert mine is not None
         mine.lightning_3d_alone = True  # type: ignore[attr-defined]
-        raise mine
+        return mine
     if talk.all_equal(at if mine is None else os.urandom(16), group) and mine is None:
-        return
+        return None
     name = "" if mine is None else f"{type(mine).__name__}: {mine}"
     answers = talk.gather((at, name, None if mine is None else talk.portable(mine)), group)
     for _, first, error in answers:
         if error is not None:
-            raise mine if mine is not None and name == first else error
+            return mine if mine is not None and name == first else error
     places = "; ".join(dict.fromkeys(place for place, _, _ in answers))
-    raise DivergenceError(
+    return DivergenceError(
         f"The ranks went different ways in one step ({places}), so their messages would not match. The step must not"
         " depend on the rank, on the time or on a random generator of its own."
     )
@@ -79,19 +94,17 @@ def _arrived(group: dist.ProcessGroup | None, wait: bool) -> bool:
     assert group is not None
     count = _agreements[group] = _agreements.get(group, 0) + 1
     store: Any = talk.job_store()
-    keys = {rank: f"lightning_3d/agree/{group.group_name}/{rank}" for rank in dist.get_process_group_ranks(group)}
+    name = f"lightning_3d/agree/{group.group_name}"
+    keys = {rank: f"{name}/{rank}" for rank in dist.get_process_group_ranks(group)}
     store.set(keys[dist.get_rank()], str(count))
 
     def come() -> bool:
-        deadline, wanted = time.monotonic() + PATIENCE, [*keys.values()]
-        while not store.check(wanted) or min(map(int, store.multi_get(wanted))) < count:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.002)
-        return True
+        wanted = [*keys.values()]
+        return store.check(wanted) and min(map(int, store.multi_get(wanted))) >= count
 
     try:
-        return not wait or talk.bounded(come, 2 * PATIENCE)
+        verdict = f"{name}/verdict {count}"
+        return not wait or talk.bounded(lambda: talk.decided(store, verdict, come, PATIENCE), 2 * PATIENCE)
     except (RuntimeError, talk.StoreGone):
         return False
 

@@ -252,20 +252,24 @@ def failed_everywhere(own_error: bool) -> bool:
     def agree() -> bool:
         occasion = _occasion(store, "failure", mine)
         keys = [f"lightning_3d/failure/{occasion}/{rank}" for rank in range(dist.get_world_size())]
-        verdict = f"lightning_3d/verdict/{occasion}"
         store.set(keys[mine], "here")
-        deadline = time.monotonic() + PATIENCE_AFTER_ERROR
-        together = False
-        while own_error and not together and not store.check([verdict]) and time.monotonic() < deadline:
-            together = store.check(keys)
-            time.sleep(0.002)
-        # the first verdict counts on all ranks: one may come just when another gives up
-        return bool(store.compare_set(verdict, "", "together" if together else "apart") == b"together")
+        patience = PATIENCE_AFTER_ERROR if own_error else 0.0
+        return decided(store, f"lightning_3d/verdict/{occasion}", lambda: store.check(keys), patience)
 
     try:
         return bounded(agree, 2 * PATIENCE_AFTER_ERROR)
     except (RuntimeError, StoreGone):
         return False  # the rank that serves the store is gone
+
+
+def decided(store: Any, verdict: str, arrived: Callable[[], bool], patience: float) -> bool:
+    """True if `arrived()` within `patience` seconds. The first verdict counts on all ranks that ask for it: one may
+    come just when another gives up."""
+    deadline, together = time.monotonic() + patience, False
+    while not together and not store.check([verdict]) and time.monotonic() < deadline:
+        together = arrived()
+        time.sleep(0.002)
+    return bool(store.compare_set(verdict, "", "together" if together else "apart") == b"together")
 
 
 def leave() -> None:

@@ -1,14 +1,15 @@
 """Reads the first batch of the loop that is about to run, without taking it away from the loop."""
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.own_generators import Generator, is_generator, restored_states, state_of
+from lightning_3d.sandbox.trees import copied
 
 _LARGE = 1 << 20
 
@@ -62,22 +64,36 @@ def forget_reads(trainer: Trainer) -> None:
         vars(loop._data_source).pop("dataloader", None)
 
 
-def map_style(loaders: Loaders) -> bool:
-    """Return True if every loader reads from a dataset by index, so that reading takes no batch away."""
-    every = loaders.combined.flattened
-    maps = [isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in every]
-    return bool(maps) and all(maps)
+class FirstBatch:
+    """The first batch of the loop that is about to run. It is read when it is first asked for, and once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.samples: int | None = None
+        """Those that the loader promises, once the batch is read."""
+        self._read: list[Any] = []
+
+    def __call__(self) -> Any:
+        """The batch, for code that may write into it. Random streams are put back."""
+        if not self._read:
+            with random_streams.restored_streams():
+                loaders = loaders_of(self.trainer)
+                self._read = [_first_of(loaders, self.trainer.strategy)]
+            self.samples = promised_samples(loaders.combined)
+        return copied(self._read[0])
 
 
-def first_batch(loaders: Loaders) -> Any:
+def _first_of(loaders: Loaders, strategy: Strategy) -> Any:
     """The first batch, from a separate iterator where there can be one. Else the loop gets what is read here.
 
-    A stream is read from a copy, since it may remember its position. The loaders' own generators are put back. The
-    caller restores the main random streams.
+    A stream is read from a copy, since it may remember its position. The loaders' own generators are put back.
     """
     combined, own = loaders.combined, loaders.combined.flattened
     separate = [_read_again(each) for each in own]
     reads = [_Once(each) if copy is None else None for each, copy in zip(own, separate, strict=True)]
+    for once in reads:
+        if once is not None:
+            strategy.process_dataloader(once.loader)  # seeds workers, which go on in the loop
     states = [_generators(each) for each, copy in zip(own, separate, strict=True) if copy is not None]
     combined.flattened = [once or copy for once, copy in zip(reads, separate, strict=True)]
     try:
@@ -94,7 +110,7 @@ def first_batch(loaders: Loaders) -> Any:
 def _read_again(loader: Any) -> Any:
     """A loader that reads what `loader` will, and takes nothing away from it; None where there is none.
 
-    It has a copy of the stream where this process would read the stream.
+    It has a copy of a stream. What cannot be copied (an open file, a queue) is shared with worker processes too.
     """
     if not isinstance(loader, DataLoader):
         return loader if isinstance(loader, Sequence | Tensor) else None
@@ -103,20 +119,18 @@ def _read_again(loader: Any) -> Any:
     inner = vars(loader.dataset).values()
     if any(isinstance(each, Iterator) for each in (loader.dataset, *inner)):  # a file, a generator
         return None
-    if loader.num_workers:
-        return loader
     shared = {id(each): each for each in inner if _data_itself(each)}
     reads = copy(loader)
     try:
         vars(reads)["dataset"] = deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
-    except (TypeError, pickle.PicklingError):
+    except Exception:  # each kind of file, queue and connection has its own
         return None
     return reads
 
 
 def _data_itself(value: Any) -> bool:
-    """Return True for a tensor that is too large to be the position of a stream, and maybe too large to copy."""
-    return isinstance(value, Tensor) and value.nbytes > _LARGE
+    """Return True for an array that is too large to be the position of a stream, and maybe too large to copy."""
+    return isinstance(value, Tensor | np.ndarray) and value.nbytes > _LARGE
 
 
 def _generators(loader: Any) -> dict[Generator, Any]:
@@ -163,11 +177,13 @@ class _Once:
     """Reads a loader that can be read only once, and keeps what it has read."""
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        self.loader, self.kind = loader, type(loader)
         self.items: list[Any] = []
         self.begun, self.read = _Draws(), _Draws()
         self.rest: Iterator[Any] | None = None
-        self.asked = False
+        self.swapped: type | None = None
+        """The class of the loader until what was read is given."""
+        self.asked = self.given = False
 
     def __iter__(self) -> Iterator[Any]:
         with self.begun.noted():
@@ -182,36 +198,59 @@ class _Once:
 
     def given_back(self) -> Any:
         """The loader, whose next iteration begins with what was read. It is the same object, if it can be."""
-        loader, kind = self.loader, type(self.loader)
-        again = {"__iter__": lambda _: self._again(kind), "__module__": kind.__module__, "__slots__": ()}
-        if hasattr(kind, "load_state_dict"):  # a run that resumes goes on elsewhere
-            again["load_state_dict"] = lambda _, state: self._own(kind).load_state_dict(state)
+        if self.rest is None:
+            return self.loader
+        again: dict[str, Any] = {"__module__": self.kind.__module__, "__slots__": ()}
+        again["__iter__"] = lambda holder: self.again(holder)
+        if hasattr(self.kind, "load_state_dict"):  # a run that resumes goes on elsewhere
+            again["load_state_dict"] = lambda holder, state: self.own(holder).load_state_dict(state)
         try:
-            if self.rest is not None:
-                loader.__class__ = type(kind.__name__, (kind,), again)
-        except TypeError:  # a type of Python's own: a generator, or a container
-            return self._again(kind) if isinstance(loader, Iterator) else loader
-        return loader
-
-    def _own(self, kind: type) -> Any:
-        if type(self.loader) is not kind:
-            self.loader.__class__ = kind
+            self.swapped = type(self.kind.__name__, (self.kind,), again)
+            self.loader.__class__ = self.swapped
+        except Exception:  # a type of Python's own, or one that allows none below it, each by its own error
+            return _StandIn(self)
         return self.loader
 
-    def _again(self, kind: type) -> Iterator[Any]:
-        if self.asked and self.begun.drew:  # Lightning begins an iteration to see that it can; each draws another order
-            return iter(self._own(kind))
+    def own(self, holder: Any) -> Any:
+        """`holder`, the loader or what Lightning has built from it, without what was read."""
+        self.given = True
+        for each in (self.loader, holder):
+            if type(each) is self.swapped:
+                each.__class__ = self.kind
+        return holder
+
+    def again(self, holder: Any) -> Iterator[Any]:
+        # Lightning begins an iteration to see that it can; each draws another order
+        if self.given or (self.asked and self.begun.drew):
+            return iter(self.own(holder))
         self.asked = True
         self.begun.repeat()
-        return self._read(kind)
+        return self._read(holder)
 
-    def _read(self, kind: type) -> Iterator[Any]:
-        self._own(kind)
+    def _read(self, holder: Any) -> Iterator[Any]:
+        self.own(holder)
         self.read.repeat()
         while self.items:
             yield self.items.pop(0)
-        if self.rest is not None:
-            yield from self.rest
+        assert self.rest is not None
+        yield from self.rest
+
+
+class _StandIn:
+    """Stands for a loader whose class cannot be another one."""
+
+    def __init__(self, once: _Once) -> None:
+        self._once = once
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._once.again(self._once.loader)
+
+    def __len__(self) -> int:
+        return len(self._once.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._once.loader, name)
+        return found if name != "load_state_dict" else lambda state: (self._once.own(None), found(state))
 
 
 @dataclass

@@ -91,6 +91,15 @@ def unshared(value: Any) -> Any:
     return value if inner is None else rebuild(value, [unshared(item) for item in inner])
 
 
+def copied(value: Any) -> Any:
+    """A copy of a batch for one run of a step, which may write into it."""
+    return map_leaves(_cloned, unshared(value))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
 def detached(value: Any) -> Any:
     """`value` without its graph."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)

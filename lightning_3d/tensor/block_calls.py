@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.errors import WritesError
 from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.random_streams import restored_streams
-from lightning_3d.sandbox.first_batch import STEPS, first_batch, loaders_of, step_arguments
+from lightning_3d.sandbox.first_batch import STEPS, FirstBatch, step_arguments
 from lightning_3d.sandbox.interceptor import Interceptor
 from lightning_3d.sandbox.reads import NoteReads
 from lightning_3d.sandbox.trial import trial
@@ -200,7 +200,7 @@ def records(module: LightningModule) -> bool:
 
 
 def record_one_batch(
-    trainer: Trainer,
+    first_batch: FirstBatch,
     module: LightningModule,
     to_device: Callable[[Any], Any],
     recorder: CallRecorder | None = None,
@@ -210,7 +210,7 @@ def record_one_batch(
     Random streams, weights, buffers and plain attributes are restored, and nothing is logged.
 
     Args:
-        trainer: has the batch.
+        first_batch: of the coming loop.
         module: has the step.
         to_device: moves a batch.
         recorder: one that may have recorded the step already.
@@ -220,11 +220,11 @@ def record_one_batch(
     """
     if not records(module):
         return None
+    trainer = first_batch.trainer
     assert trainer.state.fn is not None
     step = getattr(module, STEPS[trainer.state.fn])
     try:
-        with restored_streams():  # outside of the trial: it would put a stream on the module back too
-            read = first_batch(loaders_of(trainer))
+        read = first_batch()  # outside of the trial: it would put a stream on the module back too
         with trial(module, gradients=False):
             batch = to_device(read)
             run = lambda: step(*step_arguments(step, batch))  # noqa: E731

@@ -24,7 +24,7 @@ from lightning_3d.pipeline.microbatch import auto_microbatches, batch_size
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.units import find_units
 from lightning_3d.ranks import random_streams, talk
-from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style, step_arguments
+from lightning_3d.sandbox.first_batch import FirstBatch, step_arguments
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.sandbox.trial import trial
@@ -214,7 +214,7 @@ def able(module: LightningModule, base: Layout) -> Ability:
 def _tensor_share(situation: Situation, size: int) -> float:
     """The share of the blocks' parameters that a proven plan divides; on every rank what rank 0 finds."""
     module = situation.module
-    calls = record_one_batch(situation.trainer, module, situation.to_device)
+    calls = record_one_batch(FirstBatch(situation.trainer), module, situation.to_device)
 
     def prove() -> float:
         plan = plan_tensor(module, size, calls=calls)
@@ -244,10 +244,7 @@ def measure_step(
 ) -> Seen:
     """The costs of `training_step` on the first batch, run on tensors without memory."""
     with random_streams.restored_streams():
-        loaders = loaders_of(trainer)
-        if not map_style(loaders):
-            return Seen(counted, problems=("its data can be read only once, so activations are not known",))
-        batch = to_device(first_batch(loaders))
+        batch = to_device(FirstBatch(trainer)())
     rows = batch_size(batch)
     if not rows:
         return Seen(counted, problems=("the samples in a batch could not be counted, so activations are not known",))

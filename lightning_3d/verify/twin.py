@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.sandbox.snapshot import Watched, put_changes
-from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
+from lightning_3d.sandbox.trees import copied, loss_of
 
 _ELSE = "Use verify='replicas', or no verify."
 
@@ -45,7 +45,7 @@ class UnsplitCopy:
 
     def follow(self, module: nn.Module) -> None:
         """Copy the changes of `module`, which trains, since the last look."""
-        put_changes(self.module, _copied(self.attributes.changes()))
+        put_changes(self.module, copied(self.attributes.changes()))
         modes = {name: part.training for name, part in module.named_modules()}
         buffers = dict(module.named_buffers())
         for name, part in self.module.named_modules():
@@ -72,7 +72,7 @@ class UnsplitCopy:
         """The loss of a step on a copy of the batch, which a step may change."""
         handles = [part.register_forward_pre_hook(_refuse) for part in self.originals]
         try:
-            return loss_of(self.module.training_step(*_copied(args)))
+            return loss_of(self.module.training_step(*copied(args)))
         except Exception as error:
             raise UnsupportedError(
                 f"verify='first_step' also runs training_step on a copy of the module, where it failed"
@@ -86,12 +86,3 @@ class UnsplitCopy:
 
 def _refuse(part: nn.Module, _: Any) -> None:
     raise RuntimeError(f"it called {type(part).__name__} of the module itself")
-
-
-def _copied(value: Any) -> Any:
-    """Copies containers too: what a step removes from one batch (`batch.pop`) is still in the other."""
-    return map_leaves(_cloned, unshared(value))
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

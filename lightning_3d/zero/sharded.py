@@ -376,24 +376,36 @@ def _return_arguments(unit: nn.Module, group: Any, undo: UndoStack) -> None:
     """Have `unit` return the tensors that it was given where its forward returns its arguments.
 
     FSDP2 gives it others, so that it sees the end of its backward. A later unit that differentiates an energy by the
-    positions, both from one dict, would have positions on which that energy does not depend.
+    positions, both from one dict, would have positions on which that energy does not depend. A unit that returned none
+    of its arguments in the first forwards is not looked at any more: that takes a walk through what goes in and out.
     """
     given: dict[int, tuple[Tensor, Any]] = {}
+    left: float = _CLOSELY
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def register(args: Any, kwargs: Any) -> Any:
             found = original(args, kwargs)
-            if found[0] is not args or found[1] is not kwargs:
-                pairs = zip(leaves(found), leaves((args, kwargs)), strict=True)
-                given.update({id(new): (new, own) for new, own in pairs if new is not own})
+            given.clear()  # of a forward that has raised
+            if left and (found[0] is not args or found[1] is not kwargs):
+                news, olds = leaves(found), leaves((args, kwargs))
+                if len(news) == len(olds):  # FSDP2 may rebuild a container of another library in another form
+                    given.update({id(new): (new, own) for new, own in zip(news, olds, strict=True) if new is not own})
             return found
 
         return register
 
     def put_back(module: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal left
         own = {at: old for at, (new, old) in given.items() if not outside_private.is_hooked(new)}
-        given.clear()
-        return map_leaves(lambda leaf: own.get(id(leaf), leaf), output) if own else output
+        if given:
+            given.clear()
+            returned = map_leaves(lambda leaf: own.get(id(leaf), leaf), output)
+            left = left - 1 if returned is output else float("inf")
+            output = returned
+        if not left:
+            hook.remove()
+        return output
 
     outside_private.wrap_inputs(group, wrap)
-    undo.callback(unit.register_forward_hook(put_back).remove)
+    hook = unit.register_forward_hook(put_back)
+    undo.callback(hook.remove)

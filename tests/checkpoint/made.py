@@ -1,6 +1,7 @@
 """Checkpoints of made-up tensors, saved by any number of pretended ranks in one process."""
 
-from threading import Barrier, Thread
+from threading import Barrier, Thread, local
+from unittest.mock import patch
 
 import torch
 
@@ -9,24 +10,32 @@ from lightning_3d.checkpoint.entry import TensorEntry
 from lightning_3d.checkpoint.placement import Placement, box
 from lightning_3d.checkpoint.plain_json import dumps
 from lightning_3d.checkpoint.safetensors_files import NAMES
-from lightning_3d.checkpoint.save import carry_out, prepare
+from lightning_3d.checkpoint.save import agreement, carry_out, prepare, talk
 
 
 class Ranks:
-    """Threads that gather as ranks do."""
+    """Threads that gather and agree as ranks do."""
 
     def __init__(self, size):
-        self.size, self.said, self.barrier = size, [None] * size, Barrier(size)
+        self.said, self.barrier, self.here = [None] * size, Barrier(size), local()
 
-    def gather(self, rank):
-        def gather(mine):
-            self.said[rank] = mine
-            self.barrier.wait(20)
-            everyone = list(self.said)
-            self.barrier.wait(20)
-            return everyone
+    def gather(self, mine, group=None):
+        self.said[self.here.rank] = mine
+        self.barrier.wait(20)
+        everyone = list(self.said)
+        self.barrier.wait(20)
+        return everyone
 
-        return gather
+    def together(self, make, group, local):
+        made = error = None
+        try:
+            made = make()
+        except Exception as mine:
+            error = mine
+        for first in self.gather(error):
+            if first is not None:
+                raise first
+        return made
 
 
 def save(path, tensors, rest=None, ranks=2, place=None):
@@ -35,27 +44,29 @@ def save(path, tensors, rest=None, ranks=2, place=None):
     meeting, problems = Ranks(ranks), [None] * ranks
 
     def work(rank):
+        meeting.here.rank = rank
         found = Collected()
         for name, whole in tensors.items():
             placement = place(name, whole.shape, rank)
-            local = torch.zeros(placement.local_shape, dtype=whole.dtype)
+            mine = torch.zeros(placement.local_shape, dtype=whole.dtype)
             for piece in placement.pieces:
-                local[box(piece.local, piece.size)] = whole[box(piece.offset, piece.size)]
-            found.tensors[name], found.listing[name] = local, TensorEntry(NAMES[whole.dtype], placement)
+                mine[box(piece.local, piece.size)] = whole[box(piece.offset, piece.size)]
+            found.tensors[name], found.listing[name] = mine, TensorEntry(NAMES[whole.dtype], placement)
         found.rest = dumps(
             {**(rest or {}), "state_dict": _references(tensors)}, lambda value, at: value.name, ""
         ).decode()
         found.own = dumps({"rank": rank}, lambda value, at: at, "").decode()
         try:
-            carry_out(prepare(found, path, rank, meeting.gather(rank)), meeting.gather(rank))
+            carry_out(prepare(found, path, rank))
         except Exception as error:
             problems[rank] = error
 
     threads = [Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with patch.object(talk, "gather", meeting.gather), patch.object(agreement, "together", meeting.together):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return problems
 

@@ -1,15 +1,11 @@
 """Peers whose processes made different data are told so before anything is concluded from a batch."""
 
-import itertools
-import math
-import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,53 +49,6 @@ def test_data_without_a_seed_is_named_before_the_module_runs(axis):
         assert "ranks of data rank 0" in said
         assert "seed_everything(1, workers=True)" in said
         assert "batch[1]" not in said
-
-
-class Part:
-    """A part of one endless stream (the IterableSlice of gluonts), which draws noise."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __iter__(self):
-        for x, y in itertools.islice(self.stream, 3):
-            yield x + torch.rand(()), y
-
-
-def _stream():
-    generator = torch.Generator().manual_seed(2)
-    while True:
-        x = torch.randn(8, 8, generator=generator)
-        yield x, x.sum(1, keepdim=True)
-
-
-def _fit_parts(sizes, validates):
-    warnings.simplefilter("ignore")
-    seed_everything(3, verbose=False)
-    module, devices = MLP(), math.prod(sizes.values())
-    strategy = Strategy3D(quiet=True, **sizes) if sizes else "auto"
-    trainer = Trainer(**QUIET, devices=devices, max_epochs=2, strategy=strategy)
-    loaders = [CombinedLoader(Part(_stream()), "min_size") for _ in range(2)]
-    first = trainer.validate(module, loaders[0], verbose=False) if validates else None
-    trainer.fit(module, Part(_stream()), loaders[1] if validates else None)
-    return first, module.seen, float(trainer.callback_metrics.get("val_loss", 0.0))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "validates"),
-    [
-        ({"tensor_parallel_size": 2}, True),
-        pytest.param({"pipeline_parallel_size": 2}, True, marks=pytest.mark.long),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, False),
-        pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, True, marks=pytest.mark.long),
-    ],
-)
-def test_parts_of_a_stream_are_those_of_one_device(sizes, validates):
-    """The look at the first batch of an iterable takes it from the stream for good, on those ranks that look."""
-    ((first, losses, validated),) = run(_fit_parts, {}, validates, world=1)
-    assert len(losses) == 6
-    for got in run(_fit_parts, sizes, validates, world=math.prod(sizes.values())):
-        torch.testing.assert_close(got, (first, losses, validated), rtol=1e-5, atol=1e-5)
 
 
 def test_data_of_data_ranks_may_differ():

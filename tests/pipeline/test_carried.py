@@ -3,11 +3,15 @@
 from functools import partial
 
 import pytest
+import torch
 
+from lightning_3d.pipeline.carried_state import Place, find_carried
+from lightning_3d.pipeline.loss_mean import MEAN, StepResult
 from tests.parity import check, fit, in_turn
 from tests.pipeline.test_loss_scope import scope_of
 from tests.workers import WorkerError, run
 from tests.zoo import carried
+from tests.zoo.oddities import Stream
 
 FOUR = {"num_microbatches": 4}
 WHOLE = (
@@ -18,8 +22,9 @@ PARTS = ("Counting", "Logged", "Table", "Averaged")
 """What they keep does not reach the loss, or every microbatch begins with the same."""
 
 
-def of(name, seeded=False, steps=5):
+def of(name, seeded=False, steps=5, stream=False):
     module, batches = carried.build(name, steps)
+    batches = Stream(batches) if stream else batches
     if seeded:
         module.seeded = True
     return module, batches
@@ -59,10 +64,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "scope", "text"), in_turn(REFUSED, 2))
-def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text):
+def test_what_a_pipeline_cannot_compute_is_refused_on_every_rank(name, scope, text, stream):
     with pytest.raises(WorkerError, match="Error: .*" + text) as error:
-        run(fit, partial(of, name), {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}, world=2)
+        run(fit, partial(of, name, stream=stream), {"pipeline_parallel_size": 2, **FOUR, "loss_scope": scope}, world=2)
     assert str(error.value).count("--- rank") == 2
 
 
@@ -78,3 +84,24 @@ def test_the_remedy_of_one_microbatch_works(name):
 def test_the_other_remedies_work(name):
     """A cut before the value, and numbers that are drawn before the batch is cut."""
     check(partial(of, name), 2, {**FOUR, "pipeline_split": ["blocks.1"]})
+
+
+class Noisy:
+    """Runs of a step that keeps something. Each is off by another rounding, for the first part by none."""
+
+    rounding, args, noise = 0.05, ("batch",), 0.0
+
+    def __call__(self, rows, seed, marked):
+        self.noise += 2e-3
+        return StepResult(
+            1.0, torch.full((4,), 1.0 + (seed > 2) * self.noise), written={Place("sum", "attribute"): rows}
+        )
+
+    def in_sequence(self, parts, put_back):
+        return [self(rows, seed, False) for seed, rows in parts]
+
+
+def test_rounding_that_the_first_part_does_not_show_is_no_state():
+    runs, parts = Noisy(), ["a", "b", "c"]
+    alone = [runs(rows, seed, False) for seed, rows in enumerate(["batch", *parts], 1)]
+    assert find_carried(runs, MEAN, parts, [1, 2, 1], alone, compared=True) is MEAN

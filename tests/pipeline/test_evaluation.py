@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -419,6 +420,25 @@ def test_a_batch_that_runs_otherwise_is_run_on_every_rank_as_ever():
     ways, (text,) = compare(SkipsABlockLater)
     assert ways == [AS_EVER, STAGED]
     assert "which blocks run" in text
+
+
+class FullMemory(Block):
+    """A block for which memory suffices on one rank only, once rows are few."""
+
+    def forward(self, x):
+        if len(x) < 5 and dist.is_initialized() and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory left")
+        return super().forward(x)
+
+
+class NoMemoryForAPart(Net):
+    block = FullMemory
+
+
+def test_a_rank_without_memory_for_a_part_leaves_all_to_full_batches():
+    ways, (text,) = compare(NoMemoryForAPart)
+    assert ways == [AS_EVER, AS_EVER]
+    assert "no memory left" in text
 
 
 class LogsAnEarlyResultLater(Net):

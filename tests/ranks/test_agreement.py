@@ -71,6 +71,31 @@ def test_where_others_wait_in_a_message_the_failing_rank_ends_that():
     assert "no such block" in found[1][0]
 
 
+def fails_after_another(seconds):
+    """Rank 1 fails and leaves; rank 2 fails later, or just then, while rank 0 waits in a message."""
+    agreement.PATIENCE, rank = 0.5, dist.get_rank()
+    wait = dist.barrier if rank == 0 else lambda: time.sleep(seconds if rank == 2 else 0)
+    began = time.monotonic()
+    try:
+        wait()
+        agreement.agree(KeyError(f"of rank {rank}"))
+    except Exception as error:
+        took = time.monotonic() - began
+        alone = agreement.is_alone(error)
+        if rank:
+            time.sleep(2)  # the process goes on, as in a notebook
+            dist.destroy_process_group()
+        return f"{error}", alone, took
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0])
+def test_a_second_rank_that_fails_does_not_wait_for_one_that_has_left(seconds):
+    """It would take the note of the first one for its arrival, and wait in a message."""
+    _, *failing = run(fails_after_another, seconds, world=3, group=True)
+    assert [(text, alone) for text, alone, _ in failing] == [("'of rank 1'", True), ("'of rank 2'", True)]
+    assert all(took < 1.8 for _, _, took in failing)
+
+
 def differ(kind):
     """Two ranks fail, each in its own way; one goes another way than the rest."""
     rank = dist.get_rank()

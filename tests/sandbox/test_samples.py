@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.sandbox.first_batch import FirstBatch
 from lightning_3d.tensor.block_calls import record_one_batch
 from lightning_3d.tools.auto_layout import measure_step
 from lightning_3d.tools.planner.profile_module import count_module
@@ -48,6 +49,38 @@ class Position(Again):
             yield self.batches[self.state["at"] - 1]
 
 
+class Shuffling(Again):
+    """Has another order each time."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.order = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        for at in torch.randperm(len(self.batches), generator=self.order):
+            yield self.batches[at]
+
+
+class Divided(Again):
+    """Gives each worker a share, or what it takes from a queue."""
+
+    queue = None
+
+    def __iter__(self):
+        worker = get_worker_info()
+        for at in range(worker.id, len(self.batches), worker.num_workers):
+            yield self.batches[at if self.queue is None else self.queue.get()]
+
+
+def _of_workers(batches, queue=False):
+    stream, forks = Divided(batches), torch.multiprocessing.get_context("fork")
+    if queue:
+        stream.queue = forks.SimpleQueue()
+        for at in range(3 * len(batches)):
+            stream.queue.put(at % len(batches))
+    return DataLoader(stream, batch_size=None, num_workers=2 - queue, multiprocessing_context=forks)
+
+
 class Slice:
     """A part of one endless stream, and the next part in the next epoch (gluonts)."""
 
@@ -63,6 +96,13 @@ class Slice:
 
 class Slotted(Slice):
     __slots__ = ()
+
+
+class Final(Slice):
+    """Allows no class below it."""
+
+    def __init_subclass__(cls):
+        raise ValueError("it is final")
 
 
 class Drawing(Slice):
@@ -88,8 +128,13 @@ LOADERS = {
     "once": lambda batches: DataLoader(Once(batches), batch_size=None),
     "generator": lambda batches: DataLoader(Once(each for each in batches), batch_size=None),
     "iterator": iter,
+    "shuffling": lambda batches: DataLoader(Shuffling(batches), batch_size=None),
+    "workers": _of_workers,
+    "queue": lambda batches: _of_workers(batches, queue=True),
     "slice": lambda batches: Slice(batches, 2),
     "slots": lambda batches: Slotted(batches, 2),
+    "final": lambda batches: Final(batches, 2),
+    "view": lambda batches: dict(enumerate(batches)).values(),
     "drawing": lambda batches: Drawing(batches, 2),
     "restored": lambda batches: Restored(batches, 2),
     "two": lambda batches: CombinedLoader([Slice(batches, 2), DataLoader(batches, shuffle=True)], "min_size"),
@@ -104,7 +149,9 @@ class Given(Callback):
 
     def setup(self, trainer, module, stage):
         for _ in range(2 * self.looks):
-            self.calls = record_one_batch(trainer, module, lambda batch: batch[0] if len(batch[0]) == 2 else batch)
+            self.calls = record_one_batch(
+                FirstBatch(trainer), module, lambda batch: batch[0] if len(batch[0]) == 2 else batch
+            )
 
     def on_fit_start(self, trainer, module):
         if self.draws:
@@ -182,7 +229,7 @@ def _order(look, module, loader):
 
 
 LOOKS = {
-    "tensor": lambda trainer, module: record_one_batch(trainer, module, lambda batch: batch),
+    "tensor": lambda trainer, module: record_one_batch(FirstBatch(trainer), module, lambda batch: batch),
     "auto": lambda trainer, module: measure_step(
         trainer, module, lambda batch: batch, count_module(module, name="MLP")
     ),

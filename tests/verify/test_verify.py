@@ -419,7 +419,6 @@ class OtherLoss(GPT):
         ways = {
             "twice": lambda: loss * 2, "sum": lambda: loss * len(batch[0]), "nan": lambda: loss * torch.nan,
             "noise": lambda: loss + 0.01 * torch.rand((), generator=torch.Generator().manual_seed(1)),
-            "none": lambda: None,
         }  # fmt: skip
         return ways[self.how]()
 
@@ -436,6 +435,6 @@ def lossy(how, strategy, world):
         Trainer(**QUIET, devices=world, strategy=Strategy3D(**strategy, quiet=True), max_steps=2).fit(module)
 
 
-@pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan", "none"], 5, 2))
+@pytest.mark.parametrize("how", in_turn(["twice", "sum", "noise", "nan"], 4, 2))
 def test_a_loss_of_one_tensor_rank_that_differs_is_an_error_on_all(how):
     run(lossy, how, {"tensor_parallel_size": 2, "zero_stage": 1}, 4, world=4)

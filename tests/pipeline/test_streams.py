@@ -1,0 +1,98 @@
+"""Streams are looked at ahead of training. Then each batch comes once and in order, as on one device."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from lightning_3d import Strategy3D
+from tests.parity import QUIET
+from tests.sandbox.test_samples import LOADERS, Slice
+from tests.workers import run
+from tests.zoo.vectors import MLP
+
+
+class Stateful(Slice):
+    """Goes on where its state says."""
+
+    def __init__(self, batches):
+        self.batches, self.at = batches, 0
+
+    def __iter__(self):
+        while self.at < len(self.batches):
+            self.at += 1
+            yield self.batches[self.at - 1]
+        self.at = 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Saves(Callback):
+    """Saves a checkpoint in mid-epoch."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer.save_checkpoint(module.path)
+
+
+class Keeping(MLP):
+    """Keeps its stream, and validates with it."""
+
+    def train_dataloader(self):
+        return self.loader
+
+    val_dataloader = train_dataloader
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(float(self.loss(batch)))
+
+
+def _trained(kind, sizes, path, how):
+    """The losses of a run, or of one that goes on in mid-epoch."""
+    warnings.simplefilter("ignore")
+    seed_everything(3, verbose=False)
+    module = Keeping() if how != "resumed" else MLP()
+    batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
+    make = {**LOADERS, "stateful": Stateful}[kind]
+
+    def trainer(**flags):
+        strategy = Strategy3D(quiet=True, **sizes) if sizes else "auto"
+        return Trainer(**QUIET, devices=math.prod(sizes.values()), strategy=strategy, limit_val_batches=3, **flags)
+
+    module.loader, module.path = make(batches), path
+    if how == "validated":
+        trainer().validate(module, verbose=False)
+    elif how == "trained":
+        trainer(max_epochs=2).fit(module, val_dataloaders=LOADERS["list"](batches))
+    else:
+        trainer(max_steps=3, callbacks=[Saves()]).fit(module, make(batches))
+        trainer(max_epochs=1).fit(module, make(batches), ckpt_path=path)
+    return module.seen
+
+
+STREAMS = [kind for kind in LOADERS if kind not in ("list", "slots", "two")]
+CASES = [
+    *[(kind, "trained") for kind in (*STREAMS, "stateful")],
+    *[(kind, "resumed") for kind in ("stateful", "position", "workers")],
+    ("stateful", "validated"),
+    ("slice", "validated"),
+]
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kind", "how"), CASES)
+def test_a_stream_trains_as_on_one_device(kind, how, tensor, tmp_path):
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": tensor}
+    (wanted,) = run(_trained, kind, {}, str(tmp_path / "one"), how, world=1)
+    assert len(wanted) > 4 or how == "validated"
+    for got in run(_trained, kind, sizes, str(tmp_path / "some"), how, world=2 * tensor):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

@@ -209,16 +209,17 @@ class Keeper:
         path, instead = talk.gather((path, self.instead))[0]
         older = instead[instead.index(str(path)) + 1 :] if str(path) in instead else []
         self.instead = []
+
+        def load() -> dict[str, Any]:
+            return agreement.together(lambda: self._load(path, weights_only, io), local=True)
+
         for candidate in older:
             try:
-                return self._load_together(path, weights_only, io)
+                return load()
             except (RunError, OSError) as error:
                 rank_zero_warn(f"Skipping the checkpoint {path}: {error} Trying {candidate}.")
                 path = candidate
-        return self._load_together(path, weights_only, io)
-
-    def _load_together(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        return agreement.together(lambda: self._load(path, weights_only, io), local=True)
+        return load()
 
     def _load(self, path: Any, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         local = is_local_file_protocol(path)

@@ -144,11 +144,6 @@ class StepRuns(Protocol):
         ...
 
 
-def carried_places(results: Sequence[StepResult | None]) -> list[Place]:
-    """The places whose state may differ from microbatch to microbatch."""
-    return [place for place, alike in _places(results).items() if not alike]
-
-
 def _places(results: Sequence[StepResult | None]) -> dict[Place, bool]:
     """The places that a step writes, with True where each microbatch writes what the batch would.
 
@@ -178,7 +173,7 @@ def find_carried(
         alone: the results of the full batch and of `parts`, each from the state before the batch; None without one.
         compared: True where other samples show in the outputs of blocks: no random numbers are drawn between them.
     """
-    places = carried_places(alone)
+    places = [place for place, alike in _places(alone).items() if not alike]
     if not places or alone[1] is None:
         return mean
     each = [*enumerate(parts, 2), (2, parts[0])]

@@ -22,7 +22,7 @@ from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.pipeline.unsupported import check_supported
 from lightning_3d.pipeline.wire import Wire
 from lightning_3d.ranks import random_streams
-from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.trees import unshared
 
@@ -122,7 +122,7 @@ class CutModule:
         """The places of the samples in a batch, decided on the first batch, which is full."""
         if self.rows is None:
             trainer = getattr(self.module, "_trainer", None)
-            expected = None if trainer is None else loader_batch_size(trainer)
+            expected = None if trainer is None else promised_samples(trainer.train_dataloader)
             self.rows = Rows.of(batch, expected, self.module)
         return self.rows
 

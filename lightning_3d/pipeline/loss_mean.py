@@ -91,18 +91,13 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 """Makes several runs, each of some cost, on this rank or on peers."""
 
 
-def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
-    """Make all `runs` on this rank."""
-    return [run() for run in runs]
-
-
 def compare_parts(
     run: Run,
     batch: Any,
     sizes: list[int],
     rounding: float = ROUNDING,
     rows: Rows = TENSORS,
-    divide: Divide = run_here,
+    divide: Divide = lambda runs, costs: [run() for run in runs],
 ) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 

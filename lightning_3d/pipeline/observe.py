@@ -19,12 +19,7 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.backward import recomputes_reentrantly
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.given_rows import Given, shapes_of
-from lightning_3d.pipeline.loss_mean import (
-    ROUNDING,
-    UNSEEN,
-    LossMean,
-    rounding_of,
-)
+from lightning_3d.pipeline.loss_mean import ROUNDING, UNSEEN, LossMean, rounding_of
 from lightning_3d.pipeline.row_marks import CallMarks, row_marks
 from lightning_3d.ranks import random_streams
 from lightning_3d.sandbox.fingerprint import Print, fingerprint, grad_print

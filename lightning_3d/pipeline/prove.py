@@ -103,9 +103,8 @@ def _call(step: StepContext) -> Any:
             raise
         raise PipelineSplitError(
             f"{step.name} reads a parameter of a block that another stage owns, outside of that block ({error})."
-            " Where no batch can be read ahead of training, such as from an IterableDataset, only parameters of modules"
-            " around blocks are on every stage. Let the block that owns the parameter compute with it, train from a"
-            f" dataset with indices, or use {NO_PIPELINE}."
+            " Where the step cannot be run ahead of training, only parameters of modules around blocks are on every"
+            f" stage. Let the block that owns the parameter compute with it, or use {NO_PIPELINE}."
         ) from error
 
 

@@ -115,12 +115,12 @@ class Wire:
 
     def _share_received(self, source: int, site: Hashable) -> Any:
         header, count = self.shared.get(site, (b"", 0))
-        length, *numbers = self._receive_numbers(1 + count, source)
+        length, *numbers = talk.receive_numbers(1 + count, source, self.group)
         if length:
-            header = bytes(map(int, self._receive_numbers(int(length), source)))
+            header = bytes(map(int, talk.receive_numbers(int(length), source, self.group)))
             count = sum(isinstance(leaf, Number) for leaf in leaves(pickle.loads(header)))
             self.shared[site] = (header, count)
-            numbers = self._receive_numbers(count, source)
+            numbers = talk.receive_numbers(count, source, self.group)
         outline, waiting = pickle.loads(header), iter(numbers)
         scalars = sum(isinstance(leaf, Spec) and not leaf.shape for leaf in leaves(outline))
         arrived = iter(self.peers.broadcast(torch.empty(scalars, dtype=torch.float64, device=self.device), source))
@@ -137,9 +137,6 @@ class Wire:
     def _send_numbers(self, numbers: Sequence[float]) -> None:
         if numbers:
             self.peers.count("broadcast", talk.send_numbers(numbers, self.rank, self.group))
-
-    def _receive_numbers(self, count: int, source: int) -> list[float]:
-        return talk.receive_numbers(count, source, self.group)
 
     def _waiting(self, reason: str) -> AbstractContextManager[None]:
         return nullcontext() if self.ledger is None else self.ledger.waiting(reason)

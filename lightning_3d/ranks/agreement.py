@@ -54,11 +54,9 @@ def first_error(
 ) -> Exception | None:
     """The first error of the ranks of `group`; None where no rank has one. Collective.
 
-    A rank whose own error is the same one gets its own.
-
-    A rank that fails between messages comes here with its error, and the others with None where the next message is.
-    Where some of them do not come, they wait in another message. Then this rank raises its error alone, which ends
-    the wait of the others.
+    A rank whose own error is the same one gets its own. One that fails between messages comes here with its error, and
+    the others with None where the next message is. Where some of them do not come, they wait in another message. Then
+    this rank raises its error alone, which ends the wait of the others.
 
     Args:
         at: where this rank is. It must be equal on ranks without an error.

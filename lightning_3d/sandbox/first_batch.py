@@ -119,7 +119,8 @@ def _read_again(loader: Any) -> Any:
     inner = vars(loader.dataset).values()
     if any(isinstance(each, Iterator) for each in (loader.dataset, *inner)):  # a file, a generator
         return None
-    shared = {id(each): each for each in inner if _data_itself(each)}
+    # an array that is too large to be the position of a stream, and maybe too large to copy
+    shared = {id(each): each for each in inner if isinstance(each, Tensor | np.ndarray) and each.nbytes > _LARGE}
     reads = copy(loader)
     try:
         vars(reads)["dataset"] = deepcopy(loader.dataset, shared)  # a loader refuses another one by assignment
@@ -128,20 +129,12 @@ def _read_again(loader: Any) -> Any:
     return reads
 
 
-def _data_itself(value: Any) -> bool:
-    """Return True for an array that is too large to be the position of a stream, and maybe too large to copy."""
-    return isinstance(value, Tensor | np.ndarray) and value.nbytes > _LARGE
-
-
 def _generators(loader: Any) -> dict[Generator, Any]:
     """The states of generators of the order of samples, of augmentations and of the seeds of workers."""
     holders = [loader, *(getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler"))]
-    values = [value for each in (*holders, getattr(holders[-1], "sampler", None)) for value in _attributes(each)]
+    holders.append(getattr(holders[-1], "sampler", None))
+    values = (value for each in holders for value in getattr(each, "__dict__", {}).values())
     return {value: state_of(value) for value in values if is_generator(value)}
-
-
-def _attributes(holder: Any) -> list[Any]:
-    return list(getattr(holder, "__dict__", {}).values())
 
 
 class _Draws:
@@ -268,11 +261,6 @@ class _Given:
             return source.dataloader()
         self.loaders.draws.repeat()
         return self.loaders.combined
-
-
-def loader_batch_size(trainer: Trainer) -> int | None:
-    """Samples in a batch of the training loader; None for several loaders, or one without a batch size."""
-    return promised_samples(trainer.train_dataloader)
 
 
 def promised_samples(loader: Any) -> int | None:

@@ -23,7 +23,7 @@ from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.parallel.state_counts import expected_states, with_states
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.ranks import talk
-from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import memory_line, opening, step_line
 from lightning_3d.strategy.memory_report import MemoryReport, gradient_bytes, rank_memory
 from lightning_3d.strategy.meter import Measured, StepMeter, write, write_failure
@@ -205,7 +205,9 @@ class Training(Resuming):
             trainer = self._module.trainer
             if self.global_rank == 0:
                 rank_zero_info(memory_line(self._expected, self.optimizers, self._kept))
-            rank_zero_info(step_line(self.layout, trainer.accumulate_grad_batches, loader_batch_size(trainer)))
+            rank_zero_info(
+                step_line(self.layout, trainer.accumulate_grad_batches, promised_samples(trainer.train_dataloader))
+            )
         self._ask_monitor("on_train_start")
 
     def memory_report(self) -> MemoryReport:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
@@ -73,52 +72,3 @@ def test_a_leaf_is_named_by_the_expression_that_finds_it():
         "batch['boxes'][0].corners", "batch['boxes'][0].label",
     ]  # fmt: skip
     assert [leaf for name, leaf in named_leaves(batch, "batch") if eval(name, {"batch": batch}) is not leaf] == []
-
-
-class KeptStream:
-    """Numbers from 1 to 4, with its position in a plain attribute."""
-
-    def __init__(self):
-        self.position = 0
-
-    def __iter__(self):
-        while self.position < 4:
-            self.position += 1
-            yield torch.full((2, 8), float(self.position))
-
-
-class KeepsItsLoader(LightningModule):
-    """Has its loader in an attribute, steps by hand, and returns no loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-        self.loader, self.seen = KeptStream(), []
-
-    def train_dataloader(self):
-        return self.loader
-
-    def training_step(self, batch, index):
-        self.seen.append(float(batch[0, 0]))
-        value = batch
-        for block in self.blocks:
-            value = value + block(value)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(value.square().mean())
-        optimizer.step()
-        return {"value": value.detach().mean()}
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-def _seen_of_kept():
-    module = KeepsItsLoader()
-    Trainer(**QUIET, devices=2, max_epochs=1, strategy=Strategy3D(tensor_parallel_size=2, quiet=True)).fit(module)
-    return module.seen
-
-
-def test_a_stream_that_the_module_keeps_gives_each_batch_once():
-    assert run(_seen_of_kept, world=2) == [[1.0, 2.0, 3.0, 4.0]] * 2

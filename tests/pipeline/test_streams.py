@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_3d import Strategy3D
-from tests.parity import QUIET
+from tests.parity import QUIET, in_turn
 from tests.sandbox.test_samples import LOADERS, Slice
 from tests.workers import run
 from tests.zoo.vectors import MLP
@@ -56,11 +56,25 @@ class Keeping(MLP):
         self.seen.append(float(self.loss(batch)))
 
 
+class ByHand(Keeping):
+    """Steps by hand, and returns no loss."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.seen.append(float(loss.detach()))
+        return {"value": loss.detach()}
+
+
 def _trained(kind, sizes, path, how):
     """The losses of a run, or of one that goes on in mid-epoch."""
     warnings.simplefilter("ignore")
     seed_everything(3, verbose=False)
-    module = Keeping() if how != "resumed" else MLP()
+    module = {"resumed": MLP, "by hand": ByHand}.get(how, Keeping)()
     batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
     make = {**LOADERS, "stateful": Stateful}[kind]
 
@@ -71,7 +85,7 @@ def _trained(kind, sizes, path, how):
     module.loader, module.path = make(batches), path
     if how == "validated":
         trainer().validate(module, verbose=False)
-    elif how == "trained":
+    elif how != "resumed":
         trainer(max_epochs=2).fit(module, val_dataloaders=LOADERS["list"](batches))
     else:
         trainer(max_steps=3, callbacks=[Saves()]).fit(module, make(batches))
@@ -79,20 +93,23 @@ def _trained(kind, sizes, path, how):
     return module.seen
 
 
-STREAMS = [kind for kind in LOADERS if kind not in ("list", "slots", "two")]
+STREAMS = ("queue", "once", "drawing", "workers", "final", "shuffling", "position", "iterator", "view", "restored")
 CASES = [
-    *[(kind, "trained") for kind in (*STREAMS, "stateful")],
-    *[(kind, "resumed") for kind in ("stateful", "position", "workers")],
-    ("stateful", "validated"),
-    ("slice", "validated"),
+    *in_turn([(kind, "trained") for kind in STREAMS], 3),
+    *in_turn([(kind, "resumed") for kind in ("stateful", "position", "workers")], 3),
+    *in_turn([(kind, "validated") for kind in ("stateful", "slice")], 2),
 ]
+LAYOUTS = [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}]
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", in_turn(LAYOUTS, 2))
 @pytest.mark.parametrize(("kind", "how"), CASES)
-def test_a_stream_trains_as_on_one_device(kind, how, tensor, tmp_path):
-    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": tensor}
+def test_a_stream_trains_as_on_one_device(kind, how, sizes, tmp_path):
     (wanted,) = run(_trained, kind, {}, str(tmp_path / "one"), how, world=1)
     assert len(wanted) > 4 or how == "validated"
-    for got in run(_trained, kind, sizes, str(tmp_path / "some"), how, world=2 * tensor):
+    for got in run(_trained, kind, sizes, str(tmp_path / "some"), how, world=math.prod(sizes.values())):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stream_that_a_step_by_hand_keeps(tmp_path):
+    test_a_stream_trains_as_on_one_device("stateful", "by hand", {"tensor_parallel_size": 2}, tmp_path)

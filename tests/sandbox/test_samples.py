@@ -204,6 +204,23 @@ def test_a_loader_is_the_users_own_object_after_its_first_batch():
     assert len(module.trainer.train_dataloader) == 2
 
 
+class Predicts(OfFirst):
+    def setup(self, stage):
+        FirstBatch(self.trainer)()
+
+    def predict_step(self, batch):
+        return batch[1]
+
+
+def test_a_loader_that_lightning_builds_anew_begins_with_what_was_read():
+    """It does so to predict, by the class that the loader has then."""
+    module, trainer = Predicts(), Trainer(**QUIET)
+    batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
+    found = trainer.predict(module, LOADERS["once"](batches))
+    assert torch.equal(torch.cat(found), torch.cat([y for _, y in batches]))
+    assert type(trainer.predict_dataloaders) is DataLoader
+
+
 def test_a_hook_that_draws_before_data_that_was_read_ahead_is_refused():
     given("slice", True, draws=True)
     with pytest.raises(UnsupportedError, match="Draw from a generator of its own in the data"):

@@ -1,5 +1,4 @@
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from lightning_3d.layout import Layout
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.pipeline.split import plan_split
-from lightning_3d.sandbox.first_batch import loader_batch_size
+from lightning_3d.sandbox.first_batch import promised_samples
 from lightning_3d.strategy.banner import draw, memory_line, opening, step_line
 from lightning_3d.tensor.plan_module import plan_tensor
 from tests.zoo.language import GPT
@@ -105,4 +104,4 @@ def test_the_batch_size_of_a_loader_is_read_where_it_has_one():
     data = TensorDataset(torch.zeros(8))
     sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
     for loader, size in ((DataLoader(data, 2), 2), (DataLoader(data, batch_sampler=sampler), 4), ([1, 2], None)):
-        assert loader_batch_size(SimpleNamespace(train_dataloader=loader)) == size
+        assert promised_samples(loader) == size

@@ -62,7 +62,7 @@ PRIVATE = {
         "_device_mesh": "strategy/placing verify/first_step",
         "_fabric": "module/metrics tensor/scratch verify/first_step",
         "_on_before_batch_transfer": "strategy/processes",
-        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial tensor/scratch usercode/hooks strategy/failure strategy/strategy verify/first_step",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
     },
     "lightning.pytorch.Trainer": {
         "_accelerator_connector": "strategy/processes strategy/placing",

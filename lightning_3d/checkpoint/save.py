@@ -61,8 +61,10 @@ class SaveJob:
 def prepare(found: Collected, path: Path, rank: int) -> SaveJob:
     """Agree on who writes what. Collective."""
     mine = on_every_rank(lambda: _claim(found, path) if rank == 0 else None, path)
-    everyone = talk.gather((mine and mine.where, found.listing, found.optimizers, found.own))
-    path, directory, generation = everyone[0][0]
+    everyone = talk.gather((None if mine is None else mine.where, found.listing, found.optimizers, found.own))
+    claimed_by_first = everyone[0][0]
+    assert claimed_by_first is not None
+    path, directory, generation = claimed_by_first
     listings = [each[1] for each in everyone]
     plan = tuple(share_out(listings))
     stored = {name: (e.dtype, e.placement.shape) for listing in reversed(listings) for name, e in listing.items()}

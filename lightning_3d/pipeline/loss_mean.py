@@ -97,7 +97,7 @@ def compare_parts(
     sizes: list[int],
     rounding: float = ROUNDING,
     rows: Rows = TENSORS,
-    divide: Divide = lambda runs, costs: [run() for run in runs],
+    divide: Divide = lambda runs, costs: [each() for each in runs],
 ) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 

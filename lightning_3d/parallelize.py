@@ -16,8 +16,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.offloaded_block import offload_activations
-from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
-from lightning_3d.activations.recompute_blocks import recompute_blocks
+from lightning_3d.activations.recompute_blocks import one_block_at_a_time, recompute_blocks
 from lightning_3d.axes.parameters import Parameters
 from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
@@ -33,8 +32,7 @@ from lightning_3d.sandbox.deferred import empty
 from lightning_3d.tensor.apply import apply_tensor
 from lightning_3d.tensor.late_head import patch_heads
 from lightning_3d.tensor.late_tensor import pass_late
-from lightning_3d.zero import ShardedData
-from lightning_3d.zero.apply_data import apply_data
+from lightning_3d.zero import ShardedData, apply_data
 from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
 
@@ -88,14 +86,16 @@ def parallelize(
 def _locate(parallel: ParallelModule) -> None:
     """Complete the table of parameters."""
     table = parallel.parameters
-    disk = parallel.data.disk if isinstance(parallel.data, ShardedData) else None
+    sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
     table.find_registered()
     table.axes = [axis for axis in (parallel.tensor, parallel.data) if axis is not None]
     splits = parallel.tensor.splits if parallel.tensor is not None else {}
     for held in table:
         here = [splits[name] for name in held.names if name in splits and not held.now.is_meta]
         held.split = here[-1] if here else None
-        held.disk = None if disk is None else disk.of.get(held.now)
+        if sharded is not None:
+            held.rows = sharded.rows.get(held.now)
+            held.disk = None if sharded.disk is None else sharded.disk.of.get(held.now)
     if parallel.stages is not None:
         parallel.stages.locate(table)
 

@@ -103,8 +103,8 @@ def test_the_name_3d_trains_as_one_device_does(name, world):
 
 def test_the_name_3d_is_the_planner_s_choice():
     strategy = Trainer(**{**QUIET, "strategy": "3d", "devices": 1}).strategy
-    assert strategy._chooses
-    assert not Strategy3D()._chooses
+    assert strategy.sizes.auto is not None
+    assert Strategy3D().sizes.auto is None
 
 
 def test_three_lines_say_what_was_chosen_and_why():

@@ -22,10 +22,9 @@ INTERFACE = ("layout.py", "precision.py", "strategy")
 
 EVERY_STEP = {
     "errors.py": "explains torch's errors about shards",
-    "optim/host_adam.py": "uses the fused kernel for Adam on the host",
     "optim/local_shards.py": "gives optimizers local shards in place of DTensors",
     "optim/step.py": "refuses parameters that an optimizer gets during training",
-    "optim/sharded_steps.py": "steps optimizers on shards",
+    "optim/sharded_steps.py": "steps optimizers on shards, and Adam on the host by the fused kernel",
     "ranks/random_streams.py": "draws from the stream of this data rank",
     "usercode/hooks.py": "lets the user's hooks read and write shards",
 }

@@ -27,7 +27,7 @@ PRIVATE = {
         "TensorMeta": "ranks/dtensor_private",
     },
     "lightning.pytorch.strategies.ParallelStrategy": {
-        "_layer_sync": "strategy/placing",
+        "_layer_sync": "strategy/set_up",
     },
     "lightning.pytorch.callbacks.WeightAveraging": {
         "_average_model": "usercode/averages_private",
@@ -51,7 +51,7 @@ PRIVATE = {
         "_InfiniteBarrier": "tools/dryrun/lone_rank",
         "_get_default_process_group_backend_for_device": "launch/lightning_private",
         "_init_dist_connection": "launch/lightning_private",
-        "_sampler": "data/order",
+        "_sampler": "data/position",
         "_set_num_threads_if_needed": "launch/lightning_private",
         "_sync_ddp_if_available": "launch/lightning_private",
     },
@@ -59,13 +59,13 @@ PRIVATE = {
         "_Stateful": "launch/lightning_private",
     },
     "lightning.pytorch.LightningModule": {
-        "_device_mesh": "strategy/on_axes verify/twin",
-        "_fabric": "module/metrics tensor/scratch verify/twin",
-        "_on_before_batch_transfer": "strategy/placing",
-        "_trainer": "strategy/on_axes pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial strategy/checkpoints strategy/processes tensor/scratch usercode/hooks verify/twin",
+        "_device_mesh": "strategy/placing verify/first_step",
+        "_fabric": "module/metrics tensor/scratch verify/first_step",
+        "_on_before_batch_transfer": "strategy/processes",
+        "_trainer": "pipeline/evaluation module/metrics pipeline/context sandbox/loggers sandbox/trial tensor/scratch usercode/hooks strategy/strategy verify/first_step strategy/one_run",
     },
     "lightning.pytorch.Trainer": {
-        "_accelerator_connector": "strategy/on_axes strategy/processes",
+        "_accelerator_connector": "strategy/processes strategy/placing",
         "_checkpoint_connector": "strategy/resume",
         "_data_connector": "data/remade_loader_private",
         "_signal_connector": "faults/preemption",
@@ -128,12 +128,12 @@ PRIVATE = {
         "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_cache tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
     },
     "torch.Tensor": {
-        "_backward_hooks": "zero/outside_private sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
+        "_backward_hooks": "zero/outside_private sandbox/without_values strategy/checks module/hooks_private verify/first_step",
         "_base": "tensor/late_tensor",
         "_cdata": "tools/dryrun/fake_cache module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "axes/unallocated",
         "_typed_storage": "sandbox/build_recorder",
-        "_post_accumulate_grad_hooks": "sandbox/without_values sandbox/deferred strategy/checks zero/fsdp_private",
+        "_post_accumulate_grad_hooks": "sandbox/without_values strategy/checks zero/fsdp_private",
         "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes",
     },
     "torch._C": {
@@ -357,7 +357,7 @@ NOT_THEIRS = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_ge
 """Attributes of Python's own classes and modules, and of jsonargparse's."""
 NO_NAMES = {
     "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
-    "_is_any_true", "_logger", "_no_grad_", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",
+    "_is_any_true", "_logger", "_no_grad_", "_offload", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",
 }  # fmt: skip
 """Beginnings and ends of names, and attributes that the package sets on objects of others."""
 

@@ -8,8 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_3d.activations.recompute_blocks import RecomputedBlocks
-from lightning_3d.activations.recomputed_block import BlockBytes
-from lightning_3d.activations.saved_bytes import SavedBytes
+from lightning_3d.activations.recomputed_block import BlockBytes, SavedBytes
 from lightning_3d.module.forward import Layer, ranks_of
 from lightning_3d.ranks import talk
 

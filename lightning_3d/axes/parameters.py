@@ -23,6 +23,8 @@ class Held:
     """The object that is registered now: a shard, the user's object, or one on meta that another stage owns."""
     split: Any = None
     """The division among tensor ranks (`TensorSplit`)."""
+    rows: Any = None
+    """The division among data ranks (`zero.sharded.Rows`)."""
     counted: bool = True
     """True where this rank's stage counts it in norms and provides it to the others."""
     source: int | None = None

@@ -39,10 +39,6 @@ class CopyLayout:
     """None where the parameter is full, or owned by another stage."""
     split: TensorSplit | None
 
-    def fits(self, tensor: DTensor) -> bool:
-        """Return True if `tensor` is sharded in the same way."""
-        return tuple(tensor.placements) == self.placements
-
 
 @dataclass(frozen=True)
 class Copy:
@@ -68,9 +64,7 @@ class AveragedWeights:
 
     def __init__(self, parallel: ParallelModule) -> None:
         self.layouts = {
-            name: CopyLayout(
-                p.shape, tuple(p.placements) if isinstance(p, DTensor) else None, parallel.parameters.split(p)
-            )
+            name: CopyLayout(p.shape, _placements(p), parallel.parameters.split(p))
             for name, p in parallel.module.named_parameters(remove_duplicate=False)
         }
         self.stages = parallel.stages
@@ -137,7 +131,9 @@ class AveragedWeights:
     def _problem(self, item: Copy) -> str | None:
         if item.kind in ("full", "number"):
             return None
-        if item.name is not None and (item.kind == "away" or self.layouts[item.name].fits(item.tensor)):  # type: ignore[arg-type]
+        if item.name is not None and (
+            item.kind == "away" or self.layouts[item.name].placements == _placements(item.tensor)
+        ):
             return None
         return (
             f"a tensor {tuple(item.tensor.shape)} of which each rank has a shard. Its key is no name of a parameter"
@@ -197,6 +193,10 @@ class PendingCopies:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if callback.state_key in states:
                 callback.load_state_dict(states[callback.state_key])
+
+
+def _placements(tensor: Tensor) -> tuple[Any, ...] | None:
+    return tuple(tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_3d.axes.parameters import parameter_names
 from lightning_3d.checkpoint.entry import TensorEntry
-from lightning_3d.checkpoint.placement import Split, Splits, describe
+from lightning_3d.checkpoint.placement import Splits, describe
 from lightning_3d.checkpoint.plain_json import dumps, parse
 from lightning_3d.checkpoint.safetensors_files import NAMES
 from lightning_3d.errors import CheckpointError
+from lightning_3d.tensor.geometry import TensorSplit
 
 OPTIMIZERS, WEIGHTS = "optimizer_states", "state_dict"
 
@@ -36,9 +37,9 @@ class Collected:
 
 
 class Collector:
-    def __init__(self, module: nn.Module, splits: Splits, copies: Mapping[int, Split | None], rank: int) -> None:
+    def __init__(self, module: nn.Module, splits: Splits, copies: Mapping[int, TensorSplit | None], rank: int) -> None:
         self.names, self.splits, self.copies, self.rank = parameter_names(module), splits, copies, rank
-        self.of_parameter: dict[int, Split | None] = {}
+        self.of_parameter: dict[int, TensorSplit | None] = {}
         self.found = Collected()
 
     def collect(

@@ -15,10 +15,9 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.collect import OPTIMIZERS, WEIGHTS, to_numbers
-from lightning_3d.checkpoint.file_checksum import save_sealed
 from lightning_3d.checkpoint.locks import unguessable_name
 from lightning_3d.checkpoint.safetensors_files import NAMES, write_part
-from lightning_3d.checkpoint.single_file import load_file
+from lightning_3d.checkpoint.single_file import load_file, save_sealed
 from lightning_3d.checkpoint.stored import (
     RANKS,
     NamedOptimizer,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.collect import Collected, Collector
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.locks import shared
 from lightning_3d.checkpoint.manifest import NAME, is_sharded, remove_directory, without_manifest
-from lightning_3d.checkpoint.placement import Split, Splits
+from lightning_3d.checkpoint.placement import Splits
 from lightning_3d.checkpoint.save import (
     CopyBuffer,
     SaveFailed,
@@ -32,9 +32,10 @@ from lightning_3d.checkpoint.save import (
 )
 from lightning_3d.checkpoint.single_file import copied, load_file, save_file
 from lightning_3d.checkpoint.stored import HYPER, Opened
-from lightning_3d.errors import CheckpointError, ConfigurationError, UnsupportedError
+from lightning_3d.errors import CheckpointError, UnsupportedError
 from lightning_3d.launch.lightning_private import is_local_file_protocol
 from lightning_3d.ranks import talk
+from lightning_3d.tensor.geometry import TensorSplit
 
 CheckpointFormat = Literal["auto", "sharded", "full"]
 SHARDED_FROM_BYTES = 2**30
@@ -56,10 +57,6 @@ class Keeper:
     def __init__(
         self, format: CheckpointFormat = "auto", asynchronous: bool = False, timeout: timedelta = timedelta(minutes=30)
     ) -> None:
-        if format not in get_args(CheckpointFormat):
-            raise ConfigurationError(
-                f"checkpoint_format={format!r} is not one of {', '.join(map(repr, get_args(CheckpointFormat)))}."
-            )
         self.format, self.asynchronous, self.timeout = format, asynchronous, timeout
         self._background = Background()
         self._copy_buffer = CopyBuffer()
@@ -73,6 +70,10 @@ class Keeper:
         """Names that the user has been warned of."""
         self.instead: list[str] = []
         """Checkpoints to load if the last one is damaged, the newest first."""
+
+    def prefer(self, newest_first: list[str]) -> None:
+        """Load the first of these that is not damaged, in the place of one that is."""
+        self.instead = newest_first
 
     def is_sharded(self, module: nn.Module, io: CheckpointIO) -> bool:
         """Return True if the format is sharded. Equal on every rank, before anything is gathered."""
@@ -89,7 +90,7 @@ class Keeper:
         optimizers: Sequence[Optimizer],
         splits: Splits,
         own: Mapping[str, Any],
-        copies: Mapping[int, Split | None],
+        copies: Mapping[int, TensorSplit | None],
     ) -> None:
         """Save sharded. `checkpoint` has this rank's shards of tensors. Collective.
 

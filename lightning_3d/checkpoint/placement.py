@@ -6,13 +6,13 @@ No other file of this folder knows how a parallelism divides a tensor.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.layout import TENSOR_AXIS
 from lightning_3d.ranks.shards import sharded_axes
+from lightning_3d.tensor.geometry import TensorSplit
 
 Interval = tuple[int, int]
 """Start and stop along one dimension."""
@@ -122,20 +122,11 @@ def overlaps(held: Iterable[Piece], wanted: Iterable[Piece]) -> Iterator[tuple[P
                 yield common, there
 
 
-class Split(Protocol):
-    """The division of one tensor over tensor ranks (`tensor.geometry.TensorSplit` is one)."""
-
-    @property
-    def dim(self) -> int: ...
-
-    def boxes(self, rank: int) -> Iterable[tuple[Interval, Interval]]: ...
-
-
-Splits = Callable[[Tensor], Split | None]
+Splits = Callable[[Tensor], TensorSplit | None]
 """The division of a parameter among tensor ranks; None without one."""
 
 
-def describe(tensor: Tensor, split: Split | None = None) -> Placement:
+def describe(tensor: Tensor, split: TensorSplit | None = None) -> Placement:
     """The placement of `tensor` on this rank: chunks by tensor rank first, then rows of those by data rank."""
     if tensor.is_meta:
         return Placement.nothing(tensor.shape)

@@ -126,11 +126,7 @@ KINDS: dict[str, Kind] = {
         lambda v: [v.days, v.seconds, v.microseconds],
         lambda v: timedelta(*v),
     ),
-    "numpy": (
-        _is_numpy,
-        lambda v: [v.dtype.str, list(v.shape), v.tobytes()],
-        _numpy,
-    ),
+    "numpy": (_is_numpy, lambda v: [v.dtype.str, list(v.shape), v.tobytes()], _numpy),
     # of a class of one's own only the plain value survives: bringing the class back would mean importing it
     "plain": (
         lambda v: isinstance(v, Enum | str | int | float) and type(v) not in (bool, int, float, str),

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.axes.ring_wire import RingWire
-from lightning_3d.comm.between_nodes import BetweenNodes
 from lightning_3d.comm.codecs import CODECS
-from lightning_3d.comm.compression import Compression, Elementwise
-from lightning_3d.comm.hierarchical import Hierarchical
-from lightning_3d.comm.powersgd import PowerSGD
+from lightning_3d.comm.compression import Compression, Elementwise, PowerSGD
+from lightning_3d.comm.hierarchical import BetweenNodes, Hierarchical
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.faults import flight
 from lightning_3d.layout import POWERSGD_RANK

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.ranks import talk
+from lightning_3d.ranks import agreement, random_streams, talk
+from lightning_3d.sandbox.first_batch import first_batch, loaders_of, map_style
 
 BATCHES = 2
 """Number of batches compared of each kind of step: of training in each epoch, else in each run over a loader."""
@@ -155,3 +158,56 @@ def _bytes(leaf: Any) -> bytes | memoryview:
         return repr((leaf.shape, leaf.dtype)).encode()
     plain = leaf.detach().cpu().resolve_conj().resolve_neg()  # a lazy view has no bytes of its own
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+Marks = dict[str, tuple[str, int]]
+"""Name of a leaf of a batch -> its kind and a number that depends on its values."""
+
+
+def compare_first_batch(trainer: Trainer, layout: Layout) -> None:
+    """Raise on every rank if peers would train on different first batches. Collective over all ranks.
+
+    Evaluation uses the first peer's data instead (`SampleCheck.first_peers_batch`). A proof that runs on different data
+    would blame the module. A batch that cannot be read ahead of training is compared in the first step.
+    """
+    if layout.peers == 1 or trainer.state.fn != TrainerFn.FITTING:
+        return
+    batches = talk.gather(_marks_of_first_batch(trainer))
+    everyone: dict[int, dict[int, Marks | None]] = {}
+    for rank, marks in enumerate(batches):
+        everyone.setdefault(layout.coordinate(rank).data, {})[rank] = marks
+    own = layout.coordinate(trainer.global_rank).data
+    for data in (own, *(other for other in everyone if other != own)):
+        peers = everyone[data]
+        read = {rank: marks for rank, marks in peers.items() if marks is not None}
+        if len(read) == len(peers) and (difference := _difference_between(read)) is not None:
+            raise DivergenceError(
+                f"batch 0 of training_step is not the same on the ranks of data rank {data}, which work on the same"
+                f" samples: {difference}. Most often each process drew its own data. {SEED}"
+            )
+
+
+def _marks_of_first_batch(trainer: Trainer) -> Marks | None:
+    """None where training would lose the batch, or where reading fails: the step that reads it raises then."""
+    try:
+        with random_streams.restored_streams():
+            loaders = loaders_of(trainer)
+            return leaf_checksums(first_batch(loaders)) if map_style(loaders) else None
+    except Exception as error:
+        agreement.raise_if_alone(error)
+        return None
+
+
+def _difference_between(marks: Mapping[int, Marks]) -> str | None:
+    """The first leaf that differs between ranks, with its kinds; None where all are equal."""
+    names = list(dict.fromkeys(name for each in marks.values() for name in each))
+    differing = [name for name in names if len({each.get(name) for each in marks.values()}) > 1]
+    if not differing:
+        return None
+    ranks: dict[tuple[str, int] | None, list[str]] = {}
+    for rank, each in marks.items():
+        ranks.setdefault(each.get(differing[0]), []).append(str(rank))
+    kinds = [mark[0] if mark else "absent" for mark in ranks]
+    how = f"has other values ({kinds[0]})" if len(set(kinds)) == 1 else f"is {' | '.join(kinds)}"
+    more = f"; so do {len(differing) - 1} more of its {len(names)} parts" if len(differing) > 1 else ""
+    return f"{differing[0]} {how} (equal on: {' | '.join(', '.join(same) for same in ranks.values())}){more}"

@@ -22,13 +22,40 @@ from lightning_3d.module.autograd_private import uncompiled
 from lightning_3d.module.host_memory import peak_bytes
 from lightning_3d.module.operation_count import OperationCount
 from lightning_3d.module.show import show_bytes, show_seconds
-from lightning_3d.monitor.batch_size import BatchSize
 from lightning_3d.monitor.block_sums import BlockSums
-from lightning_3d.monitor.pass_recorder import PassRecorder
+from lightning_3d.monitor.pass_record import PassRecorder
 from lightning_3d.monitor.step_clock import Spent, StepClock
 from lightning_3d.monitor.watch import Note, Watch
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.board import Board
+from lightning_3d.sandbox.trees import leaves
+
+_IDS = (torch.int64, torch.int32)
+
+
+class BatchSize:
+    """Adds up. The first batch decides: one with a table of integers (samples x positions) is counted in tokens."""
+
+    def __init__(self) -> None:
+        self.unit = ""
+        self._total, self._batches = 0, 0
+
+    def add(self, batch: Any) -> None:
+        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        ids = next((tensor for tensor in tensors if tensor.ndim == 2 and tensor.dtype in _IDS), None)
+        if not self.unit:
+            self.unit = "samples" if ids is None else "tokens"
+        self._batches += 1
+        if self.unit == "tokens" and ids is not None:
+            self._total += ids.numel()
+        elif tensors:
+            self._total += tensors[0].shape[0]
+
+    @property
+    def mean(self) -> float:
+        """Of a batch."""
+        return self._total / max(1, self._batches)
+
 
 PREFIX = "3d/"
 WARM_UP = 2

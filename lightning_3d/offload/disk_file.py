@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.errors import ConfigurationError, RunError
-from lightning_3d.module.memory_amount import in_words
+from lightning_3d.module.host_memory import in_words
 
 PAGE = 4096
 """Alignment that a direct read or write needs, of the memory and of the place in the file."""

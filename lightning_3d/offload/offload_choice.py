@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_3d.errors import NO_PIPELINE, ConfigurationError
 from lightning_3d.layout import Layout
-from lightning_3d.module.memory_amount import bytes_in
+from lightning_3d.module.host_memory import bytes_in
 
 OffloadArgument = Literal["none", "all"] | Mapping[str, str] | None
 """What `Strategy3D(offload=...)` takes."""

@@ -19,9 +19,8 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.disk_file import PAGE, DiskFile, paged
 from lightning_3d.offload.disk_tensors import SMALL, DiskTensor, DiskTransfers, without_base
 from lightning_3d.offload.offload_choice import Place
-from lightning_3d.optim.probe import KNOWN, Reach, needs_all_parameters, step_small
+from lightning_3d.optim.probe import KNOWN, Reach, bytes_per_byte, needs_all_parameters, step_small
 from lightning_3d.optim.sharded_steps import Closure, replace_step
-from lightning_3d.optim.state_bytes import bytes_per_byte
 from lightning_3d.ranks import agreement
 from lightning_3d.ranks.shards import like, local
 

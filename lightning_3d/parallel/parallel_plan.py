@@ -11,10 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
-from lightning_3d.activations.recompute_choice import KEEP_ALL, Recompute
+from lightning_3d.activations.recompute_blocks import KEEP_ALL, Recompute, one_block_at_a_time
 from lightning_3d.axes.group import Group
-from lightning_3d.data.same_batch import compare_first_batch
+from lightning_3d.data.same_samples import compare_first_batch
 from lightning_3d.errors import ConfigurationError, WritesError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy

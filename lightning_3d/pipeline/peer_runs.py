@@ -1,6 +1,6 @@
 """Runs ahead of training, divided among the tensor and pipeline peers, which would all make the same ones.
 
-Peers have equal modules and equal samples until the module is cut (`data.same_batch` compares the samples).
+Peers have equal modules and equal samples until the module is cut (`data.same_samples` compares the samples).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,219 +1,146 @@
-"""Checkpoints of `Strategy3D`: Lightning's hooks, each a call into `checkpoint/`."""
+"""`Checkpoints`: saves and loads the state of a strategy, by calls into `checkpoint/`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import CheckpointFormat, Keeper, Splits, load_optimizer, load_weights, watching_last
+from lightning_3d.checkpoint import Keeper, Splits
 from lightning_3d.checkpoint.averaged import AveragedWeights, PendingCopies
 from lightning_3d.checkpoint.full_files import with_configs
 from lightning_3d.checkpoint.module_hyperparameters import without_modules
 from lightning_3d.checkpoint.rank_state import FoundState, find_state, rank_state, restore_state
 from lightning_3d.checkpoint.stored import RANKS
 from lightning_3d.data.fit_loop import continues_shared_order, go_on, loader_states, no_new_epoch_yet, places
-from lightning_3d.data.position import counted
-from lightning_3d.data.same_samples import seed_workers_by_data_rank
 from lightning_3d.faults import flight
+from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module import state_dict
-from lightning_3d.offload.offload_choice import NOTHING
-from lightning_3d.optim.step import move_states
-from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.precision import Precision3D
 from lightning_3d.ranks import talk
-from lightning_3d.sandbox.deferred import Built
-from lightning_3d.strategy.on_axes import OnAxes
-from lightning_3d.strategy.steps import CheckedSteps
+from lightning_3d.strategy.one_run import Run
+from lightning_3d.strategy.settings import Settings
 from lightning_3d.usercode.averages_private import AVERAGES
 
-T = TypeVar("T")
 PATIENCE = 60.0
 """Seconds that a failing rank gives a save in the background."""
 
 
-class Saving(OnAxes):
-    """Checkpoints of a module that may be sharded."""
+@dataclass(frozen=True)
+class Saved:
+    """The state that is saved, also before and after a run."""
 
-    OF_PROCESS = (*OnAxes.OF_PROCESS, "_parallel", "_steps", "_averages", "_left", "_built")
-    _built: tuple[Built, ...] = ()
-    """Modules that were built since the last run."""
-    _parallel: ParallelModule | None = None
-    _steps: CheckedSteps | None = None
-    _offload = NOTHING
-    _found = FoundState()
-    """This rank's state in the checkpoint that the run resumes from."""
-    _averages: AveragedWeights | None = None
-    """Finds copies of the weights of the last `fit`: its callbacks may still have some."""
-    _waiting: PendingCopies | None = None
-    """States of callbacks that they get once the module is placed."""
-    _left: Mapping[str, Any] = {}
-    """This rank's state at the end of the last `fit`, for a checkpoint that is saved after it."""
+    module: LightningModule
+    optimizers: Sequence[Optimizer]
+    splits: Splits
+    io: CheckpointIO
+    run: Run | None
+    alone: bool
+    """True for the only rank of a job."""
 
-    def __init__(self, *, checkpoint_format: CheckpointFormat, async_checkpoint: bool, **processes: Any) -> None:
-        super().__init__(**processes)
-        self._keeper = Keeper(checkpoint_format, async_checkpoint, self._timeout)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._parallel is not None:
-            self._parallel.data.reshard()
-        with self._as_saved():
-            return super().lightning_module_state_dict()
+class Checkpoints:
+    """The checkpoints of a strategy. A copy starts without state."""
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self._as_saved():
-            return super().optimizer_state(optimizer)
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.keeper = Keeper(settings.checkpoint_format, settings.async_checkpoint, settings.timeout)
+        self.found = FoundState()
+        """This rank's state in the checkpoint that the run resumes from."""
+        self.averages: AveragedWeights | None = None
+        """Finds copies of the weights of the last `fit`: its callbacks may still have some."""
+        self.waiting: PendingCopies | None = None
+        """States of callbacks that they get once the module is placed."""
+        self.left: Mapping[str, Any] = {}
+        """This rank's state at the end of the last `fit`, for a checkpoint that is saved after it."""
 
-    def _as_saved(self) -> AbstractContextManager[None]:
+    def __reduce__(self) -> Any:
+        return Checkpoints, (self.settings,)
+
+    def begin_run(self, run: Run) -> None:
+        self.waiting = None
+        if run.fitting:
+            self.left = {}
+
+    def end_run(self, run: Run) -> None:
+        """Keep this rank's state for a checkpoint after `fit`: code in between draws random numbers too."""
+        if run.fitting and run.steps is not None and not (run.failure.alone or run.trainer.interrupted):
+            self.left = self._rank_state(run)
+
+    def load_callbacks(self, run: Run) -> None:
+        """Give callbacks their copies of weights, sharded like the weights, now that the module is placed."""
+        self.averages, waiting, self.waiting = AveragedWeights(run.placed), self.waiting, None
+        if waiting is not None:
+            waiting.give(run.trainer, run.placed)
+
+    def as_saved(self, module: LightningModule, io: CheckpointIO) -> AbstractContextManager[None]:
         """Return shards for a sharded checkpoint, full states for a single file."""
-        sharded = self._keeper.is_sharded(self._module, self.checkpoint_io)
-        return state_dict.as_shards() if sharded else nullcontext()
+        return state_dict.as_shards() if self.keeper.is_sharded(module, io) else nullcontext()
 
-    @property
-    def _divides(self) -> bool:
-        """True where ranks are going to have parts of a module that has values."""
-        return self.world_size > 1 and self._simulation is None
-
-    @property
-    def _splits(self) -> Splits:
-        return self._parallel.parameters.split if self._parallel is not None else lambda _: None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save(self, checkpoint: dict[str, Any], filepath: Any, options: Any, saved: Saved) -> None:
         flight.at(f"saving {filepath}")
-        checkpoint = without_modules(checkpoint, self._module)
-        own = self._rank_state() if "optimizer_states" in checkpoint else {}
-        if self._keeper.is_sharded(self._module, self.checkpoint_io):
+        checkpoint = without_modules(checkpoint, saved.module)
+        own = self._own(saved) if "optimizer_states" in checkpoint else {}
+        if self.keeper.is_sharded(saved.module, saved.io):
             copies: Mapping[int, Any] = {}
-            if self._averages is not None:
-                checkpoint, copies = self._averages.in_shards(checkpoint, talk.gather)
-            self._keeper.save(
-                checkpoint,
-                filepath,
-                module=self._module,
-                optimizers=self.optimizers,
-                splits=self._splits,
-                own=own,
+            if self.averages is not None:
+                checkpoint, copies = self.averages.in_shards(checkpoint, talk.gather)
+            self.keeper.save(
+                checkpoint, filepath, module=saved.module, optimizers=saved.optimizers, splits=saved.splits, own=own,
                 copies=copies,
-            )
+            )  # fmt: skip
             return
-        if self._averages is not None:
-            checkpoint = self._averages.gather_full(checkpoint, talk.gather)
+        if self.averages is not None:
+            checkpoint = self.averages.gather_full(checkpoint, talk.gather)
         owns = talk.gather(own)
-        full = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, self._module)
-        self._keeper.save_file(full, filepath, self.checkpoint_io, storage_options)
+        full = with_configs({**checkpoint, RANKS: owns} if own else checkpoint, saved.module)
+        self.keeper.save_file(full, filepath, saved.io, options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        flight.at(f"loading {checkpoint_path}")
-        loaded = self._keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
-        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # none before a run
-        callbacks = trainer.callbacks if trainer is not None else []
+    def take(self, loaded: dict[str, Any], layout: Layout, place: Coordinate, callbacks: Sequence[Any]) -> None:
+        """Take what this rank and some callbacks load later out of a loaded checkpoint."""
         unsplit = {callback.state_key for callback in callbacks if isinstance(callback, AVERAGES)}
-        self._waiting = PendingCopies.take(loaded, unsplit)
-        self._found = found = find_state(loaded.pop(RANKS, ()), self.layout, self.coordinate)
-        self._shares_order = found.shares_order
-        if self._mesh is not None:
-            self._choose_samplers()
+        self.waiting = PendingCopies.take(loaded, unsplit)
+        self.found = find_state(loaded.pop(RANKS, ()), layout, place)
         loop = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" in loop:
-            loop["combined_loader"] = found.loaders
-        return loaded
+            loop["combined_loader"] = self.found.loaders
 
-    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        def note(newest_first: list[str]) -> None:
-            self._keeper.instead = newest_first
+    def resume(self, run: Run) -> None:
+        """Resume the samples, random streams and error feedback of the checkpoint, at the start of training."""
+        random, communication, scale = run.running.random, run.data_axis, run.plugin.loss_scale()
+        found, self.found = self.found, FoundState()
+        go_on(run.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
+        no_new_epoch_yet(run.trainer)
 
-        with watching_last(note):  # Lightning reads ckpt_path="last" before any hook of a strategy
-            return super()._guarded(function, *args, **kwargs)
-
-    def setup_environment(self) -> None:
-        self._waiting = None
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._left = {}
-        super().setup_environment()
-
-    def _end_of_run(self) -> None:
-        """Keep this rank's state for a checkpoint after `fit`: code in between draws random numbers too."""
-        trainer = self._module.trainer
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted:
-            self._left = self._rank_state()
-
-    def _load_callbacks(self) -> None:
-        """Give callbacks their copies of weights, sharded like the weights, now that the module is placed."""
-        assert self._parallel is not None
-        self._averages, waiting, self._waiting = AveragedWeights(self._parallel), self._waiting, None
-        if waiting is not None:
-            waiting.give(self._module.trainer, self._parallel)
-
-    # ---- the state of one rank ---------------------------------------------------------------------------------
-
-    def _rank_state(self) -> Mapping[str, Any]:
-        if self._left and (self._steps is None or self._module.trainer.state.fn != TrainerFn.FITTING):
-            return self._left if dist.is_initialized() or self.world_size == 1 else {}  # it takes that of all ranks
-        if self._steps is None or self._data_axis is None:
-            return {}
-        loop = self._module.trainer.fit_loop
-        return rank_state(
-            self.layout,
-            self.coordinate,
-            self._steps.random,
-            self._data_axis,
-            self._loss_scale(),
-            places(loop),
-            loader_states(loop),
-            (self._shares_order or self.layout.data_parallel_size > 1) and continues_shared_order(loop),
-        )
-
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        seed_workers_by_data_rank(dataloader, self.coordinate.data)
-        return counted(dataloader) if self._module.trainer.training else dataloader
-
-    def on_train_start(self) -> None:
-        """Resume the samples, random streams and error feedback of the checkpoint."""
-        super().on_train_start()
-        assert self._steps is not None
-        assert self._data_axis is not None
-        random, communication, scale = self._steps.random, self._data_axis, self._loss_scale()
-        found, self._found = self._found, FoundState()
-        go_on(self._module.trainer.fit_loop, found, lambda: restore_state(found, random, communication, scale))
-        no_new_epoch_yet(self._module.trainer)
-
-    def _loss_scale(self) -> float:
-        plugin = self.precision_plugin
-        assert isinstance(plugin, Precision3D)
-        return plugin.loss_scale()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._parallel is not None:
-            self._parallel.data.reshard()
-        self._built = ()  # none keeps its first value
-        whole = self._parallel is None and self._in_shards is None and self._divides
-        if whole:
-            self.precision_plugin.convert_module(self._module)  # before there are values to convert
-        load_weights(self._module, checkpoint["state_dict"], strict, self.root_device if whole else None)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
-            load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
-            move_states([optimizer], self.root_device, self._offload.optimizer is not None)
-
-    def on_exception(self, exception: BaseException) -> None:
+    def wait(self) -> None:
         """Wait for a save in the background while there is a process group."""
         try:
-            self._keeper.wait(PATIENCE)
-        except Exception as error:  # `exception` ends the run; a dead peer fails the save too
+            self.keeper.wait(PATIENCE)
+        except Exception as error:  # another one ends the run; a dead peer fails the save too
             rank_zero_warn(f"The save in the background has failed: {error}")
-        super().on_exception(exception)
-        if self._failed:
-            self._keeper.forget()
 
-    def teardown(self) -> None:
-        super().teardown()
-        self._keeper.close()
+    def _own(self, saved: Saved) -> Mapping[str, Any]:
+        """The state of this rank in a checkpoint that is saved now."""
+        run = saved.run
+        if self.left and (run is None or run.steps is None or not run.fitting):
+            return self.left if dist.is_initialized() or saved.alone else {}  # it takes that of all ranks
+        return {} if run is None else self._rank_state(run)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._keeper.remove(filepath, self.checkpoint_io)
+    def _rank_state(self, run: Run) -> Mapping[str, Any]:
+        if run.steps is None or run.opened is None:
+            return {}
+        loop = run.trainer.fit_loop
+        return rank_state(
+            run.chosen,
+            run.place,
+            run.steps.random,
+            run.data_axis,
+            run.plugin.loss_scale(),
+            places(loop),
+            loader_states(loop),
+            (run.shares_order or run.chosen.data_parallel_size > 1) and continues_shared_order(loop),
+        )

@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter

@@ -2,14 +2,13 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.keeper import state_bytes
@@ -19,7 +18,7 @@ from lightning_3d.module.host_memory import machine_memory
 from lightning_3d.module.materialize import ABSENT
 from lightning_3d.module.show import show_bytes
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.parallel.parallel_plan import ParallelPlan, UserChoices
+from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.ranks import talk
 from lightning_3d.usercode.averages_private import AVERAGES
 from lightning_3d.usercode.between_runs import Rest
@@ -33,23 +32,8 @@ SHARE = 0.5
 """Share of the memory of a host, and of a device, that whole modules may take after a run."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """All that the division of a module depends on."""
-
-    layout: Layout
-    choices: UserChoices
-    precision: str
-
-    def differences(self, other: "Settings") -> str:
-        """The settings in which `other` differs, as text."""
-        pairs: list[tuple[Any, Any]] = [(self, other), (self.layout, other.layout), (self.choices, other.choices)]
-        return ", ".join(
-            f"{each.name}={getattr(there, each.name)!r} (was {getattr(here, each.name)!r})"
-            for here, there in pairs
-            for each in fields(here)
-            if each.name not in ("layout", "choices") and getattr(here, each.name) != getattr(there, each.name)
-        )
+Division = Mapping[str, Any]
+"""Settings that a module is divided by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +42,8 @@ class InShards:
 
     parallel: ParallelModule
     plan: ParallelPlan
-    settings: Settings
-    mesh: DeviceMesh
+    layout: Layout
+    division: Division
     data_axis: DataAxis
     world: weakref.ref[dist.ProcessGroup]
     parameters: Mapping[str, nn.Parameter]
@@ -67,15 +51,15 @@ class InShards:
 
     @classmethod
     def of(
-        cls, parallel: ParallelModule, plan: ParallelPlan, settings: Settings, mesh: DeviceMesh, data_axis: DataAxis
+        cls, parallel: ParallelModule, plan: ParallelPlan, layout: Layout, division: Division, data_axis: DataAxis
     ) -> "InShards":
         world = dist.group.WORLD
         assert world is not None
         parameters = dict(parallel.module.named_parameters())
-        return cls(parallel, plan, settings, mesh, data_axis, weakref.ref(world), parameters, Rest(parallel))
+        return cls(parallel, plan, layout, division, data_axis, weakref.ref(world), parameters, Rest(parallel))
 
-    def check(self, module: nn.Module, settings: Settings) -> None:
-        """Raise if a run of `module` with `settings` cannot use these shards."""
+    def check(self, module: nn.Module, division: Division) -> None:
+        """Raise if a run that divides `module` by `division` cannot use these shards."""
         name = type(module).__name__
         if module is not self.parallel.module:
             raise ConfigurationError(
@@ -86,7 +70,10 @@ class InShards:
                 f"An earlier run has left {name} in shards, and the process group of that run has ended. Without it no"
                 f" rank can use the shards of others. {AGAIN}"
             )
-        if differences := self.settings.differences(settings):
+        was = self.division
+        names = [name for name in division if division[name] != was[name]]
+        if names:
+            differences = ", ".join(f"{name}={division[name]!r} (was {was[name]!r})" for name in names)
             raise ConfigurationError(
                 f"An earlier run has left {name} in shards, which this run would divide otherwise: {differences}. Use"
                 " the same settings. For others, save it with trainer.save_checkpoint, build the module again, and"
@@ -144,12 +131,6 @@ def put_shards(module: nn.Module, in_shards: InShards | None) -> None:
     vars(module).pop(IN_SHARDS, None)
     if in_shards is not None:
         vars(module)[IN_SHARDS] = in_shards
-
-
-def check_teardown(teardown: object) -> None:
-    """Raise for a value that is none."""
-    if teardown not in get_args(Teardown):
-        raise ConfigurationError(f"teardown={teardown!r} is none of {', '.join(map(repr, get_args(Teardown)))}.")
 
 
 def stays_in_shards(

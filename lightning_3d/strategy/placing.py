@@ -1,157 +1,234 @@
-"""The module at the start of a run, built in parts and moved to its device, and at the end: whole or in shards."""
+"""The module and the axes of a run: first values, mesh and groups, and at the end a module whole or in shards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
 from lightning.pytorch.plugins import TorchSyncBatchNorm
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import distributed as dist
+from torch import nn
 
-from lightning_3d import precision
-from lightning_3d.launch import SpawnLauncher
-from lightning_3d.module.materialize import materialize
+from lightning_3d.axes.group import Group, broadcast_tensors
+from lightning_3d.checkpoint.pretrained_private import read_on_use
+from lightning_3d.layout import Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.parallel.parallel_plan import ParallelPlan, UserChoices
-from lightning_3d.ranks.random_streams import share_random_state
-from lightning_3d.sandbox.deferred import realize
-from lightning_3d.strategy.first_values import built_in_parts, keep_on_host, share_first_values, warn_of_full
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.groups import group_alone, open_groups, return_groups, sent_equally
+from lightning_3d.ranks.random_streams import drawn_like_first, share_random_state
+from lightning_3d.ranks.users_group_private import UsersGroups, show_data_ranks
+from lightning_3d.sandbox.deferred import SMALL, Built, Deferred, deferring, leave_on_host, move_later, realize
+from lightning_3d.sandbox.first_batch import forget_reads
+from lightning_3d.sandbox.recorded_value import reads
 from lightning_3d.strategy.in_shards import (
     AGAIN,
+    Division,
     InShards,
-    Settings,
-    Teardown,
     check_goes_on,
     put_shards,
-    stays_in_shards,
+    shards_of,
     why_in_shards,
 )
-from lightning_3d.strategy.training import Training
-from lightning_3d.verify.first_step import Verify
+from lightning_3d.strategy.one_run import Run
+from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_batch_norm import DataBatchNorm
 
 
-class Placing(Training):
-    """Places a module that is not split yet, or reuses the shards that an earlier run has left."""
+@contextmanager
+def built_in_parts() -> Iterator[Built]:
+    """Build modules inside without memory for large parameters, with the random numbers of rank 0."""
+    with drawn_like_first(), deferring(read_on_use) as built:
+        yield built
 
-    _choices: UserChoices
-    _teardown: Teardown
-    _verify: Verify | None
-    _plan: ParallelPlan | None = None
-    _stays_in_shards = False
-    """True where the module stays in shards after the present run."""
 
-    def __init__(self, **saving: Any) -> None:
-        self._default_precision = precision.convert(None)
-        super().__init__(**saving)
+def warn_of_full(module: nn.Module, built: Sequence[Built]) -> None:
+    """Warn once of the parameters that this rank builds in full, although they were built in parts."""
+    reasons = {parameter: why for each in built for parameter, why in each.in_full}
+    reasons |= {
+        parameter: "its value was used before training"
+        for each in built
+        for parameter in each.deferred
+        if not isinstance(parameter, Deferred)
+    }
+    full = {name: reasons[parameter] for name, parameter in module.named_parameters() if parameter in reasons}
+    for why in dict.fromkeys(full.values()):
+        names = [name for name, reason in full.items() if reason == why]
+        rank_zero_warn(
+            f"Each rank builds {', '.join(names[:5])}{', ...' if names[5:] else ''} in full before it keeps a shard"
+            f" ({len(names)} parameters): {why}."
+        )
 
-    @property
-    def precision_plugin(self) -> precision.Precision3D:
-        plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
-        assert isinstance(plugin, precision.Precision3D)
-        return plugin
 
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        # None stays None: Lightning takes any plugin for the user's choice, and then refuses `precision=`
-        self._precision_plugin = None if plugin is None else precision.convert(plugin)
+@torch.no_grad()
+def keep_on_host(module: nn.Module, device: torch.device) -> None:
+    """Leave large parameters in host memory until their parts move to `device`. Collective over the world.
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build modules in parts: in `configure_model`, in `trainer.init_module()`, and on meta."""
-        with super().tensor_init_context(empty_init), self._in_parts():
-            yield
+    Each one has the value of rank 0 afterwards.
+    """
+    for parameter in module.parameters():
+        if _is_on(parameter, device) or (parameter.nbytes < SMALL and not isinstance(parameter, Deferred)):
+            continue
+        if isinstance(parameter, Deferred):
+            move_later(parameter, device)
+            continue
+        here = parameter.detach().to(device)
+        there = here.clone()
+        broadcast_tensors([there], Group())
+        if not torch.equal(there, here):
+            parameter.data = there.to(parameter.device)
+        leave_on_host(parameter, device)
 
-    @contextmanager
-    def _in_parts(self) -> Iterator[None]:
-        if not self._divides:
-            yield
-            return
-        with built_in_parts() as built:
-            yield
-        self._built = (*self._built, built)
 
-    def model_to_device(self) -> None:
-        if any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers())):
-            with self._in_parts():
-                materialize(self._module, self.root_device)
-        if self._divides:
-            keep_on_host(self._module, self.root_device)
-        self._module.to(self.root_device)
+def _is_on(parameter: nn.Parameter, device: torch.device) -> bool:
+    return parameter.device == device
 
-    def _keeps_shards(self, trainer: Trainer) -> bool:
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        ends = isinstance(self._launcher, SpawnLauncher) or dist.get_backend() == "fake"
-        return stays_in_shards(
-            self._teardown, self._module, self.layout, callbacks, ends=ends, ranks_of_host=self.ranks_of_host,
-            device=self.root_device,
-        )  # fmt: skip
 
-    def _reuse_shards(self, in_shards: InShards) -> None:
-        """Use the shards that an earlier run has left."""
-        in_shards.check_parameters()
-        in_shards.rest.end()
-        self._parallel, self._plan = in_shards.parallel, in_shards.plan
-        put_shards(self._module, None)
-        self._undo.callback(self._leave_module, self._parallel)
-        self.precision_plugin.compute_on(self.root_device)
-        self._share_random_state()
+def share_first_values(module: nn.Module) -> None:
+    """Give parameters and buffers the values of rank 0, on every rank. Collective over the world.
 
-    def _check_reuse(self, in_shards: InShards) -> None:
-        callbacks: Any = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        in_shards.check(self._module, self._settings)
-        check_goes_on(self._module, callbacks, self._verify)
+    A deferred parameter is computed and sent only if some rank recorded other operations for it, or reads other bytes.
+    """
+    deferred = {name: item for name, item in module.named_parameters() if isinstance(item, Deferred)}
+    mine = {name: item.lightning_3d_recorded.step.digest for name, item in deferred.items()}
+    everywhere = [mine] if talk.all_equal(mine) else talk.gather(mine)
+    equal = {name for name, digest in everywhere[0].items() if all(there.get(name) == digest for there in everywhere)}
+    others = {name: item for name, item in deferred.items() if name not in equal}
+    if any(reads(item.lightning_3d_recorded.step) for item in others.values()):
+        rank_zero_warn(
+            f"Ranks read other values of {', '.join([*others][:5])}{', ...' if len(others) > 5 else ''} from their"
+            f" weights files ({len(others)} parameters), as from an older download on one node. All train with those of"
+            " rank 0, and each builds these in full. Give each node the same files."
+        )
+    realize(others.values())
+    here = [item for item in module.parameters() if not isinstance(item, Deferred)]
+    broadcast_tensors([*here, *module.buffers()], Group())
 
-    def _verifies_first(self, fitting: bool) -> bool:
-        return fitting and self._verify == "first_step"
 
-    @property
-    def _settings(self) -> Settings:
-        plugin = self.precision_plugin
-        return Settings(self.layout, self._choices, f"{type(plugin).__name__}({plugin.precision})")
+def open_axes(run: Run, layout: Layout, ranks_per_node: int) -> None:
+    """Open the mesh and the groups of `layout`, or use those of a module in shards. Every rank must call it."""
+    run.layout = layout
+    if run.in_shards is not None:
+        check_reuse(run, run.in_shards)
+        run.parallel, run.opened = run.in_shards.parallel, run.in_shards.data_axis
+    else:
+        nearby = ranks_per_node // layout.tensor_parallel_size or 1
+        config = run.settings.comm_config(streams=run.streams, ranks_per_node=nearby)
+        axes = open_groups(layout, run.rank, run.device.type, run.settings.timeout)
+        run.opened = DataAxis(axes, config, streams=run.streams)
+    run.module._device_mesh = run.mesh
+    if (users := run.data_axis.axes.users) is not None:
+        run.undo.callback(show_data_ranks(users))
+    choose_samplers(run)
 
-    def _place_unsplit(self, parallel: ParallelModule, fitting: bool) -> None:
-        """Convert the module, move it to the device, and give every rank equal weights and equal random streams."""
-        module = self._module
-        sync = self._layer_sync
-        if fitting and sync is not None:
-            sync = DataBatchNorm(self.data_group) if isinstance(sync, TorchSyncBatchNorm) else sync
-            sync.apply(module)
-            parallel.changes.callback(sync.revert, module)
-        self.precision_plugin.compute_on(self.root_device)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        share_first_values(module)
-        warn_of_full(module, self._built)
-        self._built = ()
-        if self._verifies_first(fitting):
-            realize(module.parameters())  # its copy needs all of them
-        self._share_random_state()
 
-    def _share_random_state(self) -> None:
-        for axis in self.layout.peer_axes:
-            share_random_state(self.mesh.get_group(axis))
+@contextmanager
+def users_alone(rank: int) -> Iterator[None]:
+    """Let the user's code see this rank only, before there is a layout."""
+    alone = group_alone(rank)
+    undo = show_data_ranks(UsersGroups(alone, alone))
+    try:
+        yield
+    finally:
+        undo()
 
-    def _leave_module(self, parallel: ParallelModule) -> None:
-        """Make the module whole at the end of a run, or leave it in shards."""
-        if self._failed:
-            parallel.abandon()
-        elif not self._stays_in_shards or self._plan is None:
-            parallel.undo(self.optimizers)
-            self._share_buffers()
-        elif self._judged:
-            parallel.abandon()
-            rank_zero_warn(f"{type(self._module).__name__} is in shards and cannot be used after the error. {AGAIN}")
-        else:
-            parallel.leave_in_shards()
-            self._share_buffers()
-            if self._teardown == "auto" and self._in_shards is None:
-                rank_zero_info(why_in_shards(self._module))
-            shards = InShards.of(parallel, self._plan, self._settings, self.mesh, self.data_axis)
-            put_shards(self._module, shards)
 
-    def _to_device(self, batch: Any) -> Any:
-        batch = self._module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
-        return self.batch_to_device(batch)  # which calls the other two hooks
+def choose_samplers(run: Run) -> None:
+    """Keep the dataloaders' own samplers with one data rank.
+
+    Lightning's sampler shuffles every dataloader of `fit`, also one whose author did not ask for it, and draws from
+    another seed than on one device.
+    """
+    several = run.chosen.data_parallel_size > 1 or run.shares_order
+    run.trainer._accelerator_connector.use_distributed_sampler = run.wants_sampler and several
+
+
+def close_axes(run: Run) -> None:
+    """Close the axes at the end of `run`, unless a later run goes on with them. Collective."""
+    forget_reads(run.trainer)
+    in_shards, data_axis = shards_of(run.module), run.opened
+    if data_axis is None or (in_shards is not None and in_shards.data_axis is data_axis):
+        return
+    data_axis.close()
+    axes, position = data_axis.axes, _position(run) if data_axis.engine.idle else None
+    # after an error, even one of all ranks, one rank may have sent more messages than another
+    if not run.failure.judged or (not run.failure.alone and sent_equally(axes, position)):
+        return_groups(axes)
+
+
+def _position(run: Run) -> tuple[int, int] | None:
+    """The batch at which this rank is. None inside a step, whose messages may be under way."""
+    if run.chosen.pipelined and (run.in_step or not run.trainer.training):
+        return None
+    return run.trainer.global_step, run.trainer.fit_loop.batch_idx
+
+
+def division_of(run: Run) -> Division:
+    """All that the module of `run` is divided by."""
+    precision = f"{type(run.plugin).__name__}({run.plugin.precision})"
+    return {**vars(run.chosen), **vars(run.settings.choices), "precision": precision}
+
+
+def check_reuse(run: Run, in_shards: InShards) -> None:
+    """Raise where `run` cannot go on with a module that is in shards."""
+    in_shards.check(run.module, division_of(run))
+    check_goes_on(run.module, run.callbacks, run.settings.verify)
+
+
+def reuse_shards(run: Run, in_shards: InShards) -> None:
+    """Use the shards that an earlier run has left."""
+    in_shards.check_parameters()
+    in_shards.rest.end()
+    run.plan = in_shards.plan
+    put_shards(run.module, None)
+    run.undo.callback(leave_module, run, in_shards.parallel)
+    run.plugin.compute_on(run.device)
+    share_peers_random_state(run)
+
+
+def convert_module(run: Run, parallel: ParallelModule, sync: Any) -> None:
+    """Convert the module for `run`, before it is on its device; `sync` is Lightning's for `sync_batchnorm=True`."""
+    if run.fitting and sync is not None:
+        sync = DataBatchNorm(run.data_group) if isinstance(sync, TorchSyncBatchNorm) else sync
+        sync.apply(run.module)
+        parallel.changes.callback(sync.revert, run.module)
+    run.plugin.compute_on(run.device)
+    run.plugin.convert_module(run.module)
+
+
+def share_values(run: Run, built: Sequence[Built]) -> None:
+    """Give every rank equal weights and equal random streams."""
+    share_first_values(run.module)
+    warn_of_full(run.module, built)
+    if run.verifies_first:
+        realize(run.module.parameters())  # its copy needs all of them
+    share_peers_random_state(run)
+
+
+def share_peers_random_state(run: Run) -> None:
+    for axis in run.chosen.peer_axes:
+        share_random_state(run.mesh.get_group(axis))
+
+
+def share_buffers(run: Run) -> None:
+    """Evaluate with the buffers (batch-norm statistics, say) of the first data rank, as DDP does."""
+    if run.chosen.data_parallel_size > 1:
+        buffers = [buffer for buffer in run.module.buffers() if not buffer.is_meta]
+        broadcast_tensors(buffers, Group(run.data_group))
+
+
+def leave_module(run: Run, parallel: ParallelModule) -> None:
+    """Make the module whole at the end of `run`, or leave it in shards."""
+    if run.failure.alone:
+        parallel.abandon()
+    elif not run.stays_in_shards or run.plan is None:
+        parallel.undo(run.trainer.optimizers)
+        share_buffers(run)
+    elif run.failure.judged:
+        parallel.abandon()
+        rank_zero_warn(f"{type(run.module).__name__} is in shards and cannot be used after the error. {AGAIN}")
+    else:
+        parallel.leave_in_shards()
+        share_buffers(run)
+        if run.settings.teardown == "auto" and run.in_shards is None:
+            rank_zero_info(why_in_shards(run.module))
+        put_shards(run.module, InShards.of(parallel, run.plan, run.chosen, division_of(run), run.data_axis))

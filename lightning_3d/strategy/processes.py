@@ -1,95 +1,80 @@
-"""The processes of one job as Lightning needs them: places, start, messages, failure."""
+"""The processes of one job as Lightning asks for them: their start, places, modules and messages."""
 
+import inspect
 import sys
-import warnings
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from math import gcd
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.axes.group import Group
+from lightning_3d.checkpoint import watching_last
 from lightning_3d.data.world_size_use import data_code_that_asks
-from lightning_3d.extensions import simulating
-from lightning_3d.faults import Watchdog, flight
-from lightning_3d.faults.flight_recorder import put_aside
+from lightning_3d.extensions import LayoutChooser, simulating
 from lightning_3d.faults.nccl_settings import set_nccl_watchdog
 from lightning_3d.launch import ScriptLauncher, SpawnLauncher, can_run_again, joined, store_of_attempt
 from lightning_3d.launch.lightning_private import (
     Launcher,
-    TunerExitException,
     default_process_group_backend,
     init_dist_connection,
-    is_local_file_protocol,
+    sync_ddp_if_available,
 )
 from lightning_3d.layout import Coordinate, Layout
-from lightning_3d.module.undo import UndoStack
+from lightning_3d.module.materialize import materialize
+from lightning_3d.precision import Precision3D, convert
 from lightning_3d.ranks import rank_zero, talk
-from lightning_3d.ranks.agreement import is_alone, is_communication
 from lightning_3d.ranks.random_streams import share_seeded_state
+from lightning_3d.sandbox.deferred import Built
+from lightning_3d.strategy.checkpoints import Checkpoints
 from lightning_3d.strategy.checks import check_same_layout
+from lightning_3d.strategy.in_shards import shards_of
+from lightning_3d.strategy.one_run import NO_FAILURES, Failure, Run, flight_folder, let_save, move_old_records
+from lightning_3d.strategy.placing import built_in_parts, keep_on_host, open_axes
+from lightning_3d.strategy.resume import Sizes, resume_earlier
+from lightning_3d.strategy.settings import Settings
+from lightning_3d.zero.data_axis import DataAxis
 
 T = TypeVar("T")
-StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
 
 
 class Processes(ParallelStrategy):
-    """The part of `Strategy3D` about processes, whatever they compute."""
+    """A strategy of Lightning that knows the places of its processes in a layout, and builds modules on them."""
 
-    OF_PROCESS: tuple[str, ...] = ("_mesh", "_watch", "_nodes")
-    """Attributes that belong to a run in this process. A copy starts with their defaults, those of the class."""
-    _mesh: DeviceMesh | None = None
-    _watch: Watchdog | None = None
-    _ran_before = False
-    """True where an earlier run of this process left its process group."""
-    _nodes: Sequence[int] = ()
-    """The node of each rank, where the launcher started another number of processes than the Trainer has devices."""
-    _wants_sampler = True
-    """The user's `use_distributed_sampler`."""
+    is_distributed = True
+    """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
+    run: Run | None = None
+    """None before and after a run."""
 
-    def __init__(
-        self,
-        *,
-        timeout: timedelta | float,
-        start_method: StartMethod,
-        process_group_backend: str | None,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        cluster_environment: ClusterEnvironment | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._start_method: StartMethod = start_method
-        self._process_group_backend = process_group_backend
+    def __init__(self, settings: Settings, auto: LayoutChooser | None, *lightning: Any) -> None:
+        self._default_precision = convert(None)
+        super().__init__(*lightning)
+        self.settings = settings
+        self.sizes, self.checkpoints, self.failure = Sizes(settings, auto), Checkpoints(settings), Failure()
         self.num_nodes = 1  # the Trainer says how many
-        self._undo = UndoStack()
-        self._failed = self._judged = False
-        self._shares_order = False
-        """True where the saved run had several data ranks: the order of samples stays that of Lightning's sampler."""
+        self._built: tuple[Built, ...] = ()
+        """Modules that were built since the last run."""
+        self._dry_run: Launcher | None = None
+        """Simulates the ranks of another cluster in place of this machine's."""
+        self._given_path: object = None
+        self._nodes: Sequence[int] = ()
+        """The node of each rank, where the launcher started another number of processes than the Trainer expects."""
         self._world_asked_by: str | None = None
         """The user's method that creates data and reads `trainer.world_size`."""
         self._world_warned = False
-        self._dry_run: Launcher | None = None
-        """Simulates the ranks of another cluster in place of this machine's."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in self.OF_PROCESS}
+        return {**super().__getstate__(), "run": None, "_built": ()}
 
     def __repr__(self) -> str:
         """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses other class trees."""
@@ -98,24 +83,140 @@ class Processes(ParallelStrategy):
             " call lightning_3d.serve_pytorch_lightning() before anything imports that>"
         )
 
-    # ---- who and where -------------------------------------------------------------------------------------------
+    # ---- start ---------------------------------------------------------------------------------------------------
 
-    is_distributed = True
-    """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
+    def _configure_launcher(self) -> None:
+        if (simulation := self._simulation) is not None:
+            self._launcher = simulation
+            return
+        assert self.cluster_environment is not None
+        environment, method = self.cluster_environment, self.settings.start_method
+        if method == "auto":
+            starts_none = environment.creates_processes_externally or self.num_processes * self.num_nodes == 1
+            method = "popen" if starts_none or can_run_again() else "fork"
+        if method == "popen":
+            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, self._guarded)
+        else:
+            self._launcher = SpawnLauncher(self, method, self._guarded)
 
     @property
-    @abstractmethod
+    def _simulation(self) -> Launcher | None:
+        return simulating[-1] if simulating else self._dry_run
+
+    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call the Trainer's `function`. Explain an error that another rank caused, before any callback gets it."""
+        self._given_path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
+        try:
+            with watching_last(
+                self.checkpoints.keeper.prefer
+            ):  # Lightning reads ckpt_path="last" before any hook of a strategy
+                return function(*args, **kwargs)
+        except NO_FAILURES:
+            raise
+        except BaseException as error:
+            explained = self.failure.explained(error, self.lightning_module, self.world_size)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Join the other processes, and open the axes of the layout where it is known already."""
+        module, trainer, settings = self._module, self._module.trainer, self.settings
+        self.failure, self.run = Failure(), None
+        let_save(trainer)
+        super().setup_environment()
+        self.set_world_ranks()
+        folder = flight_folder(trainer.default_root_dir)
+        follows_another = self._join(folder)
+        self.failure.start_watch(self.global_rank, settings.timeout, folder)
+        connector = trainer._accelerator_connector
+        self.run = run = Run(
+            trainer=trainer, module=module, settings=settings, plugin=self.precision_plugin, device=self.root_device,
+            rank=self.global_rank, streams=self._streams, failure=self.failure, follows_another=follows_another,
+            wants_sampler=connector.use_distributed_sampler, in_shards=shards_of(module),
+        )  # fmt: skip
+        run.undo.callback(setattr, connector, "use_distributed_sampler", run.wants_sampler)
+        self.checkpoints.begin_run(run)
+        self.sizes.begin_run(module)
+        share_seeded_state()
+        self._nodes = self._find_nodes()
+        if settings.resume == "auto" and run.fitting and self._given_path is None:
+            resume_earlier(run, self.sizes, self.checkpoints.keeper, self.world_size)
+        if self.local_rank == 0 and dist.get_backend() != "fake":
+            move_old_records(folder)
+        layout = check_same_layout(lambda: self.layout, self.world_size)
+        self.failure.name_places(layout)
+        if run.in_shards is not None or self.sizes.auto is None:  # else `setup` chooses, from the module and its data
+            self.open_axes(layout)
+
+    def _join(self, folder: Path) -> bool:
+        """Join the process group of the job, or use one that is there: True. `folder` is for flight records."""
+        device, timeout = self.root_device, self.settings.timeout
+        backend = self.process_group_backend
+        set_nccl_watchdog(backend, folder)
+        assert self.cluster_environment is not None
+        splits_groups = device.type != "cpu" and backend != "gloo"
+        options: dict[str, Any] = {"timeout": timeout, "device_id": device if splits_groups else None}
+        is_there = dist.is_initialized()
+        if not is_there and backend != "fake":
+            options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, timeout)
+        init_dist_connection(self.cluster_environment, backend, **options)
+        return is_there
+
+    def open_axes(self, layout: Layout) -> None:
+        """Open the mesh and the groups of `layout`, or use those of a module in shards. Every rank must call it."""
+        assert self.run is not None
+        open_axes(self.run, layout, self.ranks_per_node)
+        self._warn_of_world_size()
+
+    @property
+    def _streams(self) -> bool:
+        """True where the backend overlaps communication by itself (CUDA). Else a thread of ours does."""
+        return self.root_device.type != "cpu"
+
+    # ---- who and where -------------------------------------------------------------------------------------------
+
+    @property
     def layout(self) -> Layout:
-        """The layout for the number of processes there are."""
+        """The layout of the run. Outside of one, that for the present number of processes."""
+        chosen = None if self.run is None else self.run.layout
+        return self.sizes.layout(self.world_size) if chosen is None else chosen
 
     @property
     def coordinate(self) -> Coordinate:
         return self.layout.coordinate(self.global_rank)
 
     @property
+    def data_parallel_size(self) -> int:
+        """Ranks that work on different samples. Divide a batch size by this, not by `trainer.world_size`."""
+        return self.layout.data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The share of the samples that this rank works on. Equal on tensor and pipeline peers."""
+        return self.coordinate.data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
     def mesh(self) -> DeviceMesh:
-        assert self._mesh is not None, "the mesh exists from setup_environment on"
-        return self._mesh
+        return self._current.mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        return self._current.data_group
+
+    @property
+    def data_axis(self) -> DataAxis:
+        return self._current.data_axis
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:  # type: ignore[override]
@@ -146,19 +247,12 @@ class Processes(ParallelStrategy):
         """Ranks that share the memory of this machine."""
         return self._nodes.count(self.node_rank) or self.num_processes
 
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that work on different samples. Divide a batch size by this, not by `trainer.world_size`."""
-        return self.layout.data_parallel_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The share of the samples that this rank works on. Equal on tensor and pipeline peers."""
-        return self.coordinate.data
+    def _find_nodes(self) -> Sequence[int]:
+        """The node of each rank, empty where each has as many ranks as the Trainer expects. Collective elsewhere."""
+        size = dist.get_world_size()
+        if size in (1, self.num_processes * self.num_nodes) or size != self.world_size:  # the last is refused later
+            return ()
+        return talk.gather(self.node_rank)
 
     @property
     def world_size(self) -> int:
@@ -170,16 +264,16 @@ class Processes(ParallelStrategy):
 
     def _warn_of_world_size(self) -> None:
         """Warn once where user code divides its data over all ranks and some of them share their samples."""
-        if self._world_asked_by is None or self._mesh is None or self._world_warned:
+        chosen = None if self.run is None else self.run.layout
+        if self._world_asked_by is None or chosen is None or self._world_warned:
             return
-        data, world = self.data_parallel_size, super().world_size
-        if data != world:
+        if chosen.data_parallel_size != chosen.world_size:
             self._world_warned = True
             rank_zero_warn(
-                f"{self._world_asked_by} reads trainer.world_size ({world}), but tensor and pipeline peers work on the"
-                f" same samples: data is divided over {data} here. A batch size divided by the world size makes an"
-                " optimizer step of fewer samples than you mean. Divide by trainer.strategy.data_parallel_size, and"
-                " shard by trainer.strategy.data_parallel_rank."
+                f"{self._world_asked_by} reads trainer.world_size ({chosen.world_size}), but tensor and pipeline peers"
+                f" work on the same samples: data is divided over {chosen.data_parallel_size} here. A batch size"
+                " divided by the world size makes an optimizer step of fewer samples than you mean. Divide by"
+                " trainer.strategy.data_parallel_size, and shard by trainer.strategy.data_parallel_rank."
             )
 
     @property
@@ -187,75 +281,70 @@ class Processes(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # ---- environment ---------------------------------------------------------------------------------------------
+    @property
+    def _current(self) -> Run:
+        assert self.run is not None, "a run lasts from setup_environment to teardown"
+        return self.run
 
     @property
-    def _simulation(self) -> Launcher | None:
-        return simulating[-1] if simulating else self._dry_run
+    def process_group_backend(self) -> str:
+        return self.settings.process_group_backend or default_process_group_backend(self.root_device)
 
-    def _configure_launcher(self) -> None:
-        if (simulation := self._simulation) is not None:
-            self._launcher = simulation
+    @property
+    def precision_plugin(self) -> Precision3D:
+        plugin = self._precision_plugin if self._precision_plugin is not None else self._default_precision
+        assert isinstance(plugin, Precision3D)
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # None stays None: Lightning takes any plugin for the user's choice, and then refuses `precision=`
+        self._precision_plugin = None if plugin is None else convert(plugin)
+
+    # ---- modules -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules in parts: in `configure_model`, in `trainer.init_module()`, and on meta."""
+        with super().tensor_init_context(empty_init), self._in_parts():
+            yield
+
+    @contextmanager
+    def _in_parts(self) -> Iterator[None]:
+        if not self._divides:
+            yield
             return
-        assert self.cluster_environment is not None
-        method, environment = self._start_method, self.cluster_environment
-        if method == "auto":
-            starts_none = environment.creates_processes_externally or self.num_processes * self.num_nodes == 1
-            method = "popen" if starts_none or can_run_again() else "fork"
-        if method == "popen":
-            self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes, self._guarded)
-        else:
-            self._launcher = SpawnLauncher(self, method, self._guarded)
+        with built_in_parts() as built:
+            yield
+        self._built = (*self._built, built)
 
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+    def take_built(self) -> Sequence[Built]:
+        """The modules that were built since the last run. They are forgotten."""
+        built, self._built = self._built, ()
+        return built
 
-    def setup_environment(self) -> None:
-        trainer = self._module.trainer
-        self._failed, self._judged, self._watch = False, False, None
-        self._shares_order = False
-        if vars(trainer).get("save_checkpoint") is _not_saved:
-            del trainer.save_checkpoint  # an earlier run with this Trainer failed
-        connector = trainer._accelerator_connector
-        self._wants_sampler = connector.use_distributed_sampler
-        self._undo.callback(setattr, connector, "use_distributed_sampler", self._wants_sampler)
-        super().setup_environment()
-        self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or default_process_group_backend(self.root_device)
-        set_nccl_watchdog(self._process_group_backend, flight_folder(trainer.default_root_dir))
-        assert self.cluster_environment is not None
-        on_device = self.root_device.type != "cpu" and self._process_group_backend != "gloo"  # which splits no groups
-        device = self.root_device if on_device else None
-        options: dict[str, Any] = {"timeout": self._timeout, "device_id": device}
-        self._ran_before = dist.is_initialized()
-        if not self._ran_before and self._process_group_backend != "fake":
-            options |= store_of_attempt(self.cluster_environment, self.global_rank, self.world_size, self._timeout)
-        init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-        self._watch = self._start_watch()
-        share_seeded_state()
-        self._nodes = self._find_nodes()
-        self._before_layout()
-        if self.local_rank == 0 and dist.get_backend() != "fake":
-            self._move_old_records()
-        layout = check_same_layout(lambda: self.layout, self.world_size)
-        if self._watch is not None:
-            self._watch.places = {rank: str(layout.coordinate(rank)) for rank in range(self.world_size)}
-        self._mesh = None
+    @property
+    def _divides(self) -> bool:
+        """True where ranks are going to have parts of a module that has values."""
+        return self.world_size > 1 and self._simulation is None
 
-    def _find_nodes(self) -> Sequence[int]:
-        """Empty where each node has as many ranks as the Trainer has devices. Collective elsewhere."""
-        size = dist.get_world_size()
-        if size in (1, self.num_processes * self.num_nodes) or size != self.world_size:  # the last is refused later
-            return ()
-        return talk.gather(self.node_rank)
+    def model_to_device(self) -> None:
+        if any(tensor.is_meta for tensor in (*self._module.parameters(), *self._module.buffers())):
+            with self._in_parts():
+                materialize(self._module, self.root_device)
+        if self._divides:
+            keep_on_host(self._module, self.root_device)
+        self._module.to(self.root_device)
 
-    def _before_layout(self) -> None:
-        """Prepare what the layout depends on. Called once processes can send messages."""
+    def to_device(self, batch: Any) -> Any:
+        batch = self._module._on_before_batch_transfer(self.precision_plugin.convert_input(batch))
+        return self.batch_to_device(batch)  # which calls the other two hooks
 
-    # ---- talk ----------------------------------------------------------------------------------------------------
+    def as_saved(self) -> AbstractContextManager[None]:
+        """Return shards for a sharded checkpoint, full states for a single file."""
+        return self.checkpoints.as_saved(self._module, self.checkpoint_io)
+
+    # ---- messages ------------------------------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from every rank of the world, on all axes, or from `group` if given."""
@@ -263,6 +352,16 @@ class Processes(ParallelStrategy):
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data axis, or over `group` if given: tensor and pipeline peers have the same values."""
+        if not isinstance(tensor, Tensor) or self.run is None or self.run.opened is None:
+            return tensor
+        if group is None:
+            if self.data_parallel_size == 1:
+                return tensor
+            group = self.data_group
+        return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over every rank of the world, on all axes."""
@@ -286,83 +385,3 @@ class Processes(ParallelStrategy):
         if src == 0:
             rank_zero.remember(obj, answer)
         return answer
-
-    # ---- fail -----------------------------------------------------------------------------------------------------
-
-    def _start_watch(self) -> Watchdog | None:
-        """Watch the ranks from the start, although their places are not known yet."""
-        flight.clear()
-        if Group().silent:
-            return None  # there is no other process
-        places = dict.fromkeys(range(dist.get_world_size()), "its place is not known yet")
-        folder = flight_folder(self._module.trainer.default_root_dir)
-        return Watchdog(self.global_rank, places, timeout=self._timeout.total_seconds(), folder=folder)
-
-    def _move_old_records(self) -> None:
-        try:
-            put_aside(flight_folder(self._module.trainer.default_root_dir))
-        except OSError as error:
-            warnings.warn(
-                f"Flight records of an earlier run cannot be moved, and this run writes to the same folder: {error}",
-                stacklevel=2,
-            )
-
-    def _guarded(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call the Trainer's `function`. Explain an error that another rank caused, before any callback gets it."""
-        try:
-            return function(*args, **kwargs)
-        except _NO_FAILURES:
-            raise
-        except BaseException as error:
-            explained = self._explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """The error to raise for `error`, once all ranks know of it."""
-        own, interrupted = not is_communication(error), isinstance(error, KeyboardInterrupt)
-        explained = self._watch.explained(error) if self._watch is not None else error
-        elsewhere = is_alone(error) or (interrupted and self.world_size > 1)  # Ctrl-C stops each rank elsewhere
-        self._fail(own_error=not elsewhere)
-        if own and self._failed and self._watch is not None and not interrupted:
-            self._watch.record(f"{type(error).__name__}: {error}", flight.failing(error))
-        return explained
-
-    def _fail(self, *, own_error: bool) -> None:
-        """Find out if all ranks fail alike. If not, no collective may be tried any more."""
-        self._judged, self._failed = True, not talk.failed_everywhere(own_error)
-        module = self.lightning_module
-        if self._failed and module is not None and module._trainer is not None:
-            module.trainer.save_checkpoint = _not_saved  # type: ignore[method-assign]
-
-    def on_exception(self, exception: BaseException) -> None:
-        if not self._judged:
-            self._fail(own_error=not is_alone(exception))
-        if self._failed:
-            if self._watch is not None:
-                self._watch.linger()
-                self._watch.close(ended=False)
-            talk.leave()
-
-    def teardown(self) -> None:
-        if self._failed:
-            return  # the module stays sharded, and cannot be moved to the CPU
-        if self._watch is not None:
-            self._watch.close(ended=True)
-            self._watch = None
-        super().teardown()
-
-
-_NO_FAILURES = (TunerExitException, SIGTERMException, GeneratorExit)
-"""Lightning's own ways to end a run, at the same place on all ranks."""
-
-
-def flight_folder(run: str) -> Path:
-    """The folder for the flight records of a run, on this machine where the run writes to a bucket."""
-    return (Path(run) if is_local_file_protocol(run) else Path.cwd()) / "flight"
-
-
-def _not_saved(filepath: Any, *_: Any, **__: Any) -> None:
-    """Stands in for `trainer.save_checkpoint` once a rank is missing: some callbacks save when training fails."""
-    rank_zero_warn(f"{filepath} is not saved: it needs the shards of other ranks, which have ended.")

@@ -1,49 +1,271 @@
 """The steps of a placed module: unchanged, or as stages of a pipeline, with checks around them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch import distributed as dist
 
+from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.data.same_samples import SampleCheck
+from lightning_3d.layout import Coordinate, Layout
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.context import StepCallbacks
+from lightning_3d.pipeline.loss_mean import rounding_of
 from lightning_3d.precision import Precision3D
 from lightning_3d.ranks.random_streams import StepRandom
-from lightning_3d.strategy.step_checks import Args, StepCheck
-from lightning_3d.strategy.window import EarlyGradients, Window
+from lightning_3d.verify.first_step import FirstStep
+from lightning_3d.verify.replicas import EVERY, ReplicaCheck, compare_first_loss
+from lightning_3d.zero import DataParallel
+
+# `Window`: the batches whose gradients one optimizer step adds up. `EarlyGradients`: those of a pipelined step.
+#
+# On one device Lightning runs a step, zeroes the gradients of the window before, and runs backward. Data ranks reduce
+# gradients after the last batch only; until then each adds up its own, on the tensors that its backward gives them to.
+
+
+@dataclass
+class Window:
+    """The accumulation window of the present batch."""
+
+    trainer: Trainer
+    module: LightningModule
+    data: DataParallel
+    last: bool = True
+    """True on the last batch: gradients are reduced over the data ranks after it."""
+
+    @property
+    def first(self) -> bool:
+        """True on the first batch, by Lightning's rule for zeroing gradients: an epoch may end within a window."""
+        automatic: bool = self.module.automatic_optimization  # type: ignore[assignment]
+        return automatic and self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches == 0
+
+    def scale(self, plugin: Precision3D) -> float | Tensor:
+        """The factor on the loss of a batch before backward: its share of the window, times the loss scale."""
+        return plugin.loss_factor() / self.trainer.accumulate_grad_batches
+
+    def begin(self) -> None:
+        """Begin a batch. The first discards gradients that no optimizer step followed and zeroing does not reach."""
+        if self.first:
+            self.data.discard_pending()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Batches inside only add gradients: none is the last of its window."""
+        self.last = False
+        self.data.accumulate_only(True)
+        try:
+            yield
+        finally:
+            self.last = True
+            self.data.accumulate_only(False)
+
+    def zeroed(self) -> set[nn.Parameter]:
+        """The parameters whose gradients Lightning zeroes for sure: those of optimizers, unless a hook decides."""
+        if is_overridden("optimizer_zero_grad", self.module):
+            return set()
+        return {p for optimizer in self.trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+class EarlyGradients:
+    """Gradients of a step that runs its own backward, before Lightning zeroes those of the window before.
+
+    Args:
+        module: has the parameters.
+        zeroed: gives the parameters whose old gradients are zeroed after the step. They are freed before it, which
+            makes room for the new ones.
+    """
+
+    def __init__(self, module: nn.Module, zeroed: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self.module, self.zeroed = module, zeroed
+        self.new: dict[nn.Parameter, Tensor] = {}
+        self.older: dict[nn.Parameter, Tensor] = {}
+        """Gradients of earlier windows that may have to stay."""
+
+    @contextmanager
+    def computing(self, first: bool) -> Iterator[None]:
+        """The context of a step. In the first of a window, old gradients are there again after it."""
+        if first:
+            zeroed = set(self.zeroed())
+            self.older = {p: grad for p, grad in self._taken().items() if p not in zeroed}
+        yield
+        if first:
+            self.new = self._taken()
+            for parameter, grad in self.older.items():
+                parameter.grad = grad
+
+    def give(self, first: bool, last: bool) -> None:
+        """Give the parameters their gradients, after the zeroing.
+
+        Older ones that were not zeroed are added with the last batch of the window. Those of ties are summed already,
+        and the new ones are not before.
+        """
+        if first:
+            self.older = {parameter: parameter.grad for parameter in self.older if parameter.grad is not None}
+            for parameter in self.older:
+                parameter.grad = None
+        _add(self.new)
+        self.new = {}
+        if last:
+            _add(self.older)
+            self.older = {}
+
+    def _taken(self) -> dict[nn.Parameter, Tensor]:
+        """All gradients, which the parameters then have no more."""
+        taken = {parameter: parameter.grad for parameter in self.module.parameters() if parameter.grad is not None}
+        for parameter in taken:
+            parameter.grad = None
+        return taken
+
+
+def _add(gradients: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in gradients.items():
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+Args = tuple[Any, ...]
+
+
+class StepCheck:
+    """A check of every step. A subclass overrides the moments that it needs."""
+
+    def before_train(self, args: Args) -> None: ...
+
+    def around_train(self) -> AbstractContextManager[Any]:
+        """The context of the step."""
+        return nullcontext()
+
+    def after_train(self, output: Any) -> None: ...
+
+    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
+        """The arguments for the step. `evaluation` counts runs of validation, test and predict."""
+        return args
+
+    def after_backward(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SamplesAgree(StepCheck):
+    """Compare the batches of tensor and pipeline peers."""
+
+    def __init__(self, samples: SampleCheck, trainer: Trainer) -> None:
+        self.samples, self.trainer = samples, trainer
+
+    def before_train(self, args: Args) -> None:
+        self.samples.check("training_step", args, self.trainer.current_epoch)
+
+    def before_evaluate(self, name: str, args: Args, evaluation: int) -> Args:
+        loader = args[2:]  # after batch and batch_idx: its index, where there are several
+        return self.samples.first_peers_batch(name, args, (evaluation, loader))  # type: ignore[no-any-return]
+
+
+class LossesAgree(StepCheck):
+    """Compare the first loss of tensor peers."""
+
+    def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
+        self.place, self.module, self.plugin = place, module, plugin
+        self.due = layout.tensor_parallel_size > 1 and module.automatic_optimization  # a step that returns its loss
+        self.output: Any = None
+
+    def after_train(self, output: Any) -> None:
+        if self.due:
+            self.due, self.output = False, output
+
+    def after_backward(self) -> None:
+        """Compare after the backward, whose errors name the reason where a step computes with shards."""
+        if self.output is not None:
+            output, self.output = self.output, None
+            with self.plugin.forward_context():
+                rounding = rounding_of(self.module) / 10  # peers run the same operations on the same numbers
+            compare_first_loss(output, self.place, rounding)
+
+
+class ReplicasAgree(StepCheck):
+    """Compare the copies of parameters every `EVERY` training batches."""
+
+    def __init__(self, replicas: ReplicaCheck) -> None:
+        self.replicas, self.batches = replicas, 0
+
+    def before_train(self, args: Args) -> None:
+        if self.batches % EVERY == 0:
+            self.replicas.check(self.batches)
+        self.batches += 1
+
+
+class ActivationsFit(StepCheck):
+    """Keep the activations of as many blocks as a budget allows."""
+
+    def __init__(self, fit: BudgetFit) -> None:
+        self.fit = fit
+
+    def before_train(self, args: Args) -> None:
+        self.fit.before_batch()
+
+    def around_train(self) -> AbstractContextManager[Any]:
+        return self.fit.batch()
+
+
+class FirstStepAgrees(StepCheck):
+    """Compare the gradients of the first optimizer step with those of the unsplit module."""
+
+    def __init__(
+        self,
+        first: FirstStep,
+        parallel: ParallelModule,
+        data_group: dist.ProcessGroup,
+        random: StepRandom,
+        window: Window,
+        plugin: Precision3D,
+    ) -> None:
+        self.first: FirstStep | None = first
+        self.parallel, self.data_group, self.random = parallel, data_group, random
+        self.window, self.plugin = window, plugin
+        self.after_train(None)
+
+    def before_train(self, args: Args) -> None:
+        if self.first is not None:
+            with self.random.step():
+                self.first.add(self.parallel.module, args, self.window.scale(self.plugin))
+
+    def after_train(self, output: Any) -> None:
+        if self.first is not None:
+            self.first.twin.look(self.parallel.module)
+
+    def after_backward(self) -> None:
+        if self.first is not None and self.window.last:
+            first, self.first = self.first, None
+            if first.compare(self.parallel, self.data_group, self.plugin.loss_scale()):
+                self.first = first  # the scaler skips this step
+
+    def close(self) -> None:
+        if self.first is not None:
+            self.first.close()
+
 
 Call = Callable[..., Any]
 
 
-class StepRunner(Protocol):
-    """Runs the user's steps."""
-
-    def train(self, call: Call, args: Args) -> Any:
-        """Run a training step: `call(*args)` would call the user's own."""
-
-    def evaluate(self, name: str, call: Call, args: Args) -> Any:
-        """Run a validation, test or predict step."""
-
-    def before_backward(self, loss: Tensor) -> None: ...
-
-    def after_backward(self) -> None: ...
-
-
-class PlainRunner:
-    """The user's step on the user's batch."""
+class StepRunner:
+    """Runs the user's step on the user's batch."""
 
     def __init__(self, parallel: ParallelModule, random: StepRandom, window: Window) -> None:
         self.data, self.random, self.window = parallel.data, random, window
 
     def train(self, call: Call, args: Args) -> Any:
+        """Run a training step: `call(*args)` calls the user's own."""
         self.window.begin()
         self.data.gather()
         with self.random.step(), self.data.forbid_writes():
             return call(*args)
 
     def evaluate(self, name: str, call: Call, args: Args) -> Any:
+        """Run a validation, test or predict step."""
         self.data.gather()
         with self.random.step():
             output = call(*args)
@@ -57,7 +279,7 @@ class PlainRunner:
         self.data.after_backward()
 
 
-class PipelineRunner:
+class PipelineRunner(StepRunner):
     """The user's step on every microbatch, on every stage, in the order of a schedule.
 
     `train` runs forward and backward of the full batch. Lightning then zeroes the gradients and calls backward on the
@@ -68,8 +290,8 @@ class PipelineRunner:
         self, parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D, undo: UndoStack
     ) -> None:
         assert parallel.pipeline is not None
-        self.parallel, self.data, self.random = parallel, parallel.data, random
-        self.window, self.plugin = window, plugin
+        super().__init__(parallel, random, window)
+        self.parallel, self.plugin = parallel, plugin
         self.early = EarlyGradients(parallel.module, window.zeroed)
         self.pipeline = parallel.pipeline
         hooks = StepCallbacks(
@@ -148,12 +370,3 @@ class CheckedSteps:
     def close(self) -> None:
         for check in self.checks:
             check.close()
-
-
-def make_runner(
-    parallel: ParallelModule, random: StepRandom, window: Window, plugin: Precision3D, undo: UndoStack
-) -> StepRunner:
-    """The runner for `parallel`. `undo` ends the run."""
-    if parallel.pipeline is None:
-        return PlainRunner(parallel, random, window)
-    return PipelineRunner(parallel, random, window, plugin, undo)

@@ -1,7 +1,7 @@
 """`Strategy3D`: Lightning's hooks in order. The packages that they call do the work."""
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -10,75 +10,39 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_3d.activations.fit_budget import BudgetFit
-from lightning_3d.activations.recompute_choice import Recompute, RecomputeArgument
-from lightning_3d.checkpoint import CheckpointFormat
-from lightning_3d.comm.config import CommConfig, GradCompression, GradSync
-from lightning_3d.data.remade_loader_private import check_remade_loaders
-from lightning_3d.data.same_samples import SampleCheck
-from lightning_3d.errors import ConfigurationError
-from lightning_3d.extensions import LayoutChooser, load
+from lightning_3d.activations.recompute_blocks import Recompute, RecomputeArgument
+from lightning_3d.checkpoint import CheckpointFormat, Splits, load_optimizer, load_weights
+from lightning_3d.comm.config import GradCompression, GradSync
+from lightning_3d.data.position import counted
+from lightning_3d.data.same_samples import seed_workers_by_data_rank
+from lightning_3d.errors import RunError, explain_shard_errors
+from lightning_3d.extensions import load
 from lightning_3d.faults import flight
-from lightning_3d.layout import PIPELINE_AXIS, Layout, Schedule, ZeroStage
+from lightning_3d.launch import job_folder
+from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
-from lightning_3d.module.metrics import gather_over
-from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.offload_choice import Offload, OffloadArgument
-from lightning_3d.optim.grad_norm import clip_like_one_device
-from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
-from lightning_3d.optim.step_from_disk import offload_states
-from lightning_3d.parallel import parallel_plan
+from lightning_3d.optim.step import move_states
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import UserChoices
-from lightning_3d.parallelize import parallelize
 from lightning_3d.pipeline.loss_scope import LossScope
-from lightning_3d.pipeline.unsupported import check_automatic, check_supported
-from lightning_3d.ranks import talk
-from lightning_3d.ranks.random_streams import StepRandom
-from lightning_3d.sandbox.deferred import computed_on_use
-from lightning_3d.strategy.checks import (
-    check_callbacks,
-    check_compiled,
-    check_hooks,
-    check_module,
-    check_reports,
-    check_same_module,
-    evaluate_with_no_grad,
-    finetune_by_identity,
-)
-from lightning_3d.strategy.in_shards import (
-    Teardown,
-    check_teardown,
-    check_whole,
-    first_shard,
-    shards_of,
-)
-from lightning_3d.strategy.placing import Placing
-from lightning_3d.strategy.processes import StartMethod
+from lightning_3d.pipeline.pipeline import Pipeline
+from lightning_3d.strategy.checkpoints import Saved
+from lightning_3d.strategy.fit_report import Measured, MemoryReport, write_failure
+from lightning_3d.strategy.in_shards import Teardown, first_shard, shards_of
+from lightning_3d.strategy.placing import choose_samplers, close_axes, share_buffers
+from lightning_3d.strategy.processes import Processes
 from lightning_3d.strategy.registry import NAMES, refuse_mistakes
-from lightning_3d.strategy.resume import Resume
-from lightning_3d.strategy.step_checks import (
-    ActivationsFit,
-    FirstStepAgrees,
-    LossesAgree,
-    ReplicasAgree,
-    SamplesAgree,
-    StepCheck,
-)
-from lightning_3d.strategy.steps import CheckedSteps, make_runner
-from lightning_3d.strategy.window import Window
-from lightning_3d.usercode.averages_private import shard_averages
-from lightning_3d.usercode.hooks import wrap_hooks
-from lightning_3d.usercode.profiler_private import without_module_ranges
-from lightning_3d.verify.first_step import FirstStep, Verify
-from lightning_3d.verify.replicas import ReplicaCheck
+from lightning_3d.strategy.set_up import norm_of, prepare_optimizers, set_up
+from lightning_3d.strategy.settings import Resume, Settings, StartMethod
+from lightning_3d.verify.first_step import Verify
 
 
-class Strategy3D(Placing):
+class Strategy3D(Processes):
     """Train an unchanged LightningModule with data, tensor and pipeline parallelism and ZeRO.
 
     Args:
@@ -133,6 +97,8 @@ class Strategy3D(Placing):
     """
 
     strategy_name = "3d"
+    measured: Measured | None = None
+    """Seconds of a step and memory of the last `fit`."""
     layout_class = Layout
     """The sizes. A subclass with one more axis replaces it."""
 
@@ -174,233 +140,260 @@ class Strategy3D(Placing):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            resume=resume, checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, timeout=timeout,
-            start_method=start_method, process_group_backend=process_group_backend, accelerator=accelerator,
-            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+        choices = UserChoices(
+            pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan,
+            recompute=Recompute.of(recompute, recompute_budget), offload=Offload.of(offload, offload_budget),
         )  # fmt: skip
-        self._offload = Offload.of(offload, offload_budget)
-        again = Recompute.of(recompute, recompute_budget)
-        self._wanted = self.layout_class(
-            data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
-            tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
-            pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
-            zero_stage=1 if zero_stage is None else zero_stage,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            num_microbatches=num_microbatches,
-            sequence_parallel=sequence_parallel,
-            recompute="full" if again.mode == "auto" else again.mode or "none",
-            offload="none" if self._offload.parameters is None else "all",
+        axes = (DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS)
+        sizes = dict(zip(axes, (data_parallel_size, tensor_parallel_size, pipeline_parallel_size), strict=True))
+        settings = Settings(
+            layout=layout, layout_class=self.layout_class, sizes=sizes, zero_stage=zero_stage,
+            zero_shard_size=zero_shard_size, schedule=schedule, stages_per_rank=stages_per_rank,
+            num_microbatches=num_microbatches, sequence_parallel=sequence_parallel, choices=choices,
+            grad_sync=grad_sync, grad_compression=grad_compression, checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint, resume=resume, teardown=teardown, quiet=quiet, verify=verify,
+            timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+            start_method=start_method, process_group_backend=process_group_backend,
+        )  # fmt: skip
+        auto = load("layout chooser")(settings.base, **settings.given) if layout == "auto" else None
+        super().__init__(
+            settings, auto, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        self._choices = UserChoices(
-            pipeline_split=pipeline_split,
-            loss_scope=loss_scope,
-            tensor_plan=tensor_plan,
-            recompute=again,
-            offload=self._offload,
-        )
-        if verify not in (None, "first_step", "replicas"):
-            raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
-        self._verify = verify
-        data = None if data_parallel_size == "auto" else data_parallel_size
-        if layout not in ("given", "auto"):
-            raise ConfigurationError(f"layout={layout!r} is none of 'given', 'auto'.")
-        self._auto: LayoutChooser | None = None
-        if layout == "auto":
-            self._auto = load("layout chooser")(
-                self._wanted, data=data, tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, zero=zero_stage,
-                shard=zero_shard_size, compression=grad_compression, offload=self._offload.alone,
-            )  # fmt: skip
-        self._chooses = self._auto is not None
-        self._data_parallel_size = data_parallel_size
-        self._zero_shard_size = zero_shard_size
-        self._grad_sync: GradSync | Literal["auto"] = grad_sync
-        self._grad_compression = grad_compression
-        CommConfig(grad_sync="ring" if grad_sync == "auto" else grad_sync, grad_compression=grad_compression)
-        self._quiet = quiet
-        check_teardown(teardown)
-        self._teardown: Teardown = teardown
         if dry_run is not None:
             self._dry_run = load("dry run")(self, str(dry_run))
-
-    @property
-    def layout(self) -> Layout:
-        """The layout for the present number of processes."""
-        layout = self._refitted or self._wanted
-        if self._auto is not None:
-            layout = self._auto.layout(self.world_size)
-        elif self._data_parallel_size == "auto":
-            layout = layout.fit(self.world_size)
-        layout.check_world(self.world_size)
-        self._offload.check(layout)
-        return replace(layout, zero_shard_size=self._zero_shard_size)
-
-    def _comm_config(self) -> CommConfig:
-        auto: GradSync = "native" if self._streams else "ring"
-        if self._streams and self._grad_sync in ("ring", "hierarchical"):
-            rank_zero_warn(
-                f'grad_sync="{self._grad_sync}" sends hop by hop on a GPU, and each hop is a launch that the next one'
-                ' waits for. It is made for CPUs. grad_sync="auto" uses the collectives of NCCL, which overlap.'
-            )
-        return CommConfig(
-            grad_sync=auto if self._grad_sync == "auto" else self._grad_sync,
-            grad_compression=self._grad_compression,
-            ranks_per_node=self.ranks_per_node // (self.layout.tensor_parallel_size) or 1,
-        )
 
     # ---- describe -> place -> apply ------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
         """Check the module, place it, plan and apply the parallelisms, prepare the steps."""
-        with quick_collections(after_one=self._ran_before):
-            self._set_up(trainer)
+        with quick_collections(after_one=self._current.follows_another):
+            set_up(self, self._current)
         return_freed_memory()
-
-    def _set_up(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        flight.at("placing the module")
-        self.accelerator.setup(trainer)
-        module, plugin, fitting = self._module, self.precision_plugin, trainer.state.fn == TrainerFn.FITTING
-        self._watch_run(trainer)
-        self._check_module(fitting)
-        self._choose_layout(trainer)
-        self._check_user_code(trainer, fitting)
-        self._adapt_user_code(trainer, fitting)
-        self._stays_in_shards = self._keeps_shards(trainer)
-        first = None
-        if self._in_shards is None:
-            parallel = ParallelModule(module)
-            self._undo.callback(self._leave_module, parallel)
-            self._place_unsplit(parallel, fitting)
-            with self._without_module_ranges(trainer):
-                first = FirstStep(module, plugin.forward_context) if self._verifies_first(fitting) else None
-                self._plan = plan = parallel_plan.make_plan(
-                    trainer, module, self.layout, self.mesh, self._choices, self._to_device, plugin
-                )
-            self._announce(plan, fitting)
-            self._parallel, keeps = parallel, fitting or self._stays_in_shards  # a later run may train with shards
-            parallelize(
-                parallel, plan, self.layout, self.mesh, self.data_axis, plugin, self.root_device, training=keeps
-            )
-            self._save_full_tensors(trainer, parallel)
-        else:
-            self._reuse_shards(self._in_shards)
-            self._announce(self._plan, fitting)
-        if fitting:
-            self._add_monitor(trainer)
-            self._load_callbacks()
-            self.setup_optimizers(trainer)
-            self._undo.callback(clip_like_one_device(module, self._norm_of))
-            move_states(self.optimizers, self.root_device, self._offload.optimizer is not None)
-            self._count_states()
-        self.setup_precision_plugin()
-        self._prepare_steps(trainer, first)
-
-    def _check_module(self, fitting: bool) -> None:
-        check_same_module(self._module)
-        check_module(self._module, fitting)
-        if self._in_shards is None:
-            check_whole(self._module)
-
-    def _choose_layout(self, trainer: Trainer) -> None:
-        if self._auto is not None and self._in_shards is None:
-            with self._users_alone(), computed_on_use(self._module), self._without_module_ranges(trainer):
-                self._auto.choose(trainer, self._module, self, self._to_device)
-            self._open_axes()
-
-    def _without_module_ranges(self, trainer: Trainer) -> AbstractContextManager[None]:
-        return without_module_ranges(trainer.profiler)  # type: ignore[attr-defined]
-
-    def _check_user_code(self, trainer: Trainer, fitting: bool) -> None:
-        """Refuse what cannot work in this layout."""
-        check_compiled(self._module, self.layout)
-        if not fitting:
-            return
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        if self._in_shards is None:  # else our own hooks are there too
-            check_hooks(self._module, self.layout)
-        if self.layout.pipelined:
-            check_automatic(self._module)  # first: later checks assume automatic optimization
-        check_callbacks(callbacks, self._module, self.layout)
-        check_reports(callbacks, self._keeper.asynchronous)
-
-    def _adapt_user_code(self, trainer: Trainer, fitting: bool) -> None:
-        """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        if fitting:
-            finetune_by_identity(self._undo)
-        wrap_hooks(self._module, callbacks, lambda: self._parallel, lambda: self._data, self._undo)
-        evaluate_with_no_grad(trainer, self._undo)
-        check_remade_loaders(trainer, self._undo)
-        self._undo.callback(gather_over(self.data_group, self.layout))
-
-    def _save_full_tensors(self, trainer: Trainer, parallel: ParallelModule) -> None:
-        """Let the module's state dict, and averages of weights in callbacks, give full tensors when saved."""
-        full_module_state(self._module, parallel.parameters, talk.meet, parallel.changes)
-        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        shard_averages(callbacks, parallel, self._as_saved)
-
-    def _prepare_steps(self, trainer: Trainer, first: FirstStep | None) -> None:
-        parallel, plugin, device = self._applied, self.precision_plugin, self.root_device
-        random = StepRandom(self.layout, self.coordinate)
-        window = Window(trainer, self._module, parallel.data)
-        runner = make_runner(parallel, random, window, plugin, self._undo)
-        checks: list[StepCheck] = [
-            SamplesAgree(SampleCheck(self.layout, self.coordinate, self.mesh, device), trainer),
-            LossesAgree(self.layout, self.coordinate, self._module, plugin),
-        ]
-        if self._verify == "replicas":
-            checks.append(ReplicasAgree(ReplicaCheck(parallel, self.layout, device)))
-        if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
-            checks.append(ActivationsFit(BudgetFit(parallel.recomputed, self._module, self.coordinate[PIPELINE_AXIS])))
-        if first is not None:
-            checks.append(FirstStepAgrees(first, parallel, self.data_group, random, window, plugin))
-        self._steps = CheckedSteps(runner, checks, window, random)
-        self._undo.callback(self._steps.close)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        parallel, place = self._applied, self._offload.optimizer
-        table = parallel.parameters
-        parallel.fitted.close()
-        if parallel.stages is not None:
-            check_supported(self._module, self.optimizers)
-        swap_parameters(self.optimizers, table.swaps())  # an optimizer built earlier still has the originals
-        for optimizer in self.optimizers:
-            if self.layout.holds_parts:
-                check_state(optimizer)
-            for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
-                del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
-            stepping = step_like_one_device(
-                optimizer, table.full, table.shard, self.reduce,
-                pipelined=parallel.stages is not None, host=place is not None,
-            )  # fmt: skip
-            self._undo.callback(stepping)
-            offload_states(optimizer, place, parallel.disk, table.disk, self._undo)
-            self._undo.callback(refuse_new_parameters(optimizer, self._module, self.layout))
-            full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
+        prepare_optimizers(self._current, self.optimizers, self.reduce)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         self.precision_plugin.around_backward = self._around_backward
 
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any) -> Any:
+        run = self.run
+        if run is None or run.steps is None:  # after a run the module is the user's own again
+            return super().training_step(*args)
+        flight.at(f"training_step of batch {run.trainer.fit_loop.batch_idx}", run.trainer.global_step)
+        run.in_step = True
+        with explain_shard_errors(run.chosen):
+            output = run.steps.train(super().training_step, args)
+        run.in_step = False
+        run.reporting.end_step(output)
+        if not run.module.automatic_optimization:  # its backwards and optimizer steps have ended
+            run.data.finish_forward()
+            run.data.reshard()
+        return output
+
+    def validation_step(self, *args: Any) -> Any:
+        return self._evaluate("validation_step", super().validation_step, args)
+
+    def test_step(self, *args: Any) -> Any:
+        return self._evaluate("test_step", super().test_step, args)
+
+    def predict_step(self, *args: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, args)
+
+    def _evaluate(self, name: str, call: Callable[..., Any], args: Any) -> Any:
+        flight.at(name)
+        return self._current.running.evaluate(name, call, args)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self.run is not None and self.run.steps is not None:  # else a trial run of `training_step` in setup
+            self.run.steps.before_backward(closure_loss)
+
+    @contextmanager
+    def _around_backward(self) -> Generator[None, None, None]:
+        with explain_shard_errors(self.layout):
+            yield
+        if self.run is not None and self.run.steps is not None:
+            self.run.steps.after_backward()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._current.running.window.accumulating():
+            yield
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        run = self._current
+        flight.at("optimizer_step", run.trainer.global_step)
+        if run.in_step:  # manual optimization: the optimizer needs the shards, which have the gradients
+            run.data.reshard()
+        output = super().optimizer_step(optimizer, run.reporting.timed(closure, optimizer), model, **kwargs)
+        run.data.reshard()
+        run.reporting.count_gradients()
+        if run.in_step:  # the rest of the user's step uses the new parameters
+            run.data.gather()
+        return output
+
+    # ---- what users ask ------------------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of this rank, None without a pipeline."""
+        return self._current.placed.pipeline
+
+    @property
+    def recomputes(self) -> bool:
+        """True where backward computes activations of blocks again."""
+        recomputed = self._current.placed.recomputed
+        return recomputed is not None and recomputed.choice.mode is not None
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients, equal to that of one device. Call it on every rank, while `.grad` is complete.
+
+        That is in `on_before_optimizer_step` or `configure_gradient_clipping`, before or after clipping.
+        """
+        return norm_of(self._current, self._module.parameters(), norm_type)
+
+    def memory_report(self) -> MemoryReport:
+        """The memory of every rank during `fit`. Call it on every rank, between steps."""
+        if self.run is None or self.run.steps is None or self.run.report is None:
+            raise RunError(
+                "memory_report() was called outside of fit, where ranks have no gradients and no steps. Call it in a"
+                " hook or a callback, for example in on_train_epoch_end."
+            )
+        return self.run.report.memory()
+
+    # ---- moments of a run ----------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        seed_workers_by_data_rank(dataloader, self.data_parallel_rank)
+        return counted(dataloader) if self._module.trainer.training else dataloader
+
+    def on_train_start(self) -> None:
+        self.checkpoints.resume(self._current)
+        self._current.reporting.begin()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._current.reporting.begin_batch(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.measured = self._current.reporting.end()
+
+    def on_validation_start(self) -> None:
+        self._ask_monitor("on_validation_start")
+        self.on_test_start()
+
+    def on_test_start(self) -> None:
+        self._current.running.evaluations += 1
+        share_buffers(self._current)
+
+    on_predict_start = on_test_start
+
+    def on_validation_end(self) -> None:
+        run = self._current
+        run.data.reshard()
+        self._ask_monitor("on_validation_end")
+        if run.preemption is not None:
+            run.preemption.after_validation()
+
+    def on_test_end(self) -> None:
+        self._current.data.reshard()
+
+    on_predict_end = on_test_end
+
+    def _ask_monitor(self, hook: str, *args: Any) -> None:
+        if self.run is not None and self.run.report is not None:
+            self.run.report.ask_monitor(hook, *args)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def _parallel(self) -> ParallelModule | None:
+        """The divided module, also between two runs where it stays in shards."""
+        if self.run is not None:
+            return self.run.parallel
+        in_shards = shards_of(self._module)
+        return None if in_shards is None else in_shards.parallel
+
+    @property
+    def _splits(self) -> Splits:
+        return self._parallel.parameters.split if self._parallel is not None else lambda _: None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._parallel is not None:
+            self._parallel.data.reshard()
+        with self.as_saved():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self.as_saved():
+            return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        alone = self.world_size == 1
+        state = Saved(self._module, self.optimizers, self._splits, self.checkpoint_io, self.run, alone)
+        self.checkpoints.save(checkpoint, filepath, storage_options, state)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        flight.at(f"loading {checkpoint_path}")
+        loaded = self.checkpoints.keeper.load(checkpoint_path, weights_only, self.checkpoint_io)
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)  # none before a run
+        callbacks = trainer.callbacks if trainer is not None else []
+        self.checkpoints.take(loaded, self.layout, self.coordinate, callbacks)
+        if self.run is not None:
+            self.run.shares_order = self.checkpoints.found.shares_order
+            if self.run.layout is not None:
+                choose_samplers(self.run)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._parallel is not None:
+            self._parallel.data.reshard()
+        self.take_built()  # none keeps its first value
+        whole = self._parallel is None and self._divides
+        if whole:
+            self.precision_plugin.convert_module(self._module)  # before there are values to convert
+        load_weights(self._module, checkpoint["state_dict"], strict, self.root_device if whole else None)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for index, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
+            load_optimizer(optimizer, stored, self._module, self._splits, f"the state of optimizer {index}")
+            move_states([optimizer], self.root_device, self.settings.offloads_states)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoints.keeper.remove(filepath, self.checkpoint_io)
+
     # ---- end -----------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._ask_monitor("on_exception", exception)
+        folder = job_folder()
+        if folder is not None:
+            write_failure(folder, self.global_rank, exception)
+        self.checkpoints.wait()
+        self.failure.end(exception, self.lightning_module)
+        if self.failure.alone:
+            self.checkpoints.keeper.forget()
 
     def teardown(self) -> None:
         """Undo what the run changed. The module is then plain and whole on every rank, or each has its shards."""
-        if not self._failed and self._steps is not None:
-            self._end_of_run()
-        self._undo.close()
-        self._steps = self._plan = None
+        if self.run is not None:
+            self.checkpoints.end_run(self.run)
+            self.run.close()
         with UndoStack() as undo:
-            shards = shards_of(self._module)
-            self._parallel = None if shards is None else shards.parallel
-            if shards is not None or first_shard(self._module) is not None:
+            if shards_of(self._module) is not None or first_shard(self._module) is not None:
                 undo.set(self._module, "cpu", lambda: self._module)  # shards stay where the next run uses them
-            super().teardown()
+            if self.run is not None:
+                close_axes(self.run)
+            if not self.failure.alone:  # else the module stays sharded, and cannot be moved to the CPU
+                self.failure.close()
+                super().teardown()
+            self.run = None
+            self.checkpoints.keeper.close()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

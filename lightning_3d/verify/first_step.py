@@ -1,5 +1,6 @@
 """The comparisons of `Strategy3D(verify=...)` in training."""
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,9 +17,96 @@ from lightning_3d.errors import DivergenceError, UnsupportedError
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.ranks import random_streams, talk
 from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.computed_tensors import copies_of_computed
 from lightning_3d.sandbox.log_recorder import LogRecorder
 from lightning_3d.sandbox.record import Record
-from lightning_3d.verify.twin import UnsplitCopy
+from lightning_3d.sandbox.snapshot import Watched, put_changes
+from lightning_3d.sandbox.trees import loss_of, map_leaves, unshared
+
+_ELSE = "Use verify='replicas', or no verify."
+
+
+class UnsplitCopy:
+    """Made before `module` is placed. The user's hooks are not run for it: it copies what they change.
+
+    It does not copy weights: other checks compare those of shards.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        known = [module.__dict__.get("_trainer"), module.__dict__.get("_fabric"), module.__dict__.get("_device_mesh")]
+        memo = {id(each): each for each in known if each is not None}
+        memo.update(copies_of_computed(module))
+        try:
+            self.module: Any = copy.deepcopy(module, memo)
+        except Exception as error:
+            raise UnsupportedError(
+                f"verify='first_step' needs a copy of the module, and {type(module).__name__} cannot be copied"
+                f" ({type(error).__name__}: {error}). Remove what cannot be copied (a lock, an open file) from its"
+                f" attributes. {_ELSE}"
+            ) from error
+        self.module.trainer = module._trainer  # no copy of a LightningModule has one, whatever memo deepcopy gets
+        self.originals = list(module.modules())
+        self.hooked: set[int] = set()
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Remember the state of `module`. What differs at the next `follow` was changed by its hooks."""
+        self.attributes = Watched(module)
+        self.buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+
+    def follow(self, module: nn.Module) -> None:
+        """Copy the changes of `module`, which trains, since the last look."""
+        put_changes(self.module, _copied(self.attributes.changes()))
+        modes = {name: part.training for name, part in module.named_modules()}
+        buffers = dict(module.named_buffers())
+        for name, part in self.module.named_modules():
+            part.training = modes.get(name, part.training)
+        for name, buffer in self.module.named_buffers():
+            self._follow_buffer(name, buffer, buffers.get(name))
+        for name, parameter in module.named_parameters():
+            mine = self.module.get_parameter(name)
+            mine.requires_grad_(parameter.requires_grad)
+            for key, hook in (parameter._backward_hooks or {}).items():
+                if key not in self.hooked:
+                    self.hooked.add(key)
+                    mine.register_hook(hook)
+
+    def _follow_buffer(self, name: str, mine: Tensor, now: Tensor | None) -> None:
+        seen, version = self.buffers.get(name, (None, 0))
+        if now is None or now.is_meta or now.shape != mine.shape:  # another stage's, or a part
+            return
+        if now is not seen or now._version != version:
+            with torch.no_grad():
+                mine.copy_(now)
+
+    def loss(self, args: tuple[Any, ...]) -> Tensor | None:
+        """The loss of a step on a copy of the batch, which a step may change."""
+        handles = [part.register_forward_pre_hook(_refuse) for part in self.originals]
+        try:
+            return loss_of(self.module.training_step(*_copied(args)))
+        except Exception as error:
+            raise UnsupportedError(
+                f"verify='first_step' also runs training_step on a copy of the module, where it failed"
+                f" ({type(error).__name__}: {error}). If it does not fail without verify, a lambda or an inner function"
+                f" uses the original module instead of the copy: make it a method. {_ELSE}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _refuse(part: nn.Module, _: Any) -> None:
+    raise RuntimeError(f"it called {type(part).__name__} of the module itself")
+
+
+def _copied(value: Any) -> Any:
+    """Copies containers too: what a step removes from one batch (`batch.pop`) is still in the other."""
+    return map_leaves(_cloned, unshared(value))
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
 
 Verify = Literal["first_step", "replicas"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -1,12 +1,15 @@
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.ranks.mesh import SHARD_AXIS
-from lightning_3d.ranks.shards import local, sharded_axes
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.shards import local
+from lightning_3d.sandbox.trees import loss_of
 
 EVERY = 25
 """Training batches between two comparisons of replicas."""
@@ -30,7 +33,7 @@ class ReplicaCheck:
         named: list[tuple[str, Tensor | None]] = list(self.parallel.module.named_parameters())
         parameters, buffers = len(named), dict(self.parallel.module.named_buffers())
         named += [(name, buffers.get(name)) for name in self.buffers]
-        mine = torch.tensor([[digest(t), _axes(t)] for _, t in named], device=self.device)
+        mine = torch.tensor([[digest(t), self._axes(t)] for _, t in named], device=self.device)
         world = ranks.all_rows(mine)
         for index, (name, _) in enumerate(named):
             first: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -47,6 +50,13 @@ class ReplicaCheck:
                         " or a gradient that is not reduced."
                     )
 
+    def _axes(self, tensor: Tensor | None) -> int:
+        """1 if divided among data ranks, 2 among tensor ranks, 3 both; -1 if it is not here."""
+        if tensor is None or _absent(tensor):
+            return -1
+        held = self.parallel.parameters.of(tensor)
+        return 0 if held is None else (held.rows is not None) + 2 * (held.split is not None)
+
     def _peers(self, rank: int) -> tuple[int, ...]:
         """The place that tensor ranks share: their batches, and so statistics of these, and their stage."""
         place = self.layout.coordinate(rank)
@@ -57,14 +67,6 @@ class ReplicaCheck:
         place = self.layout.coordinate(rank)
         shard = self.layout.shard_size
         return (place.data % shard if axes & 1 else 0), (place[TENSOR_AXIS] if axes & 2 else 0)
-
-
-def _axes(parameter: Tensor | None) -> int:
-    """1 if split over data ranks, 2 over tensor ranks, 3 both; -1 if it is not here."""
-    if parameter is None or _absent(parameter):
-        return -1
-    split = sharded_axes(parameter).keys()
-    return bool(split & {DATA_AXIS, SHARD_AXIS}) + 2 * (TENSOR_AXIS in split)
 
 
 def _absent(tensor: Tensor | None) -> bool:
@@ -83,3 +85,30 @@ def digest(parameter: Tensor | None) -> int:
     for chunk in held.split(CHUNK):
         total += (chunk * weights[: chunk.numel()]).sum()
     return int(total)
+
+
+def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
+    """Raise on every rank if the losses of tensor peers differ by more than `rounding`. Collective over the world.
+
+    Args:
+        output: of the training step. Its loss is read, so call this once.
+        place: of this rank.
+    """
+    loss = loss_of(output)
+    mine = None if loss is None else float(loss.detach())
+    first: dict[tuple[int, int], tuple[int, float | None]] = {}
+    for rank, (peers, other) in enumerate(talk.gather(((place.data, place[PIPELINE_AXIS]), mine))):
+        known, expected = first.setdefault(peers, (rank, other))
+        if not _alike(other, expected, rounding):
+            raise DivergenceError(
+                f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank {rank},"
+                " which are tensor ranks with the same samples. Each computes a part of the same gradient, so it would"
+                " be wrong. Look for code that depends on the rank, on time or on a random generator of its own, and"
+                " for other versions of a package on one node."
+            )
+
+
+def _alike(one: float | None, other: float | None, rounding: float) -> bool:
+    if one is None or other is None or one != one or other != other:
+        return repr(one) == repr(other)
+    return one == other or abs(one - other) <= rounding * max(abs(one), abs(other)) + 1e-6  # a loss may be about 0

@@ -1,5 +1,43 @@
-"""ZeRO: what the data axis shards, as a table of knobs on FSDP2; stage 0 replicates."""
+"""ZeRO: what the data axis shards, as a table of knobs on FSDP2. `apply_data` chooses by the stage."""
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.layout import Layout
+from lightning_3d.module.anatomy import Anatomy
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.deferred import realize
+from lightning_3d.zero.data_axis import DataAxis
 from lightning_3d.zero.data_parallel import DataParallel as DataParallel
-from lightning_3d.zero.replicated import ReplicatedData as ReplicatedData
+from lightning_3d.zero.data_parallel import ReplicatedData as ReplicatedData
 from lightning_3d.zero.sharded import ShardedData as ShardedData
+from lightning_3d.zero.shards_on_disk import ShardsOnDisk
+
+
+def apply_data(
+    module: nn.Module,
+    anatomy: Anatomy,
+    layout: Layout,
+    mesh: DeviceMesh,
+    data_axis: DataAxis,
+    undo: UndoStack,
+    *,
+    training: bool,
+    half: torch.dtype | None = None,
+    disk: ShardsOnDisk | None = None,
+) -> DataParallel:
+    """Shard `module` over the data ranks, or keep its copies equal.
+
+    Args:
+        training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
+        half: the dtype of autocast, None without it.
+        disk: keeps the shards of parameters.
+    """
+    if layout.shards_data and (training or layout.zero_stage == 3):
+        return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, undo=undo)
+    realize(module.parameters())
+    if layout.data_parallel_size == 1 or not training:
+        return DataParallel()
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    return ReplicatedData(data_axis.replicas(here), undo)

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.axes.parameters import Held
+from lightning_3d.comm import ReplicatedGradients
+from lightning_3d.module.undo import UndoStack
 
 
 class DataParallel:
@@ -58,3 +60,20 @@ class DataParallel:
     def shard(self, held: Held, full: Tensor) -> Tensor:
         """Return this rank's shard of `full`, sharded like the parameter over the data axis."""
         return full
+
+
+class ReplicatedData(DataParallel):
+    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`."""
+
+    def __init__(self, replicas: ReplicatedGradients, undo: UndoStack) -> None:
+        self.replicas = replicas
+        undo.callback(replicas.detach)
+
+    def after_backward(self) -> None:
+        self.replicas.finish()
+
+    def reduce(self) -> None:
+        self.replicas.reduce()
+
+    def accumulate_only(self, on: bool) -> None:
+        self.replicas.accumulate_only(on)

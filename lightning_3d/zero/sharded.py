@@ -25,10 +25,9 @@ from lightning_3d.sandbox.deferred import empty, realize
 from lightning_3d.sandbox.trees import leaves, map_leaves
 from lightning_3d.zero import fsdp_private, outside_private
 from lightning_3d.zero.data_axis import DataAxis
-from lightning_3d.zero.data_parallel import DataParallel
+from lightning_3d.zero.data_parallel import DataParallel, ReplicatedData
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.outside_units import OutsideUnit
-from lightning_3d.zero.replicated import ReplicatedData
 from lightning_3d.zero.rows import my_interval
 from lightning_3d.zero.shard_units import looks_up, outside_units, shard_units, unshardable
 from lightning_3d.zero.shards_on_disk import ShardsOnDisk
@@ -72,15 +71,16 @@ class ShardedData(DataParallel):
         units = self.blocks = shard_units(module, anatomy, freed=self._frees)
         apart = outside_units(module, units) if self._frees else {}
         units = [*units, *apart.values()]
-        self.refused = unshardable([*units, module])
-        self.originals: dict[nn.Parameter, _Spec] = {}
+        refused = unshardable([*units, module])
+        self.rows: dict[nn.Parameter, Rows] = {}
+        """Those of each parameter that is registered in the place of another. The table of parameters has them too."""
         pin = torch.cuda.is_available() and disk is None
         host = CPUOffloadPolicy(pin_memory=pin) if layout.offload == "all" else OffloadPolicy()
         self.disk = disk
 
         def my_part(parameter: Tensor) -> tuple[int, int] | None:
             """The rows of it, or of this tensor rank's shard, that FSDP2 keeps."""
-            if parameter in self.refused:
+            if parameter in refused:
                 return None
             return my_interval(len(local(parameter)), mesh.get_local_rank(), mesh.size())
 
@@ -94,21 +94,22 @@ class ShardedData(DataParallel):
                     mesh=axes,
                     reshard_after_forward=self._frees and (unit in self.blocks or looks_up(unit)),
                     offload_policy=host,
-                    ignored_params=set(self.refused),
+                    ignored_params=set(refused),
                 )
+                groups = fsdp_private.groups_at(unit)
                 if disk is not None:
-                    disk.add_all(fsdp_private.groups_at(unit))
+                    disk.add_all(groups)
                 # emptied unit by unit: full weights and shards of all units together would be the peak of set-up
+                params = {param.sharded_param: param for group in groups for param in group.fsdp_params}
                 placed = [(name, now) for name, now in unit.named_parameters() if now is not full[name]]
-                self.originals |= {now: _Spec.of(full.pop(name), strides[name]) for name, now in placed}
+                self.rows |= {now: Rows.of(params[now], full.pop(name), strides[name]) for name, now in placed}
                 return_freed_memory()
         fsdp_private.make_root(module)
         self.groups = fsdp_private.param_groups(module)
-        self.placed = {param.sharded_param: param for group in self.groups for param in group.fsdp_params}
         self.names = dict(module.named_parameters(remove_duplicate=False))
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module)
-        here = [parameter for parameter in self.refused if not parameter.is_meta]
+        here = [parameter for parameter in refused if not parameter.is_meta]
         self.replicated = ReplicatedData(data_axis.replicas(here), undo) if here else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
@@ -150,9 +151,9 @@ class ShardedData(DataParallel):
         then a stand-in, whose gradient `reduce` gives back.
         """
         parameter = self.names[name]
-        if parameter not in self.placed:
+        if parameter not in self.rows:
             return parameter
-        param = self.placed[parameter]
+        param = self.rows[parameter].param
         if not fsdp_private.accumulates_separately(param):
             return fsdp_private.full_parameter(param)
         if param not in self.stand_ins:
@@ -278,25 +279,17 @@ class ShardedData(DataParallel):
         return fsdp_private.gathered(self.groups)
 
     def full(self, held: Held, shard: Tensor) -> Tensor:
-        if held.now not in self.placed or not isinstance(shard, DTensor):
-            return shard
-        return self._full(held.now, shard)
-
-    def _full(self, parameter: nn.Parameter, shard: DTensor) -> Tensor:
-        return self.originals[parameter].tensor(fsdp_private.full_rows(self.placed[parameter], shard.to_local()))
+        return shard if held.rows is None or not isinstance(shard, DTensor) else held.rows.full(shard)  # type: ignore[no-any-return]
 
     def shard(self, held: Held, full: Tensor) -> Tensor:
-        if held.now not in self.placed:
-            return full
-        return fsdp_private.shard_rows(self.placed[held.now], local(full))
+        return full if held.rows is None else fsdp_private.shard_rows(held.rows.param, local(full))
 
     def _unshard(self) -> None:
         """Register the full parameters again. Collective."""
-        for now, param in self.placed.items():
-            full = self._full(now, now.detach())
-            original = self.originals[now].parameter(full)
+        for now, rows in self.rows.items():
+            original = rows.parameter(rows.full(now.detach()))
             original.requires_grad_(now.requires_grad)
-            fsdp_private.replace(param, original)
+            fsdp_private.replace(rows.param, original)
         fsdp_private.remove(self.module)
 
     def _remove_ends(self) -> None:
@@ -306,9 +299,11 @@ class ShardedData(DataParallel):
 
 
 @dataclass(frozen=True)
-class _Spec:
-    """A parameter as it was before it was sharded, without its values."""
+class Rows:
+    """A parameter of which each data rank has some rows, and the one that it was before, without its values."""
 
+    param: Any
+    """FSDP2's own, which has the shard."""
     plain: nn.Parameter | None
     """The user's own parameter object, emptied; None where tensor parallelism had replaced it."""
     mesh: DeviceMesh | None = None
@@ -318,14 +313,15 @@ class _Spec:
     """Of a plain parameter only where it was not contiguous (channels_last)."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, stride: tuple[int, ...]) -> "_Spec":
+    def of(cls, param: Any, parameter: nn.Parameter, stride: tuple[int, ...]) -> "Rows":
         if isinstance(parameter, DTensor):
-            return cls(None, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+            return cls(param, None, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
         empty(parameter)
-        return cls(parameter, stride=stride)
+        return cls(param, parameter, stride=stride)
 
-    def tensor(self, full: Tensor) -> Tensor:
-        """Return `full`, gathered over the data axis, as the tensor-parallel DTensor it was, or as it is."""
+    def full(self, shard: Any) -> Tensor:
+        """All rows of `shard`, a tensor parallel DTensor where the parameter was one. Collective."""
+        full = fsdp_private.full_rows(self.param, shard.to_local())
         if self.mesh is None:
             return full
         return on_mesh(full, self.mesh, self.placements, torch.Size(self.shape), self.stride)

@@ -276,4 +276,4 @@ def test_wrong_arguments(arguments, words):
 
 def test_amounts():
     for amount, size in (("20GB", 20e9), ("1.5 gb", 1.5e9), ("300MB", 300e6), (1e6, 1e6), (2000, 2000)):
-        assert Strategy3D(recompute="auto", recompute_budget=amount)._choices.recompute.budget == size
+        assert Strategy3D(recompute="auto", recompute_budget=amount).settings.choices.recompute.budget == size

@@ -59,7 +59,7 @@ def run_into_full_disk(world, strategy, folder):
     folder, there, disk = Path(folder), {}, FullDisk()
 
     def look(trainer):
-        trainer.strategy._keeper.wait()
+        trainer.strategy.checkpoints.keeper.wait()
         trainer.strategy.barrier()
         there[trainer.global_step] = sorted(
             f"{path.name}/{'whole' if path.is_file() or (path / 'manifest.json').exists() else 'broken'}"

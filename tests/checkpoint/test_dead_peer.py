@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 import lightning_3d.checkpoint.save as place
 from lightning_3d import Strategy3D
 from lightning_3d.errors import PeerError
-from lightning_3d.strategy.processes import Processes
 from tests.faults.squad import squad
 from tests.parity import QUIET
 from tests.zoo import MODULES
@@ -65,8 +64,8 @@ def test_what_a_save_ran_into_does_not_take_the_place_of_the_error(monkeypatch):
     def gone(patience):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(strategy._keeper, "wait", gone)
-    monkeypatch.setattr(Processes, "on_exception", lambda self, error: ended.append(error))
+    monkeypatch.setattr(strategy.checkpoints.keeper, "wait", gone)
+    monkeypatch.setattr(strategy.failure, "end", lambda error, module: ended.append(error))
     error = PeerError("rank 1 died")
     with pytest.warns(UserWarning, match="Connection closed by peer"):
         strategy.on_exception(error)

@@ -19,7 +19,7 @@ from lightning_3d.checkpoint.pretrained_private import read_on_use
 from lightning_3d.errors import CheckpointError
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred, deferring, move_later, realize
-from lightning_3d.strategy import first_values
+from lightning_3d.strategy import placing
 from lightning_3d.tensor import apply
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from tests.parity import QUIET
@@ -258,14 +258,14 @@ def test_pretrained_modules_train_as_on_one_device(kind, world, strategy, saved)
 
 def _fit_own_file(folders, world, strategy):
     """`_fit` on the file that this rank has at a path which all ranks share, as on nodes with disks of their own."""
-    before, warn, said = os.getcwd(), first_values.rank_zero_warn, []
+    before, warn, said = os.getcwd(), placing.rank_zero_warn, []
     os.chdir(folders[int(os.environ["RANK"])])
-    first_values.rank_zero_warn = said.append
+    placing.rank_zero_warn = said.append
     try:
         return {**_fit("llama", world, strategy), "said": said}
     finally:
         os.chdir(before)
-        first_values.rank_zero_warn = warn
+        placing.rank_zero_warn = warn
 
 
 @pytest.mark.parametrize(

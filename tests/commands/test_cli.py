@@ -42,7 +42,7 @@ def test_a_yaml_file_names_the_strategy(tmp_path):
         warnings.simplefilter("ignore")  # Lightning's and jsonargparse's own, about pytest's arguments and each other
         cli = LightningCLI(MLP, run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert isinstance(cli.trainer.strategy, Strategy3D)
-    assert cli.trainer.strategy._wanted.pipeline_parallel_size == 2
+    assert cli.trainer.strategy.settings.base.pipeline_parallel_size == 2
 
 
 def test_arguments_are_typed_and_explained(capsys):

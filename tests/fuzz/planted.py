@@ -5,7 +5,7 @@ import torch
 from lightning_3d.axes.group import Group
 from lightning_3d.layout import TENSOR_AXIS
 from lightning_3d.pipeline.ties import Ties
-from lightning_3d.strategy.window import Window
+from lightning_3d.strategy.steps import Window
 
 
 def _accumulation_is_not_averaged(patch):

@@ -39,7 +39,7 @@ def test_every_layout_is_a_strategy_for_the_devices_in_its_name(project, name):
         assert config.trainer.strategy.data_parallel_size == "auto"
         assert not name[0].isdigit()
     else:
-        assert strategy._wanted.world_size == int(sizes[1] or 1) * int(sizes[2] or 1)
+        assert strategy.settings.base.world_size == int(sizes[1] or 1) * int(sizes[2] or 1)
 
 
 def test_a_layout_trains_under_a_trainer_made_from_config(project):
@@ -96,7 +96,7 @@ def test_a_layout_replaces_the_strategy_that_a_project_names(project, tmp_path):
     config = project("+trainer=ddp", "+layout@trainer.strategy=tp2", "trainer.strategy.zero_stage=2")
     strategy = instantiate(config.trainer.strategy)
     assert isinstance(strategy, Strategy3D)
-    assert (strategy._wanted.tensor_parallel_size, strategy._wanted.zero_stage) == (2, 2)
+    assert (strategy.settings.base.tensor_parallel_size, strategy.settings.base.zero_stage) == (2, 2)
 
 
 @pytest.mark.parametrize("file", sorted(CONF.glob("[!hm]*/*.yaml")) + sorted(CONF.glob("hydra/*/*.yaml")), ids=str)

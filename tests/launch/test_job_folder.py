@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_3d.layout import Layout
-from lightning_3d.strategy.meter import Measured, write, write_failure
+from lightning_3d.strategy.fit_report import Measured, write, write_failure
 
 MEASURED = Measured(step_seconds=0.1, seconds=1.0, memory_bytes=10)
 

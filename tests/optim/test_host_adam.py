@@ -7,8 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
-from lightning_3d.optim.host_adam import fusable
-from lightning_3d.optim.sharded_steps import step_on_shards
+from lightning_3d.optim.sharded_steps import fusable, step_on_shards
 from tests.workers import run
 
 

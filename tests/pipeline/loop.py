@@ -15,7 +15,7 @@ from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.schedule import stages_per_rank
 from lightning_3d.pipeline.split import PipelineSplit, apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
-from lightning_3d.strategy.window import EarlyGradients
+from lightning_3d.strategy.steps import EarlyGradients
 
 Build = Callable[[], tuple[Any, list[Any]]]
 """A seeded module and its batches."""

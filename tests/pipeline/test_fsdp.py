@@ -15,7 +15,7 @@ from lightning_3d.pipeline.context import StepCallbacks
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import apply_split, plan_split
 from lightning_3d.sandbox.trees import loss_of
-from lightning_3d.strategy.window import EarlyGradients
+from lightning_3d.strategy.steps import EarlyGradients
 from tests.pipeline.loop import make_optimizer, quiet
 from tests.workers import run
 from tests.zoo.batchless import GPT, gpt_batch

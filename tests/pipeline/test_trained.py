@@ -44,7 +44,7 @@ def weigh():
     module = Weighed()
     whole = size(module.parameters())
     split = []
-    module.on_train_start = lambda: split.append(module.trainer.strategy._applied.stages.split)
+    module.on_train_start = lambda: split.append(module.trainer.strategy.run.placed.stages.split)
     fit(module, 2, pipeline_parallel_size=2)
     cost = {unit.name: unit.parameters for unit in split[0].units}
     shares = [sum(cost[name] for name in names) * 4 / whole for names in split[0].stages]

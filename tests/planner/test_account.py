@@ -59,7 +59,7 @@ def place(name):
 def planned(name, layout, precision):
     """The plan of a module of `SIZED` with one batch for each data rank."""
     module, given = build(place(name)), LAYOUTS[layout]
-    chosen = Strategy3D(**given)._wanted.fit(int(layout.split()[0]))
+    chosen = Strategy3D(**given).settings.base.fit(int(layout.split()[0]))
     chosen = replace(chosen, zero_shard_size=given.get("zero_shard_size"))
     batch = module.batch()
     rows, pipeline = batch_size(batch), chosen.pipeline_parallel_size

@@ -132,7 +132,7 @@ def test_the_strategy_of_a_plan_takes_its_offload(capsys, kind):
     assert found["not_run_by_this_package"] == []
     assert f"offload={{'{kind}': 'cpu'}}" in found["strategy"]
     made = re.search(r"strategy=(Strategy3D\(.*\))\)", found["strategy"])[1]
-    assert getattr(eval(made, {"Strategy3D": Strategy3D})._offload, kind) is not None
+    assert getattr(eval(made, {"Strategy3D": Strategy3D}).settings.choices.offload, kind) is not None
 
 
 def test_context_ranks_have_a_slice_of_each_sample():

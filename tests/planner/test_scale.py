@@ -88,7 +88,7 @@ def test_the_call_of_a_plan_is_the_plan(capsys):
     best = plan["plans"][0]
     text = best["strategy"]
     call = text[text.index("Strategy3D(") : text.index(")) with") + 1]
-    chosen = eval(call, {"Strategy3D": Strategy3D})._wanted.fit(32)
+    chosen = eval(call, {"Strategy3D": Strategy3D}).settings.base.fit(32)
     assert asdict(chosen) == best["layout"]
     assert "sequence_parallel=True" in call
 

@@ -56,21 +56,21 @@ class _Inner(Callback):
     """Starts another run inside of one."""
 
     def on_train_batch_start(self, trainer, *_):
-        inner = _trainer(2)
-        inner.validate(GPT(), verbose=False)
-        self.apart = inner.strategy.mesh is not trainer.strategy.mesh
+        _trainer(2).validate(module := GPT(), verbose=False)
+        self.apart = module.device_mesh is not trainer.strategy.mesh
 
 
 def _groups_of_runs():
     """For each run the first one that had the same groups, and whether the one inside the last had others."""
     first, fails, last, outer = _trainer(2), _trainer(2, [_Divide()]), _trainer(2), _trainer(2, [inner := _Inner()])
-    first.validate(GPT(), verbose=False)
+    modules = [GPT() for _ in range(4)]
+    first.validate(modules[0], verbose=False)
     with pytest.raises(ZeroDivisionError):
-        fails.fit(GPT())
-    last.validate(GPT(), verbose=False)
+        fails.fit(modules[1])
+    last.validate(modules[2], verbose=False)
     outer.fit_loop.max_epochs = 1
-    outer.fit(GPT())
-    meshes = [trainer.strategy.mesh for trainer in (first, fails, last, outer)]
+    outer.fit(modules[3])
+    meshes = [module.device_mesh for module in modules]
     return [next(place for place, one in enumerate(meshes) if one is mesh) for mesh in meshes], inner.apart
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import Strategy3D
 from lightning_3d.layout import Layout
-from lightning_3d.optim.state_bytes import states_per_parameter_byte
+from lightning_3d.optim.probe import states_per_parameter_byte
 from lightning_3d.parallel.state_counts import expected_states
 from lightning_3d.strategy.banner import memory_line
 from tests.parity import QUIET
@@ -94,7 +94,7 @@ class Net(LightningModule):
 @pytest.mark.parametrize(("kind", "said"), [("SGD", ""), ("momentum", " + 4 KB SGD"), ("Adam", " + 8 KB Adam")])
 def test_fit_says_the_states_of_its_optimizer(kind, said, monkeypatch):
     printed = []
-    monkeypatch.setattr("lightning_3d.strategy.training.rank_zero_info", printed.append)
+    monkeypatch.setattr("lightning_3d.strategy.fit_report.rank_zero_info", printed.append)
     data = DataLoader(TensorDataset(torch.zeros(4, 100)), batch_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

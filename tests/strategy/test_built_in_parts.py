@@ -13,7 +13,7 @@ from torch import nn
 from lightning_3d import Strategy3D
 from lightning_3d.sandbox import build_recorder, deferred
 from lightning_3d.sandbox.deferred import Deferred
-from lightning_3d.strategy import first_values
+from lightning_3d.strategy import placing
 from tests.parity import QUIET
 from tests.workers import run
 from tests.zoo.base import Base
@@ -169,15 +169,15 @@ def test_ranks_that_build_otherwise_begin_with_the_values_of_rank_0():
 
 def _held_on_host(strategy, kind=None):
     """A module whose ranks compute elsewhere: here on the same CPU, to which parts are copied."""
-    before = deferred.SMALL, deferred._moved, first_values._is_on
-    first_values.SMALL = 0
+    before = deferred.SMALL, deferred._moved, placing._is_on
+    placing.SMALL = 0
     moved = []
 
     def move(value, device):
         moved.append(value)
         return value.clone()
 
-    deferred.SMALL, deferred._moved, first_values._is_on = 0, move, lambda parameter, device: False
+    deferred.SMALL, deferred._moved, placing._is_on = 0, move, lambda parameter, device: False
     warnings.simplefilter("ignore")
     try:
         seed_everything(7, verbose=False)
@@ -188,8 +188,8 @@ def _held_on_host(strategy, kind=None):
         )
         return {"first": module.first, "losses": module.seen, "moved": len(moved), "names": len(module.first)}
     finally:
-        deferred.SMALL, deferred._moved, first_values._is_on = before
-        first_values.SMALL = deferred.SMALL
+        deferred.SMALL, deferred._moved, placing._is_on = before
+        placing.SMALL = deferred.SMALL
 
 
 @pytest.mark.parametrize("strategy", [{"zero_stage": 3}, {"pipeline_parallel_size": 2}], ids=["zero3", "pipeline"])

@@ -28,16 +28,16 @@ class Look(Callback):
 
 def _report(strategy, quiet, epochs):
     warnings.simplefilter("ignore")
-    from lightning_3d.strategy import training
+    from lightning_3d.strategy import fit_report
 
     printed, look, module = [], Look(), UntiedGPT()
-    training.rank_zero_info, before = printed.append, training.rank_zero_info
+    fit_report.rank_zero_info, before = printed.append, fit_report.rank_zero_info
     try:
         chosen = Strategy3D(quiet=quiet, teardown="sharded", **strategy)
         trainer = Trainer(**{**QUIET, "callbacks": [look]}, devices=2, strategy=chosen, max_epochs=epochs)
         trainer.fit(module)
     finally:
-        training.rank_zero_info = before
+        fit_report.rank_zero_info = before
     with pytest.raises(RunError, match="outside of fit"):
         chosen.memory_report()
     local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.strategy.window import EarlyGradients
+from lightning_3d.strategy.steps import EarlyGradients
 
 
 def set_gradient(module, value):

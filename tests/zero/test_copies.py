@@ -31,7 +31,7 @@ class Meshes(Callback):
     """Dimensions of the meshes that FSDP2 was given, and whether the seam averages over copies."""
 
     def on_train_start(self, trainer, module):
-        groups = trainer.strategy._data.groups
+        groups = trainer.strategy.run.data.groups
         self.dims = {group.mesh_info.mesh.ndim for group in groups}
         self.ours = {group._all_reduce_hook.__name__ == "_all_reduce" for group in groups}
 

@@ -97,7 +97,7 @@ class Kept(Callback):
         self.saved = []
 
     def on_after_backward(self, trainer, module):
-        for param in (p for group in trainer.strategy._data.groups for p in group.fsdp_params):
+        for param in (p for group in trainer.strategy.run.data.groups for p in group.fsdp_params):
             self.dtypes[param._module_info.param_name] = param._unsharded_param.dtype
 
 

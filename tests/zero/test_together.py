@@ -20,7 +20,7 @@ def _units(name, strategy):
     strategy = Strategy3D(**strategy, quiet=True)
     found = []
     module = MODULES[name]()
-    module.on_train_start = lambda: found.append(len(strategy._data.groups))
+    module.on_train_start = lambda: found.append(len(strategy.run.data.groups))
     Trainer(**QUIET, devices=2, strategy=strategy, max_steps=1).fit(module)
     return found[0]
 

@@ -58,7 +58,7 @@ class DryLauncher(Launcher):
         reports: list[RankReport] = []
         with tempfile.NamedTemporaryFile() as file:
             self.world.decisions = file.name
-            if strategy._auto is not None:  # the first rank chooses the layout, and so the stages
+            if strategy.sizes.auto is not None:  # the first rank chooses the layout, and so the stages
                 reports = self._run(asked[:1] or [0], trainer, module, fit)
                 layout, why = chosen_layout(file.name) or (layout, "")
             rest = [rank for rank in asked or usual_ranks(layout) if rank not in {done.rank for done in reports}]
@@ -67,7 +67,7 @@ class DryLauncher(Launcher):
         placed = [replace(rank, where=str(layout.coordinate(rank.rank))) for rank in reports]
         if layout.offload == "all":
             placed = [replace(rank, offloaded=True) for rank in placed]
-        _warn_of_resume(strategy)
+        _warn_of_resume(strategy.settings.resume)
         return DryRunReport(cluster=self.world.cluster, layout=str(layout), ranks=tuple(placed), chosen=why)
 
     def _run(self, ranks: list[int], trainer: Trainer, module: Any, fit: Callable[[], Any]) -> list[RankReport]:
@@ -97,10 +97,10 @@ def usual_ranks(layout: Layout) -> Sequence[int]:
     return sorted({*map(layout.rank, [*first, *odd]), layout.world_size - 1})
 
 
-def _warn_of_resume(strategy: Any) -> None:
-    if strategy._resume is not None:
+def _warn_of_resume(resume: str | None) -> None:
+    if resume is not None:
         warnings.warn(
-            f"resume={strategy._resume!r} is ignored in a dry run, which shows a run from the start. A resumed run"
+            f"resume={resume!r} is ignored in a dry run, which shows a run from the start. A resumed run"
             " keeps its global batch: on another number of ranks its layout may differ from the one shown.",
             stacklevel=2,
         )

@@ -69,8 +69,8 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (data_connector, "_InfiniteBarrier", nullcontext),  # it opens a gloo group
         (type(strategy), "_divides", property(lambda self: self.world_size > 1)),
         (type(strategy), "_streams", property(lambda _: world.streams)),
-        (strategy, "_quiet", True),
-        (strategy, "_resume", None),  # loads no checkpoint, and writes no note of the run
+        # loads no checkpoint, and writes no note of the run
+        (strategy, "settings", replace(strategy.settings, quiet=True, resume=None)),
         (strategy, "training_step", _in_step(pretend, strategy.training_step)),
         (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", _in_step(pretend, record_calls)),

@@ -1,0 +1,216 @@
+"""The walk of `setup`: check the module, place it, plan and apply the parallelisms, prepare the steps."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from lightning_3d.activations.fit_budget import BudgetFit
+from lightning_3d.data.remade_loader_private import check_remade_loaders
+from lightning_3d.data.same_samples import SampleCheck
+from lightning_3d.faults import flight
+from lightning_3d.launch import SpawnLauncher
+from lightning_3d.layout import PIPELINE_AXIS
+from lightning_3d.module.metrics import gather_over
+from lightning_3d.module.state_dict import full_module_state, full_optimizer_state, swap_parameters
+from lightning_3d.optim.grad_norm import clip_like_one_device, counted_here, grad_norm
+from lightning_3d.optim.step import check_state, move_states, refuse_new_parameters, step_like_one_device
+from lightning_3d.optim.step_from_disk import offload_states
+from lightning_3d.parallel import parallel_plan
+from lightning_3d.parallel.parallel_module import ParallelModule
+from lightning_3d.parallelize import parallelize
+from lightning_3d.pipeline.unsupported import check_automatic, check_supported
+from lightning_3d.ranks import talk
+from lightning_3d.ranks.random_streams import StepRandom
+from lightning_3d.sandbox.deferred import computed_on_use
+from lightning_3d.strategy.checks import (
+    check_callbacks,
+    check_compiled,
+    check_hooks,
+    check_module,
+    check_reports,
+    check_same_module,
+    evaluate_with_no_grad,
+    finetune_by_identity,
+)
+from lightning_3d.strategy.fit_report import FitReport
+from lightning_3d.strategy.in_shards import check_whole, stays_in_shards
+from lightning_3d.strategy.one_run import Run
+from lightning_3d.strategy.placing import convert_module, leave_module, reuse_shards, share_values, users_alone
+from lightning_3d.strategy.processes import Processes
+from lightning_3d.strategy.resume import watch_preemption
+from lightning_3d.strategy.steps import (
+    ActivationsFit,
+    CheckedSteps,
+    FirstStepAgrees,
+    LossesAgree,
+    PipelineRunner,
+    ReplicasAgree,
+    SamplesAgree,
+    StepCheck,
+    StepRunner,
+    Window,
+)
+from lightning_3d.usercode.averages_private import shard_averages
+from lightning_3d.usercode.hooks import wrap_hooks
+from lightning_3d.usercode.profiler_private import without_module_ranges
+from lightning_3d.verify.first_step import FirstStep
+from lightning_3d.verify.replicas import ReplicaCheck
+
+
+def set_up(strategy: Processes, run: Run) -> None:
+    """Prepare the module of `run` for its steps."""
+    assert strategy.accelerator is not None
+    flight.at("placing the module")
+    strategy.accelerator.setup(run.trainer)
+    watch_preemption(run, strategy.layout)
+    check_same_module(run.module)
+    check_module(run.module, run.fitting)
+    if run.in_shards is None:
+        check_whole(run.module)
+    if run.layout is None:
+        _choose_layout(strategy, run)
+    check_user_code(run)
+    adapt_user_code(run)
+    run.stays_in_shards = _stays_in_shards(strategy, run)
+    first = None
+    if run.in_shards is None:
+        first = _place(strategy, run)
+    else:
+        reuse_shards(run, run.in_shards)
+        _announce(run)
+    if run.fitting:
+        strategy.checkpoints.load_callbacks(run)
+        strategy.setup_optimizers(run.trainer)
+        norm = partial(norm_of, run)
+        run.undo.callback(clip_like_one_device(run.module, norm))
+        move_states(strategy.optimizers, run.device, run.settings.offloads_states)
+        run.reporting.prepare()
+    strategy.setup_precision_plugin()
+    prepare_steps(run, first)
+
+
+def _choose_layout(strategy: Processes, run: Run) -> None:
+    """Choose under `layout="auto"`, from the module and its data."""
+    assert strategy.sizes.auto is not None
+    with users_alone(run.rank), computed_on_use(run.module), _without_ranges(run):
+        strategy.sizes.auto.choose(run.trainer, run.module, strategy, strategy.to_device)
+    strategy.open_axes(strategy.layout)
+
+
+def _place(strategy: Processes, run: Run) -> FirstStep | None:
+    """Plan the parallelisms of a module that is not divided yet, and apply them."""
+    parallel = ParallelModule(run.module)
+    run.undo.callback(leave_module, run, parallel)
+    convert_module(run, parallel, strategy._layer_sync)
+    strategy.model_to_device()
+    share_values(run, strategy.take_built())
+    with _without_ranges(run):
+        first = FirstStep(run.module, run.plugin.forward_context) if run.verifies_first else None
+        run.plan = parallel_plan.make_plan(
+            run.trainer, run.module, run.chosen, run.mesh, run.settings.choices, strategy.to_device, run.plugin
+        )
+    run.parallel = parallel
+    _announce(run)
+    training = run.fitting or run.stays_in_shards  # a later run may train with shards
+    parallelize(parallel, run.plan, run.chosen, run.mesh, run.data_axis, run.plugin, run.device, training=training)
+    full_module_state(run.module, parallel.parameters, talk.meet, parallel.changes)
+    shard_averages(run.callbacks, parallel, strategy.as_saved)
+    return first
+
+
+def _announce(run: Run) -> None:
+    if run.fitting and run.plan is not None:
+        run.report = FitReport(run.trainer, run.placed, run.plan, run.chosen, run.place, run.device, run.settings.quiet)
+
+
+def _stays_in_shards(strategy: Processes, run: Run) -> bool:
+    ends = isinstance(strategy.launcher, SpawnLauncher) or dist.get_backend() == "fake"
+    return stays_in_shards(
+        run.settings.teardown, run.module, run.chosen, run.callbacks,
+        ends=ends, ranks_of_host=strategy.ranks_of_host, device=run.device,
+    )  # fmt: skip
+
+
+def _without_ranges(run: Run) -> AbstractContextManager[None]:
+    return without_module_ranges(run.trainer.profiler)  # type: ignore[attr-defined]
+
+
+def check_user_code(run: Run) -> None:
+    """Refuse what cannot work in this layout."""
+    check_compiled(run.module, run.chosen)
+    if not run.fitting:
+        return
+    if run.in_shards is None:  # else our own hooks are there too
+        check_hooks(run.module, run.chosen)
+    if run.chosen.pipelined:
+        check_automatic(run.module)  # first: later checks assume automatic optimization
+    check_callbacks(run.callbacks, run.module, run.chosen)
+    check_reports(run.callbacks, run.settings.async_checkpoint)
+
+
+def adapt_user_code(run: Run) -> None:
+    """Let the user's hooks, metrics and Lightning's callbacks work on shards, until the end of the run."""
+    if run.fitting:
+        finetune_by_identity(run.undo)
+    wrap_hooks(run.module, run.callbacks, lambda: run.parallel, lambda: run.data, run.undo)
+    evaluate_with_no_grad(run.trainer, run.undo)
+    check_remade_loaders(run.trainer, run.undo)
+    run.undo.callback(gather_over(run.data_group, run.chosen))
+
+
+def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callable[..., Tensor]) -> None:
+    """Let `optimizers` step on shards as they do on one device."""
+    parallel, place = run.placed, run.settings.choices.offload.optimizer
+    table = parallel.parameters
+    parallel.fitted.close()
+    if parallel.stages is not None:
+        check_supported(run.module, optimizers)
+    swap_parameters(optimizers, table.swaps())  # an optimizer built earlier still has the originals
+    for optimizer in optimizers:
+        if run.chosen.holds_parts:
+            check_state(optimizer)
+        for absent in [parameter for parameter in optimizer.state if parameter.is_meta]:
+            del optimizer.state[absent]  # some fill their state when they are built (Adagrad)
+        stepping = step_like_one_device(
+            optimizer, table.full, table.shard, reduce, pipelined=parallel.stages is not None, host=place is not None
+        )
+        run.undo.callback(stepping)
+        offload_states(optimizer, place, parallel.disk, table.disk, run.undo)
+        run.undo.callback(refuse_new_parameters(optimizer, run.module, run.chosen))
+        full_optimizer_state(optimizer, table, talk.meet, parallel.fitted)
+
+
+def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+    """The norm of the gradients of `parameters` on all ranks. Collective."""
+    place, shard, table = run.place, run.chosen.shard_size, run.placed.parameters  # not for each parameter again
+
+    def counted(parameter: nn.Parameter) -> bool:
+        return counted_here(parameter, place, shard) and table.counts(parameter)
+
+    return grad_norm(parameters, counted, norm_type, run.device)
+
+
+def prepare_steps(run: Run, first: FirstStep | None) -> None:
+    """Make the steps of `run`, with checks around them. `first` has the unsplit module, to compare the first step."""
+    parallel, plugin, layout, place = run.placed, run.plugin, run.chosen, run.place
+    random = StepRandom(layout, place)
+    window = Window(run.trainer, run.module, parallel.data)
+    runner = StepRunner(parallel, random, window)
+    if parallel.pipeline is not None:
+        runner = PipelineRunner(parallel, random, window, plugin, run.undo)
+    checks: list[StepCheck] = [
+        SamplesAgree(SampleCheck(layout, place, run.mesh, run.device), run.trainer),
+        LossesAgree(layout, place, run.module, plugin),
+    ]
+    if run.settings.verify == "replicas":
+        checks.append(ReplicasAgree(ReplicaCheck(parallel, layout, run.device)))
+    if parallel.recomputed is not None and parallel.recomputed.choice.mode == "auto":
+        checks.append(ActivationsFit(BudgetFit(parallel.recomputed, run.module, place[PIPELINE_AXIS])))
+    if first is not None:
+        checks.append(FirstStepAgrees(first, parallel, run.data_group, random, window, plugin))
+    run.steps = CheckedSteps(runner, checks, window, random)
+    run.undo.callback(run.steps.close)

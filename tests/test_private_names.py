@@ -125,19 +125,18 @@ PRIVATE = {
         "_foreach_copy_": "comm/replicate",
         "_foreach_norm": "optim/grad_norm",
         "_has_compatible_shallow_copy_type": "sandbox/without_values sandbox/deferred",
-        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_cache tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
+        "_C": "sandbox/without_values offload/disk_tensors checkpoint/pretrained_private tools/dryrun/fake_device module/autograd_private sandbox/deferred sandbox/build_recorder pipeline/absent pipeline/traced_tensor sandbox/interceptor tensor/late_tensor sandbox/writes usercode/between_runs",
     },
     "torch.Tensor": {
         "_backward_hooks": "zero/outside_private sandbox/without_values sandbox/deferred strategy/checks verify/twin module/hooks_private",
         "_base": "tensor/late_tensor",
-        "_cdata": "tools/dryrun/fake_cache module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
+        "_cdata": "module/autograd_private sandbox/deferred tools/planner/profile_module sandbox/interceptor module/operation_count",
         "_make_wrapper_subclass": "axes/unallocated",
         "_typed_storage": "sandbox/build_recorder",
         "_post_accumulate_grad_hooks": "sandbox/without_values sandbox/deferred strategy/checks zero/fsdp_private",
         "_version": "tensor/late_product activations/kept_results activations/offloaded_block activations/recomputed_block sandbox/deferred sandbox/interceptor sandbox/snapshot usercode/hooks verify/twin zero/written pipeline/stage sandbox/writes",
     },
     "torch._C": {
-        "_DisableTorchDispatch": "tools/dryrun/fake_cache",
         "_SetExcludeDispatchKeyGuard": "module/autograd_private",
         "_TorchDispatchModeKey": "tools/dryrun/fake_device",
         "_are_functorch_transforms_active": "module/autograd_private",
@@ -157,15 +156,13 @@ PRIVATE = {
         "EffectType": "tensor/graph_nodes_private",
     },
     "torch._ops": {
-        "OpOverload": "tools/dryrun/fake_cache",
-        "_overloadname": "tools/dryrun/fake_cache",
         "_overloadpacket": "tools/dryrun/fake_device module/operation_count",
-        "_schema": "activations/kept_results tools/dryrun/fake_cache tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps usercode/shard_rules",
+        "_schema": "activations/kept_results tools/dryrun/fake_device sandbox/build_recorder module/operation_count usercode/between_steps usercode/shard_rules",
     },
     "torch._subclasses.fake_tensor": {
         "DataDependentOutputException": "tools/dryrun/fake_device tools/planner/profile_module",
         "DynamicOutputShapeException": "tools/dryrun/fake_device tools/planner/profile_module",
-        "FakeTensor": "tools/dryrun/fake_cache tools/dryrun/fake_device tools/dryrun/lone_rank",
+        "FakeTensor": "tools/dryrun/fake_device tools/dryrun/lone_rank",
         "FakeTensorMode": "tools/auto_layout sandbox/shapes_only",
     },
     "torch.amp.GradScaler": {
@@ -326,7 +323,7 @@ PRIVATE = {
         "_disable_current_modes": "tools/dryrun/lone_rank",
     },
     "torch.utils._pytree": {
-        "tree_leaves": "tools/dryrun/fake_cache tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
+        "tree_leaves": "tools/dryrun/fake_device sandbox/deferred sandbox/recorded_value sandbox/build_recorder sandbox/interceptor sandbox/reads usercode/between_steps usercode/remote_numbers usercode/shard_rules"
         " tensor/late_tensor usercode/between_runs usercode/between_steps usercode/remote_numbers usercode/shard_rules",
         "tree_map_only": "sandbox/recorded_value sandbox/build_recorder",
         "tree_map": "usercode/between_steps usercode/remote_numbers",

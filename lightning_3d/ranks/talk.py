@@ -50,7 +50,7 @@ def pickled(value: Any, pickler: type[pickle.Pickler] = Pickler) -> bytes:
 def has_peers() -> bool:
     """Return False on the simulated rank of a dry run: no other process answers, and its tensors have no values.
 
-    Messages then bring what this rank says itself. Code that compares values asks `Group.simulated`.
+    Messages then bring what this rank says itself. Code that compares values asks its `Group`.
     """
     return not (dist.is_initialized() and dist.get_backend() == "fake")
 

@@ -85,7 +85,7 @@ def test_seventy_billion_parameters_take_little_memory_and_time():
     assert middle.peak < report.ranks[0].peak  # the first stage keeps most microbatches in flight
     assert spent.ru_maxrss < 4e6, "kilobytes of the largest child"
     took = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
-    assert took < 110, "seconds of CPU for all eight stages: under a minute on two cores"
+    assert took < 165, "seconds of CPU for all eight stages: a minute and a half on two cores"
 
 
 FOUR = {"tensor_parallel_size": 2, "zero_stage": 3}

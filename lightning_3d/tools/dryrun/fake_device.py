@@ -25,8 +25,7 @@ from lightning_3d.errors import UnsupportedError
 from lightning_3d.sandbox.build_recorder import Recorded
 from lightning_3d.sandbox.deferred import Deferred
 from lightning_3d.sandbox.recorded_value import Operation, Step
-from lightning_3d.sandbox.shapes_only import value_of
-from lightning_3d.tools.dryrun.fake_cache import QuickFakeMode
+from lightning_3d.sandbox.shapes_only import ShapesOnly, value_of
 from lightning_3d.tools.dryrun.user_collectives import UserCall, user_call
 
 LARGE = 1 << 20
@@ -41,7 +40,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = QuickFakeMode()
+        self.fake = ShapesOnly(allow_non_fake_inputs=True)
         self.memory = Memory()
         self.flops = 0
         self.thrifty = False

@@ -91,13 +91,18 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 """Makes several runs, each of some cost, on this rank or on peers."""
 
 
+def run_all_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
+    """Make all `runs` on this rank."""
+    return [each() for each in runs]
+
+
 def compare_parts(
     run: Run,
     batch: Any,
     sizes: list[int],
     rounding: float = ROUNDING,
     rows: Rows = TENSORS,
-    divide: Divide = lambda runs, costs: [each() for each in runs],
+    divide: Divide = run_all_here,
 ) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 

@@ -91,7 +91,7 @@ Divide = Callable[[Runs, Sequence[float]], Sequence[StepResult | None]]
 """Makes several runs, each of some cost, on this rank or on peers."""
 
 
-def run_all_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
+def run_here(runs: Runs, costs: Sequence[float]) -> list[StepResult | None]:
     """Make all `runs` on this rank."""
     return [each() for each in runs]
 
@@ -102,7 +102,7 @@ def compare_parts(
     sizes: list[int],
     rounding: float = ROUNDING,
     rows: Rows = TENSORS,
-    divide: Divide = run_all_here,
+    divide: Divide = run_here,
 ) -> LossMean:
     """Compare the loss on the full batch with the mean of the losses on its parts.
 

@@ -42,6 +42,7 @@ from lightning_3d.ranks import rank_zero, talk
 from lightning_3d.ranks.agreement import is_alone, is_communication
 from lightning_3d.ranks.random_streams import share_seeded_state
 from lightning_3d.strategy.checks import check_same_layout
+from lightning_3d.strategy.registry import refuse_other_names
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
@@ -60,6 +61,10 @@ class Processes(ParallelStrategy):
     """The node of each rank, where the launcher started another number of processes than the Trainer has devices."""
     _wants_sampler = True
     """The user's `use_distributed_sampler`."""
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Any:
+        refuse_other_names(arguments)  # before Python's own error, which does not know our name
+        return super().__new__(cls)
 
     def __init__(
         self,

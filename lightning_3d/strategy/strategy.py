@@ -87,6 +87,7 @@ class Strategy3D(Placing):
         data_parallel_size: ranks that work on different data; "auto" uses all ranks that the other axes leave.
         tensor_parallel_size: ranks that share every large matrix; 1 if not given.
         pipeline_parallel_size: ranks that own different blocks; 1 if not given.
+        context_parallel_size: ranks that see the same samples, and share each long sequence inside of the blocks.
         zero_stage: states that data ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
             1 if not given.
         zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
@@ -143,6 +144,7 @@ class Strategy3D(Placing):
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
+        context_parallel_size: int = 1,
         zero_stage: ZeroStage | None = None,
         zero_shard_size: int | None = None,
         schedule: Schedule = "1f1b",
@@ -186,6 +188,7 @@ class Strategy3D(Placing):
             data_parallel_size=1 if data_parallel_size == "auto" else data_parallel_size,
             tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
             pipeline_parallel_size=1 if pipeline_parallel_size is None else pipeline_parallel_size,
+            context_parallel_size=context_parallel_size,
             zero_stage=1 if zero_stage is None else zero_stage,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
@@ -195,12 +198,9 @@ class Strategy3D(Placing):
             offload="none" if self._offload.parameters is None else "all",
         )
         self._choices = UserChoices(
-            pipeline_split=pipeline_split,
-            loss_scope=loss_scope,
-            tensor_plan=tensor_plan,
-            recompute=again,
+            pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan, recompute=again,
             offload=self._offload,
-        )
+        )  # fmt: skip
         if verify not in (None, "first_step", "replicas"):
             raise ConfigurationError(f"verify={verify!r} is none of None, 'first_step', 'replicas'.")
         self._verify = verify

@@ -169,9 +169,12 @@ class Training(Resuming):
             line = plan.split.warning(self.layout.sizes[PIPELINE_AXIS], self.layout.schedule)
             if line is not None:
                 rank_zero_warn(line)
+        if plan.context is not None and plan.context.warning is not None:
+            rank_zero_warn(plan.context.warning)
         self._expected = expected_states(self._module, self.layout, plan.split, plan.tensor)
         if not self._quiet:
-            rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor, plan.scope.line))
+            context = "" if plan.context is None else plan.context.line
+            rank_zero_info(opening(self._module, self.layout, plan.split, plan.tensor, context, plan.scope.line))
 
     @property
     def recomputes(self) -> bool:

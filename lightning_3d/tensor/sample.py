@@ -1,7 +1,7 @@
 """Calls that a block is proven on: those of a recorded run, cut short, with random numbers for activations."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,14 +106,15 @@ def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> S
     return Sample(args, kwargs, training).mapped(lambda _, tensor: plain_tensor(tensor))
 
 
-def shortened(sample: Sample) -> list[Sample]:
+def shortened(sample: Sample, sizes: Sequence[tuple[int, int]] = ()) -> list[Sample]:
     """The call at smaller sizes (other rows and positions), preferred ones first, and the recorded size last."""
     hidden = next((tensor for tensor in sample.tensors() if is_activation(tensor)), None)
     if hidden is None:
         return [sample]
     batch = hidden.shape[0]
     length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
-    sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
+    if not sizes:
+        sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
     cuts = [partial(_cut_tensor, batch, length, rows, most) for rows, most in sizes]
     if hidden.dim() > 3:  # perhaps an image: rows, channels, pixels
         parts = [(rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]

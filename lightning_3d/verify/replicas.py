@@ -3,9 +3,9 @@ from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
-from lightning_3d.ranks.mesh import SHARD_AXIS
+from lightning_3d.ranks.mesh import DIVIDED_BY
 from lightning_3d.ranks.shards import local, sharded_axes
 
 EVERY = 25
@@ -55,8 +55,8 @@ class ReplicaCheck:
     def _part(self, rank: int, axes: int) -> tuple[int, ...]:
         """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
-        shard = self.layout.shard_size
-        return (place.data % shard if axes & 1 else 0), (place[TENSOR_AXIS] if axes & 2 else 0)
+        data = (place.data % self.layout.shard_size, place.get(CONTEXT_AXIS, 0)) if axes & 1 else (0, 0)
+        return *data, (place[TENSOR_AXIS] if axes & 2 else 0)
 
 
 def _axes(parameter: Tensor | None) -> int:
@@ -64,7 +64,7 @@ def _axes(parameter: Tensor | None) -> int:
     if parameter is None or _absent(parameter):
         return -1
     split = sharded_axes(parameter).keys()
-    return bool(split & {DATA_AXIS, SHARD_AXIS}) + 2 * (TENSOR_AXIS in split)
+    return bool(split & DIVIDED_BY.keys()) + 2 * (TENSOR_AXIS in split)
 
 
 def _absent(tensor: Tensor | None) -> bool:

@@ -1,0 +1,116 @@
+"""The forward of a block on a part of the sequence."""
+
+import copy as copies
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.context.cut_attention import Part, running
+from lightning_3d.context.cut_plan import LEAST, BlockCut, parts_of
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.attention import use_open_attention
+from lightning_3d.tensor.autograd_collectives import copy, take
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late
+from lightning_3d.tensor.recompute import Resume, noted, save_states
+from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
+from lightning_3d.tensor.sequence import are_distinct, part_of
+from lightning_3d.tensor.tensor_plan import UnitPlan
+
+
+class CutForward(ForwardLayer, rank=Layer.CONTEXT):
+    """The forward of one block: in training on a part of the sequence, else on all of it."""
+
+    def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis) -> None:
+        super().__init__(module)
+        self.cut, self.axis = cut, axis
+        dropouts = UnitPlan(dropouts=(True,) * len(cut.draws), dropout_modules=cut.draws)
+        self.draws = ShardDraws(module, dropouts)
+        self.last: Part | None = None
+        """Of the last call, for a proof. None where it computed whole."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.last, split = None, self._split(args, kwargs)
+        if split is None:
+            return self.next(*compute_late(args), **compute_late(kwargs))
+        args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
+        self.last = part = Part(self.axis, split, self.cut.attention)
+        with self._on_part(part, (True,) * len(self.cut.draws) if self.draws else ()):
+            result = self.next(*args, **kwargs)
+        return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+
+    def _split(self, args: Any, kwargs: Any) -> TensorSplit | None:
+        """The parts of the sequence in this call, None for one that was not proven."""
+        cut = self.cut
+        if not (self.module.training and torch.is_grad_enabled()):
+            return None
+        if cut.form is not None and form_of((args, kwargs)) != cut.form:
+            return None
+        tensors = tensors_in((args, kwargs))
+        stream = tensors[cut.stream]
+        length = stream.shape[cut.dim]
+        if length < LEAST * self.axis.size or cut.rows not in (None, stream.shape[1 - cut.dim]):
+            return None
+        if any(tensors[index].shape[dim] != length for index, dim in cut.arguments.items()):
+            return None
+        split = parts_of(cut.dim, length, self.axis.size)
+        whole = (t for index, t in enumerate(tensors) if index != cut.stream and index not in cut.arguments)
+        return split if are_distinct(whole, stream, split) else None
+
+    def _enter(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        if index == self.cut.stream:
+            return part_of(tensor, self.axis, split)
+        if index in self.cut.arguments:
+            return take(compute_late(tensor), self.axis, TensorSplit(self.cut.arguments[index], split.pieces))
+        return copy(compute_late(tensor), self.axis)
+
+    def _leave(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        dim = self.cut.results.get(index)
+        if dim is None:
+            return tensor
+        tensor, own = compute_late(tensor), split.local_size(self.axis.rank)
+        if tensor.dim() <= dim or tensor.shape[dim] != own:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} returned a tensor of shape {tuple(tensor.shape)} for {own} positions."
+                f" When it was planned, dimension {dim} had the positions. The other context ranks have the other positions,"
+                " so it is unknown how to join the results. Set context_parallel_size=1 for this module."
+            )
+        return LateTensor.of(tensor, TensorSplit(dim, split.pieces), self.axis)
+
+    @contextmanager
+    def _on_part(self, part: Part, draws: Sequence[bool]) -> Iterator[None]:
+        """Compute on a part inside, and when a checkpoint that begins inside is repeated."""
+        dropout = ShardDropout(draws, self.axis)
+
+        def note() -> Resume:
+            left, met = tuple(dropout.left), list(part.met)
+
+            def resume(_: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+                return self._on_part(replace(part, met=list(met)), left)
+
+            return resume
+
+        with running(part), dropout if any(draws) else nullcontext(), noted(note):
+            yield
+
+
+def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack) -> CutForward:
+    """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
+    undo.callback(save_states())
+    use_open_attention(block, undo)
+    for name in cut.eager:
+        owner = block.get_submodule(name)
+        config: Any = copies.copy(owner.config)  # many modules may share one configuration
+        config._attn_implementation = "sdpa"
+        undo.set(owner, "config", config)
+    forward = CutForward(block, cut, axis)
+    add_layer(forward, undo)
+    return forward

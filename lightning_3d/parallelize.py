@@ -19,7 +19,7 @@ from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.one_block_at_a_time import one_block_at_a_time
 from lightning_3d.activations.recompute_blocks import recompute_blocks
 from lightning_3d.axes.parameters import Parameters
-from lightning_3d.context.apply_context import apply_context
+from lightning_3d.context.cut_block import apply_context
 from lightning_3d.layout import CONTEXT_AXIS, HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers

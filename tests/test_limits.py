@@ -56,9 +56,9 @@ def raw_collectives():
 
 LIMITS = {
     "product lines": (lambda: lines(CODE.values()), 46056),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 40987),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 41700),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
-    "product files": (lambda: len(CODE), 335),
+    "product files": (lambda: len(CODE), 343),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (

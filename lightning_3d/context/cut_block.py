@@ -1,6 +1,5 @@
-"""The forward of a block on a part of the sequence."""
+"""The forward of a block on a part of the sequence, and `apply_context`, which puts it on the blocks of a module."""
 
-import copy as copies
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -8,10 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.context.cut_attention import Part, running
-from lightning_3d.context.cut_plan import LEAST, BlockCut, parts_of
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.context.cut_attention import Part, replace_attention, running
+from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.eager_private import use_torch_attention
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import use_open_attention
@@ -80,7 +84,7 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         if tensor.dim() <= dim or tensor.shape[dim] != own:
             raise UnsupportedError(
                 f"{type(self.module).__name__} returned a tensor of shape {tuple(tensor.shape)} for {own} positions."
-                f" When it was planned, dimension {dim} had the positions. The other context ranks have the other positions,"
+                f" In its proof dimension {dim} had the positions. Other context ranks have the other positions,"
                 " so it is unknown how to join the results. Set context_parallel_size=1 for this module."
             )
         return LateTensor.of(tensor, TensorSplit(dim, split.pieces), self.axis)
@@ -107,10 +111,27 @@ def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack) ->
     undo.callback(save_states())
     use_open_attention(block, undo)
     for name in cut.eager:
-        owner = block.get_submodule(name)
-        config: Any = copies.copy(owner.config)  # many modules may share one configuration
-        config._attn_implementation = "sdpa"
-        undo.set(owner, "config", config)
+        use_torch_attention(block.get_submodule(name), undo)
     forward = CutForward(block, cut, axis)
     add_layer(forward, undo)
     return forward
+
+
+def apply_context(
+    module: nn.Module, plan: ContextPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
+) -> None:
+    """Put the layers on the blocks of `module` that are on this stage. Gradients are averaged over context ranks then.
+
+    Args:
+        module: with equal weights on every context rank.
+        plan: from `plan_context` with the size of `mesh`.
+        mesh: the one-dimensional context mesh.
+        undo: takes the way back.
+        ledger: counts the bytes of every collective.
+    """
+    axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
+    here = {name: module.get_submodule(name) for name in plan.blocks}
+    here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
+    replace_attention(here.values(), undo)
+    for name, block in here.items():
+        patch_block(block, plan.blocks[name], axis, undo)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.eager_private import eager_modules
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import is_compiled
@@ -136,7 +137,7 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
 
 def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
     """The first cut that is proven, else the reason why the likeliest one is not."""
-    owners = _eager(block)
+    owners = eager_modules(block)
     reasons: list[str] = []
     for eager in ((), owners) if owners else ((),):
         for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
@@ -187,12 +188,3 @@ def _options(shape: torch.Size, length: int) -> list[int | None]:
     """The dimensions along which an argument may be cut, None for whole. A mask of pairs is likelier whole."""
     places: list[int | None] = [dim for dim, size in enumerate(shape) if size == length]
     return [None, places[0]] if len(places) > 1 else [*places, None]
-
-
-def _eager(block: nn.Module) -> tuple[str, ...]:
-    """Modules whose attention Hugging Face computes by matrix products."""
-    return tuple(
-        name
-        for name, child in block.named_modules()
-        if getattr(getattr(child, "config", None), "_attn_implementation", None) == "eager"
-    )

@@ -11,7 +11,7 @@ from lightning_3d.context.cut_plan import BlockCut
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome
-from lightning_3d.tensor.sample import Sample
+from lightning_3d.tensor.sample import Sample, tensors_in
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 
@@ -22,7 +22,9 @@ class CutProver:
     def __init__(self, original: nn.Module, sample: Sample, ranks: int) -> None:
         self.original, self.sample, self.ranks = original.train(), sample, ranks
         self.sums = dims_to_sum(original, is_large(original))
-        self.whole = outcome(self._copy(), sample, self.sums)
+        twin = self._copy()
+        self.whole = outcome(twin, sample, self.sums)
+        self.kept = _kept(twin)
 
     def prove(self, cut: BlockCut) -> BlockCut:
         """`cut` with the facts of the runs. Raises `Refused`, or any error of the block's code."""
@@ -30,13 +32,14 @@ class CutProver:
             warnings.simplefilter("ignore")
             replace_attention([self.original], undo)
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
-        for rank, (part, own) in enumerate(found):
+        for rank, (part, own, kept) in enumerate(found):
             if part is None:
                 raise Refused("its other arguments cannot be told from a part of the sequence")
             compare(f"output {{}} on context rank {rank}", _numbered(self.whole), _numbered(own))
             compare(f"gradient of input {{}} on context rank {rank}", self.whole.input_grads, own.input_grads)
-        compare("gradient of {}", self.whole.parameter_grads, self._averages([own for _, own in found]))
-        meetings = {tuple(part.met) for part, _ in found if part is not None}
+            compare(f"tensor {{}}, which it keeps, on context rank {rank}", self.kept, kept)
+        compare("gradient of {}", self.whole.parameter_grads, self._averages([own for _, own, _ in found]))
+        meetings = {tuple(part.met) for part, *_ in found if part is not None}
         if len(meetings) > 1:
             raise Refused("parts of other lengths call attention in another way")
         return BlockCut(**{**vars(cut), "attention": meetings.pop(), "draws": tuple(self.whole.dropped_by)})
@@ -44,18 +47,30 @@ class CutProver:
     def _copy(self) -> nn.Module:
         return shard_copy(self.original, lambda _, value: value)
 
-    def _on_part(self, cut: BlockCut, axis: Axis) -> tuple[Part | None, Outcome]:
+    def _on_part(self, cut: BlockCut, axis: Axis) -> tuple[Part | None, Outcome, dict[str, Tensor]]:
         twin = self._copy()
         with UndoStack() as undo:
             forward = patch_block(twin, cut, Axis(axis.group, weight=axis.size), undo)
             found = outcome(twin, self.sample, self.sums)
-            return forward.last, found
+            return forward.last, found, _kept(twin)
 
     def _averages(self, found: list[Outcome]) -> dict[Key, Tensor]:
         """Gradients of parameters as data and context ranks average them."""
         keys = dict.fromkeys(key for each in found for key in each.parameter_grads)
         parts = {key: [each.parameter_grads[key] for each in found if key in each.parameter_grads] for key in keys}
         return {key: torch.stack(grads).sum(dim=0) / self.ranks for key, grads in parts.items()}
+
+
+def _kept(block: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a block, and the tensors among its attributes: later code may read them."""
+    return {
+        f"{name}.{key}.{number}".lstrip("."): tensor.detach()
+        for name, child in block.named_modules()
+        for space in (child._buffers, vars(child))
+        for key, value in space.items()
+        if not isinstance(value, nn.Module) and key not in ("_parameters", "_buffers", "_modules")
+        for number, tensor in enumerate(tensors_in(value))
+    }
 
 
 def _numbered(found: Outcome) -> dict[int, Tensor]:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.optim.states import Precision

@@ -9,7 +9,7 @@ from lightning_3d.sandbox.trees import loss_of
 
 
 def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
-    """Raise on every rank if the losses of tensor peers differ by more than `rounding`. Collective over the world.
+    """Raise on every rank if the losses of peers differ by more than `rounding`. Collective over the world.
 
     Args:
         output: of the training step. Its loss is read, so call this once.
@@ -23,7 +23,7 @@ def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
         if not _alike(other, expected, rounding):
             raise DivergenceError(
                 f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank {rank},"
-                " which are tensor ranks with the same samples. Each computes a part of the same gradient, so it would"
+                " which have the same samples. Each computes a part of the same gradient, so it would"
                 " be wrong. Look for code that depends on the rank, on time or on a random generator of its own, and"
                 " for other versions of a package on one node."
             )

@@ -6,7 +6,11 @@ from tests.context import trained
 from tests.context.trained import assert_same_as_one_device
 
 SHORT = ["nano", "padded", "few_heads", "alibi"]
-BUILDS = [name.removeprefix("build_") for name in vars(trained) if name.startswith("build_") and "dropout" not in name]
+BUILDS = [
+    name.removeprefix("build_")
+    for name in vars(trained)
+    if name.startswith("build_") and "dropout" not in name and "checkpointed" not in name
+]
 
 
 @pytest.mark.parametrize(

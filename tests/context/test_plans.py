@@ -1,0 +1,112 @@
+"""Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_3d.context.find_cuts import plan_context
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.tensor.block_calls import record_calls
+from tests.context import trained
+
+
+def plan(build, ranks=2):
+    torch.manual_seed(0)
+    module, batches = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_context(
+            module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_blocks_that_meet_in_attention_are_cut(ranks):
+    found = plan(trained.build_nano, ranks)
+    assert not found.whole and len(found.blocks) == 4
+    for cut in found.blocks.values():
+        assert (cut.stream, cut.dim, cut.results, cut.attention) == (0, 1, {0: 1}, ("divided",))
+
+
+def test_rotary_tables_are_cut_and_masks_of_pairs_are_whole():
+    (cut, *_) = plan(trained.build_padded).blocks.values()
+    assert cut.arguments == {2: 1, 3: 1, 4: 1}  # positions, cosines and sines; argument 1 is the mask
+
+
+def test_eager_attention_is_switched_where_that_is_equal():
+    found = plan(trained.build_eager)
+    assert not found.whole
+    assert all("self_attn" in cut.eager for cut in found.blocks.values())
+
+
+def test_memory_of_a_decoder_stays_whole():
+    for cut in plan(trained.build_decoder).blocks.values():
+        assert cut.attention == ("divided", "whole") * 2  # of two layers, which are one block
+        assert 1 not in cut.arguments
+
+
+@pytest.mark.parametrize("kind", ["alibi", "convolution", "recurrence", "products"])
+def test_a_block_that_mixes_positions_otherwise_stays_whole(kind):
+    found = plan(getattr(trained, f"build_{kind}"))
+    assert len(found.whole) == 1 and found.blocks
+    assert "positions meet in it in another way" in found.warning
+    share = next(iter(found.elements.values())) / sum(found.elements.values())
+    assert f"1 blocks ({share:.0%} of the hidden states)" in found.warning
+
+
+class CumulativeSum(nn.Module):
+    """Sums of all earlier positions, which no attention shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).cumsum(1) / 10)
+
+
+class Pooled(CumulativeSum):
+    """A mean over the positions."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x).mean(1, keepdim=True).expand(-1, x.shape[1], -1))
+
+
+class Shifted(CumulativeSum):
+    """The token before."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x.roll(1, dims=1)))
+
+
+class Reversed(CumulativeSum):
+    """The same length, other positions."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x)).flip(1)
+
+
+@pytest.mark.parametrize("kind", [CumulativeSum, Pooled, Shifted, Reversed])
+def test_a_module_of_which_nothing_can_be_cut_is_refused(kind):
+    def build():
+        model = nn.Sequential(kind(), kind())
+        return trained.Training(model, lambda model, batch: model(batch["x"]).mean()), trained.vector_batches()
+
+    with pytest.raises(UnsupportedError, match=r"divides nothing of Training: .*Use context_parallel_size=1"):
+        plan(build)
+
+
+def test_a_short_sequence_is_no_proof():
+    def build():
+        module, _ = trained.build_nano()
+        return module, trained.token_batches(7)
+
+    with pytest.raises(UnsupportedError, match="fewer than 8 positions"):
+        plan(build)
+
+
+def test_manual_optimization_is_refused():
+    with pytest.raises(UnsupportedError, match="could not run on one batch before training, or optimizes manually"):
+        plan_context(nn.Linear(2, 2), 2, None)

@@ -48,6 +48,16 @@ class Part:
         """The first of them, and the position after the last."""
         return self.split.pieces[self.axis.rank][0]
 
+    def check_all_met(self) -> None:
+        """Raise if attention was called less often than in the proof: by another kernel, which sees this part alone."""
+        if self.expected is not None and len(self.met) < len(self.expected):
+            raise UnsupportedError(
+                f"A block whose sequence context ranks divide called torch's attention {len(self.met)} times, and"
+                f" {len(self.expected)} times in its proof. If another kernel computes it here, that sees a part of the"
+                " sequence alone. Let the module call torch.nn.functional.scaled_dot_product_attention (Hugging Face:"
+                ' attn_implementation="sdpa"), or set context_parallel_size=1.'
+            )
+
     def meets(self, query: Tensor, key: Tensor) -> Meeting:
         """Which tokens meet in the next call of attention."""
         own = self.own
@@ -107,13 +117,13 @@ def attention(
         return to_positions((mixed,), axis, part.split)[0]
     if divided:
         key, value = (_all_positions(tensor, part) for tensor in (key, value))
-    if is_causal:
+    if is_causal and attn_mask is None:
         total = key.shape[POSITIONS]
         key, value = key[..., :stop, :], value[..., :stop, :]
-        attn_mask = _causal(start, stop, min(stop, total), query.device)
+        attn_mask, is_causal = _causal(start, stop, min(stop, total), query.device), False
     elif attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
         attn_mask = attn_mask[..., start:stop, :]
-    return SDPA(query, key, value, attn_mask, dropout_p, False, **options)  # type: ignore[no-any-return]
+    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
 
 
 def _all_positions(tensor: Tensor, part: Part) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.attention import use_open_attention
-from lightning_3d.tensor.autograd_collectives import copy, take
+from lightning_3d.tensor.autograd_collectives import copy
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
@@ -49,6 +49,7 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         self.last = part = Part(self.axis, split, self.cut.attention)
         with self._on_part(part, (True,) * len(self.cut.draws) if self.draws else ()):
             result = self.next(*args, **kwargs)
+        part.check_all_met()
         return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
 
     def _split(self, args: Any, kwargs: Any) -> TensorSplit | None:
@@ -73,7 +74,7 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
         if index == self.cut.stream:
             return part_of(tensor, self.axis, split)
         if index in self.cut.arguments:
-            return take(compute_late(tensor), self.axis, TensorSplit(self.cut.arguments[index], split.pieces))
+            return part_of(tensor, self.axis, TensorSplit(self.cut.arguments[index], split.pieces))
         return copy(compute_late(tensor), self.axis)
 
     def _leave(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:

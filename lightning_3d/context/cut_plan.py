@@ -27,7 +27,7 @@ class BlockCut:
     results: Mapping[int, int] = field(default_factory=dict)
     """Results that are cut, and along which dimension."""
     eager: tuple[str, ...] = ()
-    """Modules whose attention of Hugging Face computes by torch's function instead of matrix products."""
+    """Modules whose attention of Hugging Face computes by torch's function instead of products or another kernel."""
     rows: int | None = None
     """The only number of rows for which it is proven; None where any is right."""
     form: Any = None

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face that is computed by matrix products, and torch's function in its place.
+"""Attention of Hugging Face that is computed by products or other kernels, and torch's function in its place.
 
 Read in transformers 5.23: `config._attn_implementation` chooses, and each attention reads it when it is called.
 """
@@ -11,10 +11,11 @@ from torch import nn
 from lightning_3d.module.undo import UndoStack
 
 
-def eager_modules(block: nn.Module) -> tuple[str, ...]:
-    """Names of the modules in `block` whose configuration asks for matrix products."""
+def other_attention(block: nn.Module) -> dict[str, str]:
+    """The modules in `block` whose configuration asks for another attention than torch's function, and which."""
     configs = ((name, getattr(child, "config", None)) for name, child in block.named_modules())
-    return tuple(name for name, config in configs if getattr(config, "_attn_implementation", None) == "eager")
+    chosen = {name: getattr(config, "_attn_implementation", None) for name, config in configs}
+    return {name: kind for name, kind in chosen.items() if isinstance(kind, str) and kind != "sdpa"}
 
 
 def use_torch_attention(module: nn.Module, undo: UndoStack) -> None:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
-from lightning_3d.context.eager_private import eager_modules
+from lightning_3d.context.eager_private import other_attention
 from lightning_3d.context.prove_cut import CutProver
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.module.autograd_private import is_compiled
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
+from lightning_3d.pipeline.gates import hooked_inside
 from lightning_3d.ranks.random_streams import restored_streams
 from lightning_3d.tensor.block_calls import Recording
 from lightning_3d.tensor.blocks import find_blocks, structure
@@ -81,6 +82,8 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
                 whole[name] = "modules inside it are called from outside"
             elif any(map(is_compiled, block.modules())):
                 whole[name] = "it is compiled"
+            elif hooked_inside(module, [name]):
+                whole[name] = "a forward hook inside it would get a part of the sequence"
             else:
                 kind = _study(block, sample, size, kinds.setdefault(structure(block), []))
                 if kind.cut is not None:
@@ -137,9 +140,11 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
 
 def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
     """The first cut that is proven, else the reason why the likeliest one is not."""
-    owners = eager_modules(block)
+    others = other_attention(block)
     reasons: list[str] = []
-    for eager in ((), owners) if owners else ((),):
+    # a proof on the CPU runs torch's function in the place of other kernels, so it proves nothing about them
+    kept = [()] if all(kind == "eager" for kind in others.values()) else []
+    for eager in (*kept, *([tuple(others)] if others else [])):
         for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
             try:
                 return prover.prove(replace(cut, eager=eager)), ""

@@ -9,6 +9,8 @@ from lightning_3d.context.cut_attention import Part, replace_attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.context.cut_plan import BlockCut
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.ranks.random_streams import Streams, equal, main_streams, set_streams
+from lightning_3d.sandbox.own_generators import drawn_from, is_generator, state_of
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.proof import Key, Outcome, Refused, compare, dims_to_sum, is_large, outcome
 from lightning_3d.tensor.sample import Sample, tensors_in
@@ -22,16 +24,26 @@ class CutProver:
     def __init__(self, original: nn.Module, sample: Sample, ranks: int) -> None:
         self.original, self.sample, self.ranks = original.train(), sample, ranks
         self.sums = dims_to_sum(original, is_large(original))
-        twin = self._copy()
+        twin, self.start = self._copy(), main_streams()
+        own = {each: state_of(each) for child in twin.modules() for each in vars(child).values() if is_generator(each)}
         self.whole = outcome(twin, sample, self.sums)
         self.kept = _kept(twin)
+        self.draws = not equal(self.start, main_streams())
+        """True where it draws random numbers other than for dropout."""
+        self.draws_alone = bool(drawn_from(own))
+        """True where it has a generator of its own for them."""
 
     def prove(self, cut: BlockCut) -> BlockCut:
         """`cut` with the facts of the runs. Raises `Refused`, or any error of the block's code."""
+        if self.draws_alone:
+            raise Refused("it draws random numbers from a generator of its own")
+        drawn = self._streams_after_runs() if self.draws else None
         with UndoStack() as undo, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             replace_attention([self.original], undo)
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
+        if drawn is not None and not equal(drawn, main_streams()):
+            raise Refused("it draws random numbers for each position, other than for dropout")
         for rank, (part, own, kept) in enumerate(found):
             if part is None:
                 raise Refused("its other arguments cannot be told from a part of the sequence")
@@ -43,6 +55,15 @@ class CutProver:
         if len(meetings) > 1:
             raise Refused("parts of other lengths call attention in another way")
         return BlockCut(**{**vars(cut), "attention": meetings.pop(), "draws": tuple(self.whole.dropped_by)})
+
+    def _streams_after_runs(self) -> Streams:
+        """The random streams after as many whole runs as there are ranks. Those on parts start where these did."""
+        set_streams(self.start)
+        for _ in range(self.ranks):
+            outcome(self._copy(), self.sample, self.sums)
+        drawn = main_streams()
+        set_streams(self.start)
+        return drawn
 
     def _copy(self) -> nn.Module:
         return shard_copy(self.original, lambda _, value: value)

@@ -98,6 +98,97 @@ def test_a_module_of_which_nothing_can_be_cut_is_refused(kind):
         plan(build)
 
 
+class Mixed(nn.Module):
+    """A token-wise block that something is added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x) * self.mask(x))
+
+    def mask(self, x):
+        return 1.0
+
+
+class Keeps(Mixed):
+    """A value for the loss, of the positions that it sees."""
+
+    def mask(self, x):
+        self.extra_loss = x.pow(2).mean()
+        return 1.0
+
+
+class Counts(Mixed):
+    """A buffer from the positions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def mask(self, x):
+        self.mean = x.detach().mean((0, 1))
+        return 1.0
+
+
+class Noise(Mixed):
+    def mask(self, x):
+        return 1 + 0.1 * torch.randn_like(x[..., :1])
+
+
+class OwnNoise(Mixed):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def mask(self, x):
+        return 1 + 0.1 * torch.rand(1, generator=self.generator)
+
+
+class PathDrop(Mixed):
+    """One number for each sample, which all context ranks draw alike."""
+
+    def mask(self, x):
+        return x.new_empty(x.shape[0], 1, 1).bernoulli_(0.8)
+
+
+def mixed(kind):
+    def build():
+        model = nn.Sequential(Mixed(), kind())
+        return trained.Training(model, lambda model, batch: model(batch["x"]).mean()), trained.vector_batches()
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Keeps, "tensor extra_loss.0, which it keeps"),
+        (Counts, "tensor mean.0, which it keeps"),
+        (Noise, "it draws random numbers for each position"),
+        (OwnNoise, "it draws random numbers from a generator of its own"),
+    ],
+)
+def test_a_block_with_another_effect_stays_whole(kind, why):
+    found = plan(mixed(kind))
+    assert list(found.blocks) == ["model.0"]
+    assert why in found.whole["model.1"]
+
+
+def test_numbers_that_are_drawn_for_a_sample_are_drawn_alike():
+    assert not plan(mixed(PathDrop)).whole
+
+
+def test_a_block_with_a_hook_inside_stays_whole():
+    def build():
+        module, batches = trained.build_nano()
+        module.model.blocks[1].up.register_forward_hook(lambda *_: None)
+        return module, batches
+
+    assert plan(build).whole == {"model.blocks.1": "a forward hook inside it would get a part of the sequence"}
+
+
 def test_a_short_sequence_is_no_proof():
     def build():
         module, _ = trained.build_nano()

@@ -269,7 +269,7 @@ class Layout:
     @property
     def peer_axes(self) -> tuple[str, ...]:
         """Axes whose ranks work on the same samples, innermost first."""
-        return tuple(axis for axis in reversed(self.sizes) if axis != DATA_AXIS)
+        return tuple(axis for axis in reversed([*self.sizes]) if axis != DATA_AXIS)
 
     @property
     def world_size(self) -> int:
@@ -371,7 +371,7 @@ class Layout:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} ranks.")
         indices, sizes = {}, self.sizes
-        for axis in reversed(sizes):
+        for axis in reversed([*sizes]):
             rank, indices[axis] = divmod(rank, sizes[axis])
         return Coordinate({axis: indices[axis] for axis in sizes})
 

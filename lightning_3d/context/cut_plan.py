@@ -54,7 +54,7 @@ class ContextPlan:
     @property
     def line(self) -> str:
         """One line about the blocks."""
-        last = self.elements.get(next(reversed(self.blocks)), 0)
+        last = self.elements.get([*self.blocks][-1], 0)
         return (
             f"  context: {len(self.blocks)} of {len(self.blocks) + len(self.whole)} blocks compute on a part of the"
             f" sequence; behind the last one every rank gathers {last:,} numbers of the first batch, for head and loss"

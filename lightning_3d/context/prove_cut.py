@@ -18,6 +18,9 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 
 
+_OF_TORCH = vars(nn.Module()).keys()
+
+
 class CutProver:
     """Proves cuts of one block by one call. `original`, the block with its author's code, computes whole."""
 
@@ -89,7 +92,7 @@ def _kept(block: nn.Module) -> dict[str, Tensor]:
         for name, child in block.named_modules()
         for space in (child._buffers, vars(child))
         for key, value in space.items()
-        if not isinstance(value, nn.Module) and key not in ("_parameters", "_buffers", "_modules")
+        if not isinstance(value, nn.Module) and key not in _OF_TORCH
         for number, tensor in enumerate(tensors_in(value))
     }
 

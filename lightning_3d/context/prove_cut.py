@@ -17,7 +17,6 @@ from lightning_3d.tensor.sample import Sample, tensors_in
 from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 
-
 _OF_TORCH = vars(nn.Module()).keys()
 
 

@@ -17,7 +17,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.context.cut_plan import ContextPlan
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_batch import compare_first_batch
-from lightning_3d.errors import ConfigurationError, WritesError
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
@@ -101,11 +101,12 @@ def make_plan(
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
-    tensor = context = None
+    tensor: TensorPlan | None = None
+    parts: ContextPlan | None = None
     calls = _calls_of_first_batch(trainer, module, layout, to_device, recorder, cut) if proves else None
     if context_ranks > 1:
-        context = talk.from_first(lambda: plan_context(module, context_ranks, calls))
-        context = keep_whole_units(context, split)
+        proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
+        parts = keep_whole_units(proven, split)
     if tensor_ranks > 1:
         tensor = talk.from_first(
             lambda: plan_tensor(
@@ -120,7 +121,7 @@ def make_plan(
     scope = MICROBATCH
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
-    return ParallelPlan(anatomy, split, tensor, context, uncut_run, scope, choices.recompute, choices.offload)
+    return ParallelPlan(anatomy, split, tensor, parts, uncut_run, scope, choices.recompute, choices.offload)
 
 
 def _calls_of_first_batch(
@@ -159,10 +160,15 @@ def plan_pipeline(
 
 
 def keep_whole_units(context: ContextPlan, split: PipelineSplit | None) -> ContextPlan:
-    """`context` without the blocks inside of which `split` cuts."""
+    """`context` without the blocks inside of which `split` cuts. Raise where none is left."""
     names = [] if split is None else [block for blocks in split.stages for block in blocks]
     inside = [name for name in context.blocks if any(block.startswith(f"{name}.") for block in names)]
     blocks = {name: cut for name, cut in context.blocks.items() if name not in inside}
+    if not blocks:
+        raise UnsupportedError(
+            f"context_parallel_size={context.size} divides nothing under this pipeline, which cuts through each block"
+            f" that could be divided ({', '.join(inside)}). Use {NO_PIPELINE}, or context_parallel_size=1."
+        )
     return replace(
         context, blocks=blocks, whole={**context.whole, **dict.fromkeys(inside, "the pipeline cuts through it")}
     )

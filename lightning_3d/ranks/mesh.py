@@ -61,7 +61,8 @@ def _axes(layout: Layout, device_type: str) -> DeviceMesh:
     if copies > 1:
         mesh[tuple(data)]._flatten(DATA_AXIS)
     if CONTEXT_AXIS in sizes:
-        mesh[(*data, CONTEXT_AXIS)]._flatten(WITH_CONTEXT)
+        together = (*data, CONTEXT_AXIS)
+        mesh[together]._flatten(WITH_CONTEXT)
         if copies > 1:
             mesh[SHARD_AXIS, CONTEXT_AXIS]._flatten(SHARD_WITH_CONTEXT)
     return mesh

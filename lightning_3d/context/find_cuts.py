@@ -76,7 +76,7 @@ def plan_context(module: nn.Module, size: int, calls: Recording | None) -> Conte
             hidden = [] if sample is None else [t for t in sample.tensors() if t.dim() == 3 and is_activation(t)]
             if sample is None or not hidden:
                 continue  # it gets no hidden states of a sequence
-            elements[name] = hidden[0].numel()
+            elements[name] = sample.elements
             block = module.get_submodule(name)
             if name in calls.opened:
                 whole[name] = "modules inside it are called from outside"

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.tensor import sample
 from lightning_3d.tensor.block_calls import record_calls
 from tests.context import trained
 
@@ -201,3 +202,16 @@ def test_a_short_sequence_is_no_proof():
 def test_manual_optimization_is_refused():
     with pytest.raises(UnsupportedError, match="could not run on one batch before training, or optimizes manually"):
         plan_context(nn.Linear(2, 2), 2, None)
+
+
+def test_a_long_call_is_recorded_in_part(monkeypatch):
+    """A copy of all hidden states of each block would be as large as what the axis saves."""
+    monkeypatch.setattr(sample, "LARGE_CALL", 2**10)
+    monkeypatch.setattr(sample, "POSITIONS", 12)
+    module, batches = trained.build_padded()
+    calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+    (call, *_) = next(iter(calls.samples.values()))
+    hidden, *_ = call.tensors()
+    assert hidden.shape == (2, 12, 32) and call.elements == 2 * 17 * 32
+    found = plan(trained.build_padded)
+    assert not found.whole and str(2 * 17 * 32) in found.line.replace(",", "")

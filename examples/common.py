@@ -12,6 +12,7 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
     parser.add_argument("--strategy", default="auto", help="auto, ddp, 3d, 3d_zero1 ...")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor_parallel_size, with --strategy 3d")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="pipeline_parallel_size")
+    parser.add_argument("--context", type=int, default=1, metavar="N", help="context_parallel_size")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=50)
     given = parser.parse_args()
@@ -22,6 +23,7 @@ def run(module: Callable[[], LightningModule], data: Callable[[], LightningDataM
         strategy = Strategy3D(
             tensor_parallel_size=given.tensor,
             pipeline_parallel_size=given.pipeline,
+            context_parallel_size=given.context,
             zero_stage=int(strategy[-1]) if strategy[-1].isdigit() else 1,
         )
     torch.set_num_threads(1)

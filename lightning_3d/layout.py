@@ -31,8 +31,11 @@ APART_BYTES = 4 * 2**20
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
-AXES = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
+CONTEXT_AXIS = "context_parallel"
+AXES = (PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""
+ALWAYS = {PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS}
+"""Axes that a layout names with one rank too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +208,8 @@ class Layout:
 
     data_parallel_size: int = 1
     """Ranks that see different data."""
+    context_parallel_size: int = 1
+    """Ranks that see the same samples, and have a part of each long sequence inside of the blocks."""
     tensor_parallel_size: int = 1
     """Ranks that share every large matrix."""
     pipeline_parallel_size: int = 1
@@ -253,7 +258,8 @@ class Layout:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Axis -> number of ranks, outermost first. An axis `x` is the field `x_size`."""
-        return {axis: getattr(self, f"{axis}_size") for axis in self.axes}
+        sizes = {axis: getattr(self, f"{axis}_size") for axis in self.axes}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ALWAYS}
 
     @property
     def by_data_first(self) -> dict[str, int]:
@@ -263,7 +269,7 @@ class Layout:
     @property
     def peer_axes(self) -> tuple[str, ...]:
         """Axes whose ranks work on the same samples, innermost first."""
-        return tuple(axis for axis in reversed(self.axes) if axis != DATA_AXIS)
+        return tuple(axis for axis in reversed([*self.sizes]) if axis != DATA_AXIS)
 
     @property
     def world_size(self) -> int:
@@ -293,7 +299,7 @@ class Layout:
     def shards_data(self) -> bool:
         """True where the data axis shards something. One rank does so for parameters that are not on its device."""
         alone = self.offload == "all" and self.zero_stage == 3 and not self.pipelined
-        return self.zero_stage > 0 and (self.data_parallel_size > 1 or alone)
+        return self.zero_stage > 0 and (self.gradient_ranks > 1 or alone)
 
     @property
     def holds_parts(self) -> bool:
@@ -306,9 +312,14 @@ class Layout:
         return self.zero_shard_size or self.data_parallel_size
 
     @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients of a parameter are averaged: data and context ranks."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def shards(self) -> int:
-        """Data ranks among which states are divided; 1 where nothing is."""
-        return self.shard_size if self.zero_stage else 1
+        """Data and context ranks among which states are divided; 1 where nothing is."""
+        return self.shard_size * self.context_parallel_size if self.zero_stage else 1
 
     @property
     def streams_weights(self) -> bool:
@@ -359,10 +370,10 @@ class Layout:
         """The place of global `rank`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} ranks.")
-        indices = {}
-        for axis in reversed(self.axes):
-            rank, indices[axis] = divmod(rank, self.sizes[axis])
-        return Coordinate({axis: indices[axis] for axis in self.axes})
+        indices, sizes = {}, self.sizes
+        for axis in reversed([*sizes]):
+            rank, indices[axis] = divmod(rank, sizes[axis])
+        return Coordinate({axis: indices[axis] for axis in sizes})
 
     def rank(self, indices: Mapping[str, int]) -> int:
         """The global rank with `indices`; 0 on an axis that is not given."""
@@ -373,7 +384,7 @@ class Layout:
 
     def peers_of(self, data: int) -> list[int]:
         """The ranks that work on the samples of data rank `data`."""
-        axes = [axis for axis in self.axes if axis != DATA_AXIS]
+        axes = [axis for axis in self.sizes if axis != DATA_AXIS]
         places = product(*(range(self.sizes[axis]) for axis in axes))
         return [self.rank({DATA_AXIS: data, **dict(zip(axes, place, strict=True))}) for place in places]
 

@@ -3,7 +3,7 @@
 `parallel.parallel_plan.make_plan` decides on the unsplit module. `parallelize` applies the plan in place, and
 `ParallelModule.undo` reverts it.
 
-[Note: order] stages -> proof -> tensor -> activations -> disk -> data -> heads.
+[Note: order] stages -> proof -> tensor -> context -> activations -> disk -> data -> heads.
 Stages come first, so that no rank shards a weight that it is about to drop. They are compared with the uncut module
 at once, while blocks give the numbers of one device: dropout on shards gives others. Tensor comes before data, so that
 FSDP2 shards what a tensor rank owns. Heads that wait for their loss come last, without those that are split by then.
@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.offloaded_block import offload_activations
 from lightning_3d.activations.recompute_blocks import one_block_at_a_time, recompute_blocks
 from lightning_3d.axes.parameters import Parameters
-from lightning_3d.layout import HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
+from lightning_3d.context.cut_block import apply_context
+from lightning_3d.layout import CONTEXT_AXIS, HALVED_BACKWARD, PIPELINE_AXIS, TENSOR_AXIS, Layout
 from lightning_3d.module.host_memory import own_pages
 from lightning_3d.offload.disk_tensors import DiskTransfers
 from lightning_3d.parallel.parallel_module import ParallelModule
@@ -66,6 +67,8 @@ def parallelize(
         parallel.pipeline = _proven_pipeline(parallel, plan, plan.split, layout, group, plugin, device, data_axis)
     if plan.tensor is not None and plan.tensor.splits:
         parallel.tensor = apply_tensor(module, plan.tensor, mesh[TENSOR_AXIS], undo, ledger=data_axis.ledger)
+    if training and plan.context is not None:
+        apply_context(module, plan.context, mesh[CONTEXT_AXIS], undo, data_axis.ledger)
     if training:
         parallel.recomputed = recompute_blocks(module, plan.anatomy.blocks, plan.recompute, undo)
     if training and plan.offload.activations is not None:
@@ -76,7 +79,7 @@ def parallelize(
     )
     if training:
         patch_heads(module, plan.anatomy.blocks, undo)
-    if parallel.tensor is not None:
+    if parallel.tensor is not None or plan.context is not None:
         sharded = parallel.data if isinstance(parallel.data, ShardedData) else None
         for unit in (*sharded.blocks, *sharded.apart) if sharded is not None else ():
             undo.callback(unit.register_forward_pre_hook(pass_late, prepend=True, with_kwargs=True).remove)
@@ -126,7 +129,7 @@ def _proven_pipeline(
         blocks = [unit.name for unit in split.units]
         with one_block_at_a_time(parallel.module, blocks, plugin.forward_context) as context:
             prove_stages(pipeline, plan.uncut_run, StepCallbacks(context=context))
-    if plan.tensor is not None or layout.schedule in HALVED_BACKWARD:
+    if plan.tensor is not None or plan.context is not None or layout.schedule in HALVED_BACKWARD:
         pipeline.forget()  # shards draw other numbers; hooks of FSDP2 and recompute may run twice in two halves
     return pipeline
 

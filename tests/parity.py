@@ -181,7 +181,8 @@ def fit(build: Any, strategy: dict[str, Any] | None = None, validate: bool = Fal
     seed_everything(7, verbose=False)
     module, batches = build()
     chosen = Strategy3D(quiet=True, **strategy) if strategy is not None else "auto"
-    ranks = math.prod((strategy or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor"))
+    axes = ("pipeline", "data", "context", "tensor")
+    ranks = math.prod((strategy or {}).get(f"{axis}_parallel_size", 1) for axis in axes)
     watch = Watch()
     limits = {"limit_val_batches": 2, "val_check_interval": 3} if validate else {"limit_val_batches": 0}
     made = Trainer(

@@ -46,6 +46,7 @@ ORDER = [
     {"activations", "data", "faults", "optim", "precision"},
     {"comm"},
     {"pipeline", "tensor", "zero"},
+    {"context"},
     {"parallel"},
     {"parallelize"},
     {"checkpoint", "monitor", "usercode", "verify"},

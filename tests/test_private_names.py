@@ -350,8 +350,8 @@ PRIVATE = {
 USES = {name: files.split() for names in PRIVATE.values() for name, files in names.items()}
 ONE_OF_TWO = {"_fsdp_param_group", "_fsdp_param_groups"}
 """torch 2.11 has the first, torch 2.13 the second."""
-NOT_THEIRS = {"_actions", "_asdict", "_current_frames", "_exit", "_fields", "_get", "_getframe"}
-"""Attributes of Python's own classes and modules, and of jsonargparse's."""
+NOT_THEIRS = {"_actions", "_asdict", "_attn_implementation", "_current_frames", "_exit", "_fields", "_get", "_getframe"}
+"""Attributes of Python's own classes and modules, of jsonargparse's and of transformers'."""
 NO_NAMES = {
     "_dataloader", "_epoch", "_foreach", "_lightning_3d_absent", "_lightning_3d_copy", "_lightning_3d_owner", "_local_scalar",
     "_is_any_true", "_logger", "_no_grad_", "_offload", "_parallel_size", "_per_second", "_recorded", "_sum_over_ranks", "_us",

@@ -1,6 +1,6 @@
 """`Group`: the ranks of an axis, and their collectives by our ring or by the library."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -92,6 +92,15 @@ class Group:
                 ring_all_gather(output, input, self.wire)
             else:
                 _all_gather(single(output), single(input), self.ranks)
+
+    def all_to_all(self, output: Tensor, input: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        """Write what each rank sends here to `output`. Both are flat, with so many elements of each rank."""
+        self._count("all_to_all", (input.numel() - sends[self.rank]) * input.element_size())
+        if self.silent:
+            output.zero_()  # a dry run, whose values nobody reads
+            return
+        with self.waiting("all_to_all"):
+            dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
 
     def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""

@@ -21,10 +21,11 @@ class Layer(IntEnum):
     OWN = 0  # computes as the user's own forward, by other code: attention with open heads
     DATA = 1  # the same with statistics of all data ranks: batch norm
     SPLIT = 2  # computes in shards of the tensor axis
-    RECOMPUTE = 3  # a block is computed again as it was: in shards
-    OFFLOAD = 4  # of a block that is computed again, only what enters it goes to the host
-    LATE = 5  # leaves large logits to the loss, which computes them without the layers inside
-    GATE = 6  # a pipeline decides first whether a unit computes here
+    CONTEXT = 3  # computes in parts of the sequence, of what tensor ranks share
+    RECOMPUTE = 4  # a block is computed again as it was: in shards
+    OFFLOAD = 5  # of a block that is computed again, only what enters it goes to the host
+    LATE = 6  # leaves large logits to the loss, which computes them without the layers inside
+    GATE = 7  # a pipeline decides first whether a unit computes here
 
 
 class ForwardLayer:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_3d.axes.ledger import IDLE, Ledger
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from lightning_3d.layout import AXES, short_name
 
 PARTS = ("step", "data", "optimizer", "pause")
 """A pause is a validation, which does not count."""
-AXIS_NAMES = {DATA_AXIS: "data_axis", TENSOR_AXIS: "tensor_axis", PIPELINE_AXIS: "pipeline_axis", IDLE: IDLE}
+AXIS_NAMES = {axis: f"{short_name(axis)}_axis" for axis in AXES} | {IDLE: IDLE}
 """Reason of a wait in the ledger -> name of its share."""
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import ConfigurationError
 from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate
-from lightning_3d.ranks.mesh import SHARD_AXIS
+from lightning_3d.ranks.mesh import DIVIDED_BY
 from lightning_3d.ranks.named_range_private import named_range
 from lightning_3d.ranks.shards import local, sharded_axes
 
@@ -35,9 +35,9 @@ def counted_here(parameter: Tensor, coordinate: Coordinate, shard_size: int) -> 
         coordinate: of this rank.
         shard_size: data ranks that share one sharded copy (hybrid shard: the copies are replicas).
     """
-    split = set(sharded_axes(parameter))
+    split = {axis for name in sharded_axes(parameter) for axis in DIVIDED_BY.get(name, {name})}
     split |= {PIPELINE_AXIS}  # each stage counts its own parameters
-    first = shard_size if {DATA_AXIS, SHARD_AXIS} & split else 1
+    first = shard_size if DATA_AXIS in split else 1
     peers = (axis in split or index == 0 for axis, index in coordinate.items() if axis != DATA_AXIS)
     return coordinate.data < first and all(peers)
 

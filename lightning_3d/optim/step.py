@@ -95,7 +95,7 @@ def refuse_new_parameters(optimizer: Optimizer, module: nn.Module, layout: Layou
     Tensor ranks need nothing: they compute the same gradients. Checked in the step, since parameters come by
     `add_param_group` of the optimizer, by that of Lightning's wrapper, or into a group's list.
     """
-    if layout.data_parallel_size == 1 and not layout.pipelined:
+    if layout.gradient_ranks == 1 and not layout.pipelined:
         return lambda: None
     placed, known, original = set(module.parameters()), _count(optimizer), optimizer.step
 

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.activations.recompute_blocks import KEEP_ALL, Recompute, one_block_at_a_time
 from lightning_3d.axes.group import Group
+from lightning_3d.context.cut_plan import ContextPlan
+from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_samples import compare_first_batch
-from lightning_3d.errors import ConfigurationError, WritesError
+from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
@@ -60,6 +62,7 @@ class ParallelPlan:
     anatomy: Anatomy
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
     uncut_run: UncutRun | None = None
     """One microbatch, run by the module before it is cut."""
     scope: ChosenScope = MICROBATCH
@@ -81,7 +84,11 @@ def make_plan(
     split = plan_pipeline(module, anatomy, layout, None)
     uncut_run = None
     cut = split is not None and not split.solo
-    recorder = CallRecorder(module) if layout.tensor_parallel_size > 1 and records(module) else None
+    tensor_ranks, context_ranks = layout.tensor_parallel_size, layout.context_parallel_size
+    if trainer.state.fn != TrainerFn.FITTING:
+        context_ranks = 1  # evaluation computes whole
+    proves = tensor_ranks > 1 or context_ranks > 1
+    recorder = CallRecorder(module) if proves and records(module) else None
     if cut or recorder is not None:  # a batch is read ahead of training
         compare_first_batch(first_batch, layout)
     if split is not None and cut:
@@ -94,13 +101,17 @@ def make_plan(
                 on_full_batch=nullcontext if recorder is None else recorder.recording,
             )  # fmt: skip
     split = plan_pipeline(module, anatomy, layout, choices.pipeline_split, uncut_run)
-    tensor = None
-    if layout.tensor_parallel_size > 1:
-        calls = _calls_of(first_batch, module, layout, to_device, recorder, cut)
+    tensor: TensorPlan | None = None
+    parts: ContextPlan | None = None
+    calls = _calls_of(first_batch, module, layout, to_device, recorder, cut) if proves else None
+    if context_ranks > 1:
+        proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
+        parts = keep_whole_units(proven, split)
+    if tensor_ranks > 1:
         tensor = talk.from_first(
             lambda: plan_tensor(
                 module,
-                layout.tensor_parallel_size,
+                tensor_ranks,
                 tensor_plan=choices.tensor_plan,
                 sequence_parallel=layout.sequence_parallel,
                 calls=calls,
@@ -110,7 +121,7 @@ def make_plan(
     scope = MICROBATCH
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
-    return ParallelPlan(anatomy, split, tensor, uncut_run, scope, choices.recompute, choices.offload)
+    return ParallelPlan(anatomy, split, tensor, parts, uncut_run, scope, choices.recompute, choices.offload)
 
 
 def _calls_of(
@@ -121,7 +132,7 @@ def _calls_of(
     recorder: CallRecorder | None,
     cut: bool,
 ) -> Recording | None:
-    """The record for the tensor plan, which rank 0 makes. Collective.
+    """The record for the plans that rank 0 makes. Collective.
 
     A step may send messages to all ranks, so all of them run it. One that a pipeline cuts may send to data ranks only,
     so one peer of each data rank runs it.
@@ -147,6 +158,21 @@ def plan_pipeline(
         return None
     per_rank = stages_per_rank(layout.schedule, layout.stages_per_rank)
     return plan_split(module, anatomy, layout.sizes[PIPELINE_AXIS] * per_rank, cuts=cuts, uncut=uncut_run)
+
+
+def keep_whole_units(context: ContextPlan, split: PipelineSplit | None) -> ContextPlan:
+    """`context` without the blocks inside of which `split` cuts. Raise where none is left."""
+    names = [] if split is None else [block for blocks in split.stages for block in blocks]
+    inside = [name for name in context.blocks if any(block.startswith(f"{name}.") for block in names)]
+    blocks = {name: cut for name, cut in context.blocks.items() if name not in inside}
+    if not blocks:
+        raise UnsupportedError(
+            f"context_parallel_size={context.size} divides nothing under this pipeline, which cuts through each block"
+            f" that could be divided ({', '.join(inside)}). Use {NO_PIPELINE}, or context_parallel_size=1."
+        )
+    return replace(
+        context, blocks=blocks, whole={**context.whole, **dict.fromkeys(inside, "the pipeline cuts through it")}
+    )
 
 
 def keep_within_stages(tensor: TensorPlan, split: PipelineSplit | None) -> TensorPlan:

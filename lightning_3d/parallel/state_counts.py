@@ -39,7 +39,7 @@ def expected_states(
     """
     stage = 3 if layout.offload == "all" else layout.zero_stage
     stage = min(layout.zero_stage, 1) if layout.pipelined else stage
-    ranks = layout.shard_size
+    ranks = layout.shard_size * layout.context_parallel_size
     expected = []
     for pipeline_rank in range(layout.sizes[PIPELINE_AXIS]):
         own = split.stages_on(pipeline_rank, layout.sizes[PIPELINE_AXIS], layout.schedule) if split else (0,)

@@ -14,24 +14,24 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, Coordinate, Layout
 from lightning_3d.ranks import talk
 from lightning_3d.ranks.inherited_groups_private import freeze_garbage_in_forks
 from lightning_3d.ranks.links import open_links
-from lightning_3d.ranks.mesh import build_mesh
+from lightning_3d.ranks.mesh import build_mesh, gradient_mesh
 from lightning_3d.ranks.users_group_private import UsersGroups
 
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's mesh, for the main thread, and the groups of its data axis, for the thread that syncs gradients."""
+    """This rank's mesh, for the main thread, and groups for the thread that syncs gradients."""
 
     key: Hashable
     mesh: DeviceMesh
     data: dist.ProcessGroup
-    """All data ranks."""
+    """All data and context ranks, whose gradients are averaged."""
     shard: dist.ProcessGroup | None
-    """Data ranks that share one copy, None where all do."""
+    """Those that share one copy, None where all do."""
     replicate: dist.ProcessGroup | None
     """Data ranks that have the same shard of other copies."""
     users: UsersGroups | None
@@ -39,8 +39,8 @@ class Axes:
 
     @property
     def hosts(self) -> dist.ProcessGroup:
-        """All data ranks, for messages between their hosts in the main thread."""
-        return talk.open_hosts(self.mesh.get_group(DATA_AXIS))
+        """The ranks of `data`, for messages between their hosts in the main thread."""
+        return talk.open_hosts(gradient_mesh(self.mesh).get_group())
 
 
 class _Unused:
@@ -116,12 +116,12 @@ def sent_equally(axes: Axes, moment: Hashable) -> bool:
 def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Axes:
     freeze_garbage_in_forks()
     mesh = build_mesh(layout, device_type, timeout)
-    for group in (dist.group.WORLD, *map(mesh.get_group, layout.axes)):
+    for group in (dist.group.WORLD, *map(mesh.get_group, layout.sizes), gradient_mesh(mesh).get_group()):
         assert group is not None
         talk.open_hosts(group)
     open_links(mesh.get_group(PIPELINE_AXIS), torch.device(device_type))
     here, shard = layout.coordinate(rank), layout.shard_size
-    data = _new_group(layout, here, timeout, lambda data: 0)
+    data = _new_group(layout, here, timeout, lambda data: 0, layout.context_parallel_size)
     users = _users_groups(layout, rank, here, timeout)
     if shard == layout.data_parallel_size:
         return Axes(key, mesh, data, None, None, users)
@@ -129,7 +129,7 @@ def _open(key: Hashable, layout: Layout, rank: int, device_type: str, timeout: t
         key,
         mesh,
         data,
-        _new_group(layout, here, timeout, lambda data: data // shard),
+        _new_group(layout, here, timeout, lambda data: data // shard, layout.context_parallel_size),
         _new_group(layout, here, timeout, lambda data: data % shard),
         users,
     )
@@ -142,11 +142,16 @@ def _users_groups(layout: Layout, rank: int, here: Coordinate, timeout: timedelt
     return UsersGroups(data, data if layout.data_parallel_size == 1 else group_alone(rank))
 
 
-def _new_group(layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int]) -> dist.ProcessGroup:
-    """This rank's group: the data ranks with its `part` and its place on the other axes.
+def _new_group(
+    layout: Layout, here: Coordinate, timeout: timedelta, part: Callable[[int], int], context: int = 1
+) -> dist.ProcessGroup:
+    """This rank's group: the data ranks with its `part` and its place on the other axes, `context` ranks of each.
 
     All ranks open their groups at the same time. NCCL splits the communicator of the job once for all of them.
     """
     data = [each for each in range(layout.data_parallel_size) if part(each) == part(here.data)]
-    ranks = [layout.rank({**here, DATA_AXIS: each}) for each in data]
+    places = [{DATA_AXIS: each} for each in data]
+    if context > 1:
+        places = [{**place, CONTEXT_AXIS: each} for place in places for each in range(context)]
+    ranks = [layout.rank({**here, **place}) for place in places]
     return dist.new_group(ranks, timeout, use_local_synchronization=True)

@@ -9,9 +9,15 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.layout import DATA_AXIS, Layout
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, Layout
 
 REPLICATE_AXIS, SHARD_AXIS = "data_replicate", "data_shard"
+WITH_CONTEXT, SHARD_WITH_CONTEXT = "data_context", "data_shard_context"
+"""Data and context ranks together: all of them, and those that share one sharded copy."""
+DIVIDED_BY = {axis: {DATA_AXIS} for axis in (DATA_AXIS, SHARD_AXIS)} | {
+    axis: {DATA_AXIS, CONTEXT_AXIS} for axis in (WITH_CONTEXT, SHARD_WITH_CONTEXT)
+}
+"""An axis of the mesh that ZeRO shards over -> the axes of the layout in it."""
 
 
 def build_mesh(layout: Layout, device_type: str, timeout: timedelta) -> DeviceMesh:
@@ -45,24 +51,40 @@ def _new_groups_wait(timeout: timedelta) -> Iterator[None]:
 
 
 def _axes(layout: Layout, device_type: str) -> DeviceMesh:
-    copies = layout.data_parallel_size // layout.shard_size
-    if copies == 1:
-        return init_device_mesh(device_type, tuple(layout.sizes.values()), mesh_dim_names=layout.axes)
-    data = {REPLICATE_AXIS: copies, SHARD_AXIS: layout.data_parallel_size // copies}
-    sizes: dict[str, int] = {}
+    copies, sizes = layout.data_parallel_size // layout.shard_size, dict[str, int]()
+    data = {DATA_AXIS: layout.data_parallel_size}
+    if copies > 1:
+        data = {REPLICATE_AXIS: copies, SHARD_AXIS: layout.shard_size}
     for axis, size in layout.sizes.items():
         sizes |= data if axis == DATA_AXIS else {axis: size}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    mesh[tuple(data)]._flatten(DATA_AXIS)
+    if copies > 1:
+        mesh[tuple(data)]._flatten(DATA_AXIS)
+    if CONTEXT_AXIS in sizes:
+        together = (*data, CONTEXT_AXIS)
+        mesh[together]._flatten(WITH_CONTEXT)
+        if copies > 1:
+            mesh[SHARD_AXIS, CONTEXT_AXIS]._flatten(SHARD_WITH_CONTEXT)
     return mesh
+
+
+def _sharded(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or ()
+    if CONTEXT_AXIS in names:
+        return SHARD_WITH_CONTEXT if SHARD_AXIS in names else WITH_CONTEXT
+    return SHARD_AXIS if SHARD_AXIS in names else DATA_AXIS
+
+
+def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D part of `mesh` over which gradients are averaged."""
+    return mesh[WITH_CONTEXT if CONTEXT_AXIS in (mesh.mesh_dim_names or ()) else DATA_AXIS]
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D part of `mesh` that ZeRO shards over."""
-    names = mesh.mesh_dim_names or ()
-    return mesh[SHARD_AXIS] if SHARD_AXIS in names else mesh[DATA_AXIS]
+    return mesh[_sharded(mesh)]
 
 
 def copies_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 2-D part of `mesh` with the copies and the shards of hybrid shard."""
-    return mesh[REPLICATE_AXIS, SHARD_AXIS]
+    return mesh[REPLICATE_AXIS, _sharded(mesh)]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_3d.sandbox.interceptor import Call, Rule
 
+SDPA: Any = F.scaled_dot_product_attention
+"""torch's own function, also while another one has its name."""
 DROPOUTS: frozenset[Any] = frozenset({
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.native_dropout,
@@ -40,7 +42,7 @@ ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if a call draws a dropout mask (also inside attention) from a generator."""
-    if func is F.scaled_dot_product_attention:
+    if func is SDPA:
         return attention_rate(args, kwargs) > 0
     return func in DROPOUTS
 
@@ -69,7 +71,7 @@ class SilenceRandom(Rule):
             first = args[0] if args else kwargs["input" if "input" in kwargs else "query"]
             self.dropped.append(tuple(first.shape))
             self.modules.append(_dropout_module(call.caller))
-            if func is F.scaled_dot_product_attention:
+            if func is SDPA:
                 rate = {} if len(args) > 4 else {"dropout_p": 0.0}
                 return call._replace(args=(*args[:4], 0.0, *args[5:])[: len(args)], kwargs={**kwargs, **rate})
             return call._replace(

@@ -23,15 +23,13 @@ SMALL = 0.02
 
 
 def opening(
-    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None, loss: str = ""
+    module: nn.Module, layout: Layout, split: PipelineSplit | None, tensor: TensorPlan | None, *more: str
 ) -> str:
     """A few lines about the placement of `module`."""
     lines = [f"Strategy3D on {_count(layout.world_size, 'rank')}: {layout}", *draw(layout, split)]
     if tensor is not None:
         lines.append(f"  tensor: {len(tensor.splits)} parameters split, {_unsplit(module, tensor)}")
-    if loss:
-        lines.append(loss)
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, more)])
 
 
 def memory_line(expected: Sequence[StateBytes], optimizers: Sequence[Optimizer], kept: float | None) -> str:

@@ -182,8 +182,11 @@ class FitReport:
             line = plan.split.warning(layout.sizes[PIPELINE_AXIS], layout.schedule)
             if line is not None:
                 rank_zero_warn(line)
+        if plan.context is not None and plan.context.warning is not None:
+            rank_zero_warn(plan.context.warning)
         if not quiet:
-            rank_zero_info(opening(parallel.module, layout, plan.split, plan.tensor, plan.scope.line))
+            context = "" if plan.context is None else plan.context.line
+            rank_zero_info(opening(parallel.module, layout, plan.split, plan.tensor, context, plan.scope.line))
 
     def prepare(self) -> None:
         """Count the optimizers' states, before hooks of the user may count steps: a copy of each optimizer steps.

@@ -41,6 +41,7 @@ from lightning_3d.strategy.checks import check_same_layout
 from lightning_3d.strategy.in_shards import shards_of
 from lightning_3d.strategy.one_run import NO_FAILURES, Failure, Run, flight_folder, let_save, move_old_records
 from lightning_3d.strategy.placing import built_in_parts, keep_on_host, open_axes
+from lightning_3d.strategy.registry import refuse_other_names
 from lightning_3d.strategy.resume import Sizes, resume_earlier
 from lightning_3d.strategy.settings import Settings
 from lightning_3d.zero.data_axis import DataAxis
@@ -55,6 +56,10 @@ class Processes(ParallelStrategy):
     """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
     run: Run | None = None
     """None before and after a run."""
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Any:
+        refuse_other_names(arguments)  # before Python's own error, which does not know our name
+        return super().__new__(cls)
 
     def __init__(self, settings: Settings, auto: LayoutChooser | None, *lightning: Any) -> None:
         self._default_precision = convert(None)

@@ -1,6 +1,7 @@
 """Names for `Trainer(strategy="...")`, registered when the package is imported."""
 
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,6 +22,21 @@ MISTAKES = (
     "3d_auto", "3d_offload", "3d_fsdp", "3d_ddp", *(f"zero{stage}" for stage in range(4)),
 )  # fmt: skip
 """Names that users guess. Lightning answers an unknown name with a list that has none of ours."""
+
+
+OTHER_NAMES = dict.fromkeys(("cp_size", "sp_size", "ulysses_degree"), "context_parallel_size")
+"""Names of arguments elsewhere -> ours. Others call the axis "context", "sequence" or by its exchange."""
+
+
+def refuse_other_names(arguments: Iterable[str]) -> None:
+    """Raise for an argument that has another name here."""
+    for name in arguments:
+        if name in OTHER_NAMES:
+            ours = OTHER_NAMES[name]
+            raise ConfigurationError(
+                f"Strategy3D has no argument {name}. The ranks that share a sequence, which others call the context or"
+                f" sequence axis, are {ours} here. Write Strategy3D({ours}=...)."
+            )
 
 
 def refuse_mistakes(registry: Any) -> None:

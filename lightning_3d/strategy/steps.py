@@ -166,11 +166,12 @@ class SamplesAgree(StepCheck):
 
 
 class LossesAgree(StepCheck):
-    """Compare the first loss of tensor peers."""
+    """Compare the first loss of tensor and context peers."""
 
     def __init__(self, layout: Layout, place: Coordinate, module: LightningModule, plugin: Precision3D) -> None:
         self.place, self.module, self.plugin = place, module, plugin
-        self.due = layout.tensor_parallel_size > 1 and module.automatic_optimization  # a step that returns its loss
+        several = layout.tensor_parallel_size > 1 or layout.context_parallel_size > 1
+        self.due = several and module.automatic_optimization  # a step that returns its loss
         self.output: Any = None
 
     def after_train(self, output: Any) -> None:

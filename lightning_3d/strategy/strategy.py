@@ -22,7 +22,7 @@ from lightning_3d.errors import RunError, explain_shard_errors
 from lightning_3d.extensions import load
 from lightning_3d.faults import flight
 from lightning_3d.launch import job_folder
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Layout, Schedule, ZeroStage
 from lightning_3d.module.host_memory import quick_collections, return_freed_memory
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.offload.offload_choice import Offload, OffloadArgument
@@ -51,6 +51,7 @@ class Strategy3D(Processes):
         data_parallel_size: ranks that work on different data; "auto" uses all ranks that the other axes leave.
         tensor_parallel_size: ranks that share every large matrix; 1 if not given.
         pipeline_parallel_size: ranks that own different blocks; 1 if not given.
+        context_parallel_size: ranks that see the same samples, and share each long sequence inside of the blocks.
         zero_stage: states that data ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters;
             1 if not given.
         zero_shard_size: shard over so many data ranks only and replicate between such groups (hybrid shard).
@@ -109,6 +110,7 @@ class Strategy3D(Processes):
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
+        context_parallel_size: int = 1,
         zero_stage: ZeroStage | None = None,
         zero_shard_size: int | None = None,
         schedule: Schedule = "1f1b",
@@ -144,8 +146,10 @@ class Strategy3D(Processes):
             pipeline_split=pipeline_split, loss_scope=loss_scope, tensor_plan=tensor_plan,
             recompute=Recompute.of(recompute, recompute_budget), offload=Offload.of(offload, offload_budget),
         )  # fmt: skip
-        axes = (DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS)
-        sizes = dict(zip(axes, (data_parallel_size, tensor_parallel_size, pipeline_parallel_size), strict=True))
+        sizes = {
+            DATA_AXIS: data_parallel_size, CONTEXT_AXIS: context_parallel_size, TENSOR_AXIS: tensor_parallel_size,
+            PIPELINE_AXIS: pipeline_parallel_size,
+        }  # fmt: skip
         settings = Settings(
             layout=layout, layout_class=self.layout_class, sizes=sizes, zero_stage=zero_stage,
             zero_shard_size=zero_shard_size, schedule=schedule, stages_per_rank=stages_per_rank,

@@ -10,6 +10,9 @@ function   forward                  backward
 `gather`   all shards, gathered     own shard
 =========  =======================  =======================
 
+An axis may weigh the gradients of everything between its edges: the backward of `gather` multiplies by the weight, and
+those of `copy` and `take` divide by it.
+
 With `create_graph` a backward is differentiated in turn. So each backward is made of functions of this table, which
 come in pairs: each is the backward of the other.
 
@@ -38,8 +41,9 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        total = partial(reduce, axis=ctx.axis)
-        return total(grad) if ctx.early is None else ctx.early.end(grad, total), None, None
+        total, weight = partial(reduce, axis=ctx.axis), ctx.axis.weight
+        result = total(grad) if ctx.early is None else ctx.early.end(grad, total)
+        return result if weight == 1 else result / weight, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -85,7 +89,8 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, ctx.axis, ctx.split), None, None
+        full, weight = gather(grad, ctx.axis, ctx.split), ctx.axis.weight
+        return full if weight == 1 else full / weight, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -96,7 +101,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return take(grad, ctx.axis, ctx.split), None, None
+        own, weight = take(grad, ctx.axis, ctx.split), ctx.axis.weight
+        return own if weight == 1 else own * weight, None, None
 
 
 class _Local(torch.autograd.Function):

@@ -32,10 +32,16 @@ def tensor_group(ranks: dist.ProcessGroup, ledger: Ledger | None, device_type: s
 
 
 class Axis:
-    """The peers of a sharded module. Collectives return new tensors and leave their inputs unchanged."""
+    """The peers of a sharded module. Collectives return new tensors and leave their inputs unchanged.
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+    Args:
+        group: the peers.
+        weight: factor of all gradients between `take` or `copy` and `gather`. It is the number of ranks where their
+            partial gradients of a parameter are averaged and not summed.
+    """
+
+    def __init__(self, group: Group, *, weight: int = 1) -> None:
+        self.group, self.rank, self.size, self.weight = group, group.rank, group.size, weight
         self.number = number_of(self)
 
     def __deepcopy__(self, memo: Any) -> "Axis":
@@ -78,6 +84,13 @@ class Axis:
         rows = own.new_empty(self.size * most)
         self.group.all_gather(rows, own)
         return rows
+
+    @kept_once
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """One buffer of what each rank sends here. `sends` has the elements for each rank, in the order of `tensor`."""
+        result = tensor.new_empty(sum(receives))
+        self.group.all_to_all(result, tensor, receives, sends)
+        return result
 
     @graph_node(graph_nodes.reduce_scatter)
     @kept_once

@@ -24,7 +24,7 @@ from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.module_forward import BlockState
 from lightning_3d.tensor.recompute import Resume, noted
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
-from lightning_3d.tensor.sequence import copy_all
+from lightning_3d.tensor.sequence import are_distinct, copy_all, part_of
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
 
@@ -163,16 +163,12 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
         if not (self.module.training and torch.is_grad_enabled()) or stream.shape[plan.dim] < self.axis.size:
             return args, kwargs
         split = TensorSplit.even(plan.dim, stream.shape[plan.dim], self.axis.size)
-        lengths = {split.local_size(rank) for rank in range(self.axis.size)}
-        if any(t.dim() == stream.dim() and t.shape[plan.dim] in lengths for t in others):
-            return args, kwargs  # its results could be mistaken for a shard of the stream
+        if not are_distinct(others, stream, split):
+            return args, kwargs
         self.state.sequence, self.state.others, self.state.dims = split, others, stream.dim()
-        return each_numbered(lambda index, t: self._shard(t, split) if index == plan.stream else t, (args, kwargs))
-
-    def _shard(self, tensor: Tensor, split: TensorSplit) -> Tensor:
-        if isinstance(tensor, LateTensor) and tensor.division == split and tensor.full is None:
-            return tensor.local  # as another block left it
-        return take(compute_late(tensor), self.axis, split)
+        return each_numbered(
+            lambda index, t: part_of(t, self.axis, split) if index == plan.stream else t, (args, kwargs)
+        )
 
     def _leave_stream(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
         if self.plan.sequence is None or index not in self.plan.sequence.results:
@@ -194,7 +190,7 @@ class BlockForward(ForwardLayer, rank=Layer.SPLIT):
                 f" {split.dim}, which the tensor ranks divide. It is now called with shape {tuple(tensor.shape)}. Plan"
                 " the module with a batch like those of training."
             )
-        return self._shard(tensor, split)
+        return part_of(tensor, self.axis, split)
 
     def _leave(self, index: int, tensor: Tensor) -> Tensor:
         split = self.plan.outputs.get(index)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.sandbox.silence import is_random
+from lightning_3d.sandbox.silence import SDPA, is_random
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.tensor_plan import UnitPlan
 
@@ -57,7 +56,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     A seed for such a call would move the main stream, and so the order of samples, away from one device's.
     """
-    if func is F.scaled_dot_product_attention:
+    if func is SDPA:
         return True  # `is_random` checked the rate
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.interceptor import Call, Rule
+from lightning_3d.sandbox.silence import SDPA
 
 _KERNELS = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _OF_TOKENS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -37,7 +37,7 @@ class RefuseNoHeads(Rule):
     """Refuse attention without heads. A wrong candidate may ask for it, and torch 2.11 then ends the process."""
 
     def before(self, call: Call) -> Call:
-        if call.func is F.scaled_dot_product_attention:
+        if call.func is SDPA:
             given = [*call.args, *call.kwargs.values()]
             if any(isinstance(each, Tensor) and each.numel() == 0 for each in given):
                 raise ValueError("This division leaves attention without heads.")

@@ -148,7 +148,7 @@ def _plan_unit(
     same = kinds.setdefault((structure(unit), must, *ways.items()), [])
     signature = " ".join(call.signature() for call in calls)
     for kind in same:
-        if kind.signature == signature and _reads_same(unit, kind.read):
+        if kind.signature == signature and reads_same(unit, kind.read):
             return kind.plan, kind.unsplit
     try:
         original = scratch_copy(unit, SEED, opened=False)
@@ -226,7 +226,7 @@ def _samples(original: nn.Module, sample: Sample, most: int = 2) -> list[Sample]
     return found
 
 
-def _reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
+def reads_same(unit: nn.Module, read: Mapping[Attribute, Any]) -> bool:
     """Return True if every plain value that the planned block's code read is the same in `unit`."""
     missing = object()
 

@@ -169,7 +169,7 @@ class Prover:
         plan = replace(plan, attributes={}, decoys={}, inputs=dict.fromkeys(plan.inputs), slices={})
         shards = _quiet_shards(self.ranks, lambda axis: _forward(self.scratch, sample, plan, axis, _masked))
         try:
-            _compare("output {}", dict(enumerate(unsplit.outputs)), dict(enumerate(shards[0])))
+            compare("output {}", dict(enumerate(unsplit.outputs)), dict(enumerate(shards[0])))
         except Refused as refusal:
             return [f"{refusal}, each tensor rank with its own shard and zeros elsewhere"]
         return []
@@ -220,8 +220,8 @@ def _prove_once(
     shards = _quiet_shards(ranks, lambda axis: _shard(scratch, sample, plan, axis, sums))
     largest = _largest(unsplit.parameter_grads.values())
     for rank, shard in enumerate(shards):
-        _compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
-        _compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
+        compare(f"output {{}} on tensor rank {rank}", dict(enumerate(unsplit.outputs)), dict(enumerate(shard.outputs)))
+        compare(f"gradient of input {{}} on tensor rank {rank}", unsplit.input_grads, shard.input_grads)
         compare_gradients(plan, rank, unsplit.parameter_grads, shard.parameter_grads, largest)
     if scratch.training:
         positions = next((t.numel() // t.shape[-1] for t in sample.tensors() if is_activation(t)), 1)
@@ -310,7 +310,8 @@ def compare_gradients(
             _compare_one(what, own, found[name, dim], max(_size(grad), FLOOR * largest))
 
 
-def _compare(what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor]) -> None:
+def compare(what: str, expected: Mapping[Any, Tensor], found: Mapping[Any, Tensor]) -> None:
+    """Raise `Refused` where tensors differ. `what` is a name for each, with a place for its key."""
     if expected.keys() != found.keys():
         odd = sorted(map(str, expected.keys() ^ found.keys()))
         raise Refused(f"{what.format(', '.join(odd))} exists only in the unsplit block or only in shards")

@@ -9,7 +9,7 @@ A reentrant checkpoint is an autograd function, so late tensors among its argume
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -92,13 +92,15 @@ def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:
         if not _here.calls:
             return begin(function, *args, **kwargs)
         call = _here.calls[-1]
-        resume = call.note()
+        resumes = [each.note() for each in _here.calls]
 
         @wraps(function)
         def repeated(*now: Any, **named: Any) -> Any:
             if not call.over:  # a reentrant checkpoint calls in forward what it calls in backward
                 return function(*now, **named)
-            with resume(list(zip(args[len(args) - len(now) :], now, strict=True))):
+            with ExitStack() as states:
+                for resume in resumes:
+                    states.enter_context(resume(list(zip(args[len(args) - len(now) :], now, strict=True))))
                 return function(*now, **named)
 
         return begin(repeated, *args, **kwargs)

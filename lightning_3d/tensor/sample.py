@@ -1,7 +1,7 @@
 """Calls that a block is proven on: those of a recorded run, cut short, with random numbers for activations."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
+LARGE_CALL, POSITIONS = 2**26, 256
+"""Bytes of arguments of which a copy for each block is too much, and the positions that are kept of each."""
 SIDES = ((1, 8), (2, 4))
 """Rows, and pixels of the longer side, that images are cut to."""
 
@@ -25,6 +27,8 @@ class Sample:
     kwargs: dict[str, Any]
     training: bool = True
     """Mode of the block in the recorded call."""
+    elements: int = 0
+    """Of its hidden states, before anything was cut."""
 
     @property
     def form(self) -> Any:
@@ -38,7 +42,7 @@ class Sample:
     def mapped(self, change: Callable[[int, Tensor], Tensor]) -> "Sample":
         """The call with `change(index, tensor)` for each tensor. Other objects are copied: calls may change them."""
         args, kwargs = each_numbered(change, unshared((self.args, self.kwargs)), copy.deepcopy)
-        return Sample(args, kwargs, self.training)
+        return Sample(args, kwargs, self.training, self.elements)
 
     def random(self, generator: torch.Generator) -> "Sample":
         """The call with new normal numbers for activations. Masks, indices and flags keep their values."""
@@ -102,18 +106,24 @@ def is_activation(tensor: Tensor) -> bool:
 
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Sample:
-    """A snapshot of a call, on the CPU and in fp32 (fp64 stays fp64)."""
-    return Sample(args, kwargs, training).mapped(lambda _, tensor: plain_tensor(tensor))
+    """A snapshot of a call, on the CPU and in fp32 (fp64 stays fp64). Of a large one, some rows and positions."""
+    tensors = tensors_in((args, kwargs))
+    hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1), None)
+    call = Sample(args, kwargs, training, 0 if hidden is None else hidden.numel())
+    if sum(tensor.nbytes for tensor in tensors) > LARGE_CALL and hidden is not None and hidden.dim() == 3:
+        call = shortened(call, [(2, POSITIONS)])[0]
+    return call.mapped(lambda _, tensor: plain_tensor(tensor))
 
 
-def shortened(sample: Sample) -> list[Sample]:
+def shortened(sample: Sample, sizes: Sequence[tuple[int, int]] = ()) -> list[Sample]:
     """The call at smaller sizes (other rows and positions), preferred ones first, and the recorded size last."""
     hidden = next((tensor for tensor in sample.tensors() if is_activation(tensor)), None)
     if hidden is None:
         return [sample]
     batch = hidden.shape[0]
     length = hidden.shape[1] if hidden.dim() > 2 and hidden.shape[1] not in (batch, hidden.shape[-1]) else None
-    sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
+    if not sizes:
+        sizes = ((2, LONG), (1, min(LONG, length or LONG) - 3), (1, LONG))
     cuts = [partial(_cut_tensor, batch, length, rows, most) for rows, most in sizes]
     if hidden.dim() > 3:  # perhaps an image: rows, channels, pixels
         parts = [(rows, -(-max(hidden.shape[2:]) // side)) for rows, side in SIDES]

@@ -7,7 +7,7 @@ other as `LateTensor` tensors, so other code between them gets the full stream.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.autograd_collectives import gather_shards, reduce
+from lightning_3d.tensor.autograd_collectives import gather_shards, reduce, take
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.geometry import TensorSplit, local_part
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late
 from lightning_3d.tensor.overlap import EarlySum
 from lightning_3d.tensor.tensor_plan import SequencePlan, UnitPlan
 
@@ -78,6 +79,19 @@ def leave(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
 def copy_all(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     """Unsplit parameters, for use on this rank's shard of the sequence."""
     return list(_CopyAll.apply(axis, *tensors)) if tensors and torch.is_grad_enabled() else tensors
+
+
+def part_of(tensor: Tensor, axis: Axis, split: TensorSplit) -> Tensor:
+    """This rank's shard of a divided stream, as another block left it, or taken from the full tensor."""
+    if isinstance(tensor, LateTensor) and tensor.axis is axis and tensor.division == split and tensor.full is None:
+        return tensor.local
+    return take(compute_late(tensor), axis, split)
+
+
+def are_distinct(others: Iterable[Tensor], stream: Tensor, split: TensorSplit) -> bool:
+    """Return True if what the block makes of its undivided arguments cannot be mistaken for a shard of the stream."""
+    lengths = {split.local_size(rank) for rank in range(split.ranks)}
+    return not any(t.dim() == stream.dim() and t.shape[split.dim] in lengths for t in others)
 
 
 def sequence_candidates(

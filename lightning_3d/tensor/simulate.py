@@ -5,7 +5,7 @@ global generators) is safe here, and every run is the same. Backward on CPU runs
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -103,6 +103,10 @@ class ThreadGroup(Group):
     def reduce_scatter(self, output: Pieces, input: Pieces, *, average: bool = False) -> None:
         peers = [peer.view(self.size, *single(output).shape) for peer in self._values("reduce_scatter", input)]
         single(output).copy_(_total([peer[self.rank] for peer in peers]))
+
+    def all_to_all(self, output: Tensor, input: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        rows = self.table.exchange(self.rank, "all_to_all", [part.clone() for part in input.split(list(sends))])
+        output.copy_(torch.cat([row[self.rank] for row in rows]))
 
     def _values(self, what: str, mine: Pieces) -> list[Tensor]:
         return self.table.exchange(self.rank, what, single(mine).clone())

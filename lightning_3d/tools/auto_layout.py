@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_3d.errors import LayoutError
+from lightning_3d.errors import ConfigurationError, LayoutError
 from lightning_3d.layout import GradCompression, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.optim.states import Precision
@@ -119,6 +119,12 @@ def layout_chooser(
     base: Layout, *, compression: GradCompression | None, offload: Offloaded | None, **degrees: Any
 ) -> AutoLayout:
     """The chooser of a strategy, which names `degrees` as `Fixed` does."""
+    if base.context_parallel_size > 1:
+        raise ConfigurationError(
+            f'layout="auto" with context_parallel_size={base.context_parallel_size}: the planner does not choose sizes'
+            ' around this one. Leave layout="auto" out, and give tensor_parallel_size and pipeline_parallel_size, which'
+            " are 1 by default; data ranks take what is left."
+        )
     return AutoLayout(base, Fixed(**degrees), Options(compression=compression, offload=offload))
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lightning_3d.axes.group import Group
 from lightning_3d.errors import DivergenceError
-from lightning_3d.layout import PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
+from lightning_3d.layout import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Coordinate, Layout
 from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.pipeline.loss_mean import equal_losses
 from lightning_3d.ranks import talk
@@ -66,8 +66,8 @@ class ReplicaCheck:
     def _part(self, rank: int, axes: int) -> tuple[int, ...]:
         """The shard that a rank has of a parameter that is split over `axes`."""
         place = self.layout.coordinate(rank)
-        shard = self.layout.shard_size
-        return (place.data % shard if axes & 1 else 0), (place[TENSOR_AXIS] if axes & 2 else 0)
+        data = (place.data % self.layout.shard_size, place.get(CONTEXT_AXIS, 0)) if axes & 1 else (0, 0)
+        return *data, (place[TENSOR_AXIS] if axes & 2 else 0)
 
 
 def _absent(tensor: Tensor | None) -> bool:
@@ -89,7 +89,7 @@ def digest(parameter: Tensor | None) -> int:
 
 
 def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
-    """Raise on every rank if the losses of tensor peers differ by more than `rounding`. Collective over the world.
+    """Raise on every rank if the losses of peers differ by more than `rounding`. Collective over the world.
 
     Args:
         output: of the training step. Its loss is read, so call this once.
@@ -104,7 +104,7 @@ def compare_first_loss(output: Any, place: Coordinate, rounding: float) -> None:
         if not equal_losses(other, expected, rounding, least=1e-6):  # a loss may be about 0
             raise DivergenceError(
                 f"The first training_step returned a loss of {expected} on rank {known} and of {other} on rank {rank},"
-                " which are tensor ranks with the same samples. Each computes a part of the same gradient, so it would"
+                " which have the same samples. Each computes a part of the same gradient, so it would"
                 " be wrong. Look for code that depends on the rank, on time or on a random generator of its own, and"
                 " for other versions of a package on one node."
             )

@@ -37,7 +37,7 @@ def apply_data(
     if layout.shards_data and (training or layout.zero_stage == 3):
         return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, undo=undo)
     realize(module.parameters())
-    if layout.data_parallel_size == 1 or not training:
+    if layout.gradient_ranks == 1 or not training:
         return DataParallel()
     here = [parameter for parameter in module.parameters() if not parameter.is_meta]
     return ReplicatedData(data_axis.replicas(here), undo)

@@ -52,10 +52,12 @@ class DataAxis:
         """True where FSDP2 itself averages over the copies of hybrid shard.
 
         It keeps its buffers alive while they are on their way, and overlaps them by its streams. It asks the library to
-        average, which gloo refuses.
+        average, which gloo refuses on a device.
         """
         copies = self.axes.replicate
-        return copies is not None and self.config.is_native and dist.get_backend(copies) != "gloo"
+        if copies is None or not self.config.is_native:
+            return False
+        return self.engine.threaded or dist.get_backend(copies) != "gloo"
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""

@@ -30,7 +30,7 @@ class ShardsOnDisk:
     @classmethod
     def reserve(cls, transfers: DiskTransfers, folder: str, module: nn.Module, layout: Layout) -> "ShardsOnDisk":
         """A file in `folder` with room for this rank's shards of `module`. Collective; raises on every rank."""
-        ranks = layout.shard_size
+        ranks = layout.shards
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
 
         def reserve() -> ShardsOnDisk:

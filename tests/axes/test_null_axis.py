@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_3d import Layout, Strategy3D
-from lightning_3d.layout import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from lightning_3d.layout import CONTEXT_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from lightning_3d.tools.planner.priced_layout import price_layout
 from tests.checkpoint.trainings import train
 from tests.dryrun.test_same import assert_same
@@ -22,7 +22,7 @@ NULL_AXIS = "null_parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class NullLayout(Layout):
-    axes = (PIPELINE_AXIS, DATA_AXIS, NULL_AXIS, TENSOR_AXIS)
+    axes = (PIPELINE_AXIS, DATA_AXIS, NULL_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
     null_parallel_size: int = 2
 
 

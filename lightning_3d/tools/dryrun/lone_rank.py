@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.offload.offload_choice import NOTHING
 from lightning_3d.parallel import parallel_plan
 from lightning_3d.parallel.parallel_plan import ParallelPlan, make_plan
@@ -75,9 +76,10 @@ def become_lone_rank(world: World, strategy: Any) -> None:
         (strategy, "backward", _in_step(pretend, strategy.backward)),  # which makes the gradients' shards
         (block_calls, "record_calls", _in_step(pretend, record_calls)),
         (auto_layout, "decide", decision.decide),
-        (auto_layout, "plan_tensor", plan_with_values),
+        (auto_layout, "plan_tensor", _with_values(plan_tensor)),
         (parallel_plan, "make_plan", decision.make_plan),
-        (parallel_plan, "plan_tensor", plan_with_values),
+        (parallel_plan, "plan_tensor", _with_values(plan_tensor)),
+        (parallel_plan, "plan_context", _with_values(plan_context)),
         (observe_batch, "compare_parts", _largest_run),
         (observe_batch, "find_mixing", _largest_run),
         (plan_module, "_plan_unit", plan_large(pretend, plan_module._plan_unit)),
@@ -226,10 +228,14 @@ def chosen_layout(path: str) -> Decided | None:
     return None if found is None else found[0]
 
 
-def plan_with_values(*args: Any, **kwargs: Any) -> Any:
-    """`plan_tensor` outside of the fake device: its proof makes real tensors of its own."""
-    with _disable_current_modes():
-        return plan_tensor(*args, **kwargs)
+def _with_values(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """`plan` outside of the fake device: its proof makes real tensors of its own."""
+
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return plan(*args, **kwargs)
+
+    return outside
 
 
 def _decisions(raw: bytes) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def powersgd_elements(rows: float, columns: float, rank: int) -> float:
 
 def data_parts(job: Job, layout: Layout, *, stage: int, microbatches: int) -> tuple[float, float]:
     """Bytes of gathered weights and reduced gradients: among ranks that share a sharded copy, and between copies."""
-    ranks, group, apart = layout.data_parallel_size, layout.shards, absent_experts(job, layout, stage)
+    ranks, group, apart = layout.gradient_ranks, layout.shards, absent_experts(job, layout, stage)
     reduced = (rank_trained(job.profile, layout, stage) - apart) * gradient_bytes(job, layout)
     if group == 1:
         return ring_all_reduce(reduced, ranks), 0.0

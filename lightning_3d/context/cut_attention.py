@@ -1,0 +1,152 @@
+"""Attention over the whole sequence, from queries, keys and values of one part of it.
+
+It stands in the place of `F.scaled_dot_product_attention`, and computes as that does outside of a divided block. Where
+the ranks divide the heads of queries and keys, they exchange heads: any kernel and any mask then sees all positions.
+Else each rank gathers keys and values for its own queries.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.context.cut_plan import Meeting
+from lightning_3d.context.heads_exchange import HEADS, POSITIONS, to_heads, to_positions
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.sandbox.silence import SDPA
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.sequence import enter
+
+
+@dataclass
+class Part:
+    """The part of the sequence that a block computes on."""
+
+    axis: Axis
+    split: TensorSplit
+    expected: tuple[Meeting, ...] | None = None
+    """Of the proven call, one for each call of attention."""
+    met: list[Meeting] = field(default_factory=list)
+    """Those of the calls up to now."""
+
+    @property
+    def own(self) -> int:
+        """Positions of this rank."""
+        return self.split.local_size(self.axis.rank)
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """The first of them, and the position after the last."""
+        return self.split.pieces[self.axis.rank][0]
+
+    def check_all_met(self) -> None:
+        """Raise if attention was called less often than in the proof: by another kernel, which sees this part alone."""
+        if self.expected is not None and len(self.met) < len(self.expected):
+            raise UnsupportedError(
+                f"A block whose sequence context ranks divide called torch's attention {len(self.met)} times, and"
+                f" {len(self.expected)} times in its proof. If another kernel computes it here, that sees a part of the"
+                " sequence alone. Let the module call torch.nn.functional.scaled_dot_product_attention (Hugging Face:"
+                ' attn_implementation="sdpa"), or set context_parallel_size=1.'
+            )
+
+    def meets(self, query: Tensor, key: Tensor) -> Meeting:
+        """Which tokens meet in the next call of attention."""
+        own = self.own
+        alone = query.dim() < 3 or query.shape[POSITIONS] != own
+        found: Meeting = "alone" if alone else "divided" if key.shape[POSITIONS] == own else "whole"
+        if self.expected is not None:
+            # a length alone does not tell: a window may be as long as a part
+            wanted = self.expected[len(self.met)] if len(self.met) < len(self.expected) else None
+            if wanted is None or (found != wanted and (alone or wanted == "divided")):
+                raise UnsupportedError(
+                    f"A block whose sequence context ranks divide calls attention with {tuple(query.shape)} queries and"
+                    f" {tuple(key.shape)} keys, as its proof did not. It is unknown which of them are divided. Set"
+                    " context_parallel_size=1 for this module."
+                )
+            found = wanted
+        self.met.append(found)
+        return found
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.part: Part | None = None
+
+
+_here = _Here()  # of each thread, because a proof runs the ranks as threads
+
+
+@contextmanager
+def running(part: Part | None) -> Iterator[None]:
+    """Let attention inside see the whole sequence."""
+    before, _here.part = _here.part, part
+    try:
+        yield
+    finally:
+        _here.part = before
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, also on a part of the sequence."""
+    part = _here.part
+    if part is None or (meeting := part.meets(query, key)) == "alone":
+        return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+    axis, (start, stop), divided = part.axis, part.interval, meeting == "divided"
+    heads = query.shape[HEADS] % axis.size == 0 and key.shape[HEADS] % axis.size == 0 and query.dim() > 3
+    if divided and heads and (attn_mask is None or attn_mask.shape[POSITIONS] in (1, part.split.size)):
+        query, key, value = to_heads((query, key, value), axis, part.split)
+        mask = None if attn_mask is None else _own_heads(attn_mask, axis)
+        mixed = SDPA(query, key, value, mask, dropout_p, is_causal, **options)
+        return to_positions((mixed,), axis, part.split)[0]
+    if divided:
+        key, value = (_all_positions(tensor, part) for tensor in (key, value))
+    if is_causal and attn_mask is None:
+        total = key.shape[POSITIONS]
+        key, value = key[..., :stop, :], value[..., :stop, :]
+        attn_mask, is_causal = _causal(start, stop, min(stop, total), query.device), False
+    elif attn_mask is not None and attn_mask.shape[POSITIONS] not in (1, part.own):
+        attn_mask = attn_mask[..., start:stop, :]
+    return SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[no-any-return]
+
+
+def _all_positions(tensor: Tensor, part: Part) -> Tensor:
+    dim = tensor.dim() + POSITIONS
+    return enter(tensor, part.axis, TensorSplit(dim, part.split.pieces))
+
+
+def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
+    if mask.dim() < 3 or mask.shape[HEADS] == 1:
+        return mask
+    return mask.chunk(axis.size, HEADS)[axis.rank]
+
+
+@lru_cache(maxsize=2)
+def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
+    """True where the query of a position from `start` to `stop` sees a key. The calls of a step need the same."""
+    return torch.ones(stop - start, keys, dtype=torch.bool, device=device).tril(diagonal=start)
+
+
+def replace_attention(blocks: Iterable[nn.Module], undo: UndoStack) -> None:
+    """Put `attention` in the place of torch's function, also where the code of `blocks` has imported it by name."""
+    names = {kind.__module__ for block in blocks for child in block.modules() for kind in type(child).__mro__}
+    for name in sorted(names | {F.__name__}):
+        space: Any = sys.modules.get(name)
+        for attribute in [key for key, each in vars(space).items() if each is SDPA] if space is not None else ():
+            undo.set(space, attribute, attention)

@@ -1,0 +1,138 @@
+"""The forward of a block on a part of the sequence, and `apply_context`, which puts it on the blocks of a module."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.axes.group import Group
+from lightning_3d.axes.ledger import Ledger
+from lightning_3d.context.cut_attention import Part, replace_attention, running
+from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.eager_private import use_torch_attention
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.layout import CONTEXT_AXIS
+from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.attention import use_open_attention
+from lightning_3d.tensor.autograd_collectives import copy
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
+from lightning_3d.tensor.geometry import TensorSplit
+from lightning_3d.tensor.late_tensor import LateTensor, compute_late
+from lightning_3d.tensor.recompute import Resume, noted, save_states
+from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
+from lightning_3d.tensor.sequence import are_distinct, part_of
+from lightning_3d.tensor.tensor_plan import UnitPlan
+
+
+class CutForward(ForwardLayer, rank=Layer.CONTEXT):
+    """The forward of one block: in training on a part of the sequence, else on all of it."""
+
+    def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis) -> None:
+        super().__init__(module)
+        self.cut, self.axis = cut, axis
+        dropouts = UnitPlan(dropouts=(True,) * len(cut.draws), dropout_modules=cut.draws)
+        self.draws = ShardDraws(module, dropouts)
+        self.last: Part | None = None
+        """Of the last call, for a proof. None where it computed whole."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.last, split = None, self._split(args, kwargs)
+        if split is None:
+            return self.next(*compute_late(args), **compute_late(kwargs))
+        args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
+        self.last = part = Part(self.axis, split, self.cut.attention)
+        with self._on_part(part, (True,) * len(self.cut.draws) if self.draws else ()):
+            result = self.next(*args, **kwargs)
+        part.check_all_met()
+        return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
+
+    def _split(self, args: Any, kwargs: Any) -> TensorSplit | None:
+        """The parts of the sequence in this call, None for one that was not proven."""
+        cut = self.cut
+        if not (self.module.training and torch.is_grad_enabled()):
+            return None
+        if cut.form is not None and form_of((args, kwargs)) != cut.form:
+            return None
+        tensors = tensors_in((args, kwargs))
+        stream = tensors[cut.stream]
+        length = stream.shape[cut.dim]
+        if length < LEAST * self.axis.size or cut.rows not in (None, stream.shape[1 - cut.dim]):
+            return None
+        if any(tensors[index].shape[dim] != length for index, dim in cut.arguments.items()):
+            return None
+        split = parts_of(cut.dim, length, self.axis.size)
+        whole = (t for index, t in enumerate(tensors) if index != cut.stream and index not in cut.arguments)
+        return split if are_distinct(whole, stream, split) else None
+
+    def _enter(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        if index == self.cut.stream:
+            return part_of(tensor, self.axis, split)
+        if index in self.cut.arguments:
+            return part_of(tensor, self.axis, TensorSplit(self.cut.arguments[index], split.pieces))
+        return copy(compute_late(tensor), self.axis)
+
+    def _leave(self, index: int, tensor: Tensor, split: TensorSplit) -> Tensor:
+        dim = self.cut.results.get(index)
+        if dim is None:
+            return tensor
+        tensor, own = compute_late(tensor), split.local_size(self.axis.rank)
+        if tensor.dim() <= dim or tensor.shape[dim] != own:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} returned a tensor of shape {tuple(tensor.shape)} for {own} positions."
+                f" In its proof dimension {dim} had the positions. Other context ranks have the other positions,"
+                " so it is unknown how to join the results. Set context_parallel_size=1 for this module."
+            )
+        return LateTensor.of(tensor, TensorSplit(dim, split.pieces), self.axis)
+
+    @contextmanager
+    def _on_part(self, part: Part, draws: Sequence[bool]) -> Iterator[None]:
+        """Compute on a part inside, and when a checkpoint that begins inside is repeated."""
+        dropout = ShardDropout(draws, self.axis)
+
+        def note() -> Resume:
+            left, met = tuple(dropout.left), list(part.met)
+
+            def resume(_: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+                return self._on_part(replace(part, met=list(met)), left)
+
+            return resume
+
+        with running(part), dropout if any(draws) else nullcontext(), noted(note):
+            yield
+
+
+def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack) -> CutForward:
+    """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
+    undo.callback(save_states())
+    use_open_attention(block, undo)
+    for name in cut.eager:
+        use_torch_attention(block.get_submodule(name), undo)
+    forward = CutForward(block, cut, axis)
+    add_layer(forward, undo)
+    return forward
+
+
+def apply_context(
+    module: nn.Module, plan: ContextPlan, mesh: DeviceMesh, undo: UndoStack, ledger: Ledger | None = None
+) -> None:
+    """Put the layers on the blocks of `module` that are on this stage. Gradients are averaged over context ranks then.
+
+    Args:
+        module: with equal weights on every context rank.
+        plan: from `plan_context` with the size of `mesh`.
+        mesh: the one-dimensional context mesh.
+        undo: takes the way back.
+        ledger: counts the bytes of every collective.
+    """
+    axis = Axis(Group(mesh.get_group(), CONTEXT_AXIS, ledger), weight=plan.size)
+    here = {name: module.get_submodule(name) for name in plan.blocks}
+    here = {name: block for name, block in here.items() if not any(p.is_meta for p in block.parameters())}
+    replace_attention(here.values(), undo)
+    for name, block in here.items():
+        patch_block(block, plan.blocks[name], axis, undo)

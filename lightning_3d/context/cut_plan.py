@@ -1,0 +1,80 @@
+"""`ContextPlan`: which arguments of each block are cut along the sequence. Pure data, equal on every rank."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from lightning_3d.tensor.geometry import TensorSplit
+
+Meeting = Literal["alone", "divided", "whole"]
+"""The tokens that a query sees: those of the call alone, those of all parts, or keys that are whole on each rank."""
+LEAST = 2
+"""Positions of the shortest part. Code that sees one position takes it for a step of generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCut:
+    """The way in which one block computes on a part of the sequence. Tensors are numbered, of arguments or results."""
+
+    stream: int
+    """The hidden states among the tensor arguments."""
+    dim: int
+    """Their dimension of positions."""
+    arguments: Mapping[int, int] = field(default_factory=dict)
+    """Other arguments that are cut, and along which dimension. The rest stay whole."""
+    results: Mapping[int, int] = field(default_factory=dict)
+    """Results that are cut, and along which dimension."""
+    eager: tuple[str, ...] = ()
+    """Modules whose attention of Hugging Face computes by torch's function instead of products or another kernel."""
+    rows: int | None = None
+    """The only number of rows for which it is proven; None where any is right."""
+    form: Any = None
+    """Of the arguments of the proven call. A call of another form computes whole."""
+    attention: tuple[Meeting, ...] | None = None
+    """For each call of attention its `Meeting`. None in a proof, which finds them by lengths that tell them apart."""
+    draws: tuple[str | None, ...] = ()
+    """For each random call of a training forward its module of dropout, None for other code."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """The plan for a module."""
+
+    size: int
+    """Context ranks."""
+    blocks: Mapping[str, BlockCut]
+    """Blocks that compute on a part of the sequence, by name."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Blocks that compute on all of it, and why."""
+    elements: Mapping[str, int] = field(default_factory=dict)
+    """Of the hidden states of each block in the first batch."""
+
+    @property
+    def line(self) -> str:
+        """One line about the blocks."""
+        last = self.elements.get([*self.blocks][-1], 0)
+        return (
+            f"  context: {len(self.blocks)} of {len(self.blocks) + len(self.whole)} blocks compute on a part of the"
+            f" sequence; behind the last one every rank gathers {last:,} numbers of the first batch, for head and loss"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """One line about the blocks that stay whole. None without any."""
+        if not self.whole:
+            return None
+        share = sum(self.elements.get(name, 0) for name in self.whole) / max(1, sum(self.elements.values()))
+        kinds = dict.fromkeys(f"{re.sub(r'[0-9]+', '*', name)}: {why}" for name, why in self.whole.items())
+        return (
+            f"{len(self.whole)} blocks ({share:.0%} of the hidden states) compute on the whole sequence on each context"
+            f" rank. {'; '.join(kinds)}."
+        )
+
+
+def parts_of(dim: int, size: int, ranks: int) -> TensorSplit:
+    """Nearly equal parts of `size` positions along `dim`, in rank order."""
+    short, longer = divmod(size, ranks)
+    starts = [rank * short + min(rank, longer) for rank in range(ranks + 1)]
+    return TensorSplit(dim, tuple(((start, stop),) for start, stop in pairwise(starts)))

@@ -1,0 +1,195 @@
+"""`plan_context`: find the stream of each block, and by trial which of its arguments are cut with it.
+
+The stream is the argument that the block returns in the same shape. Its dimension of positions is the one whose size is
+not the width. Other arguments with a dimension of that size are cut or whole (rotary tables, masks, positions): the
+first choice that gives what the whole block gives is taken. A block that mixes positions by other means than attention
+agrees with none, and stays whole.
+"""
+
+import gc
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
+from lightning_3d.context.eager_private import other_attention
+from lightning_3d.context.prove_cut import CutProver
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.host_memory import quick_collections, return_freed_memory
+from lightning_3d.pipeline.gates import hooked_inside
+from lightning_3d.ranks.random_streams import restored_streams
+from lightning_3d.tensor.block_calls import Recording
+from lightning_3d.tensor.blocks import find_blocks, structure
+from lightning_3d.tensor.host_attention import attention_on_host
+from lightning_3d.tensor.plan_module import SEED, reads_same
+from lightning_3d.tensor.proof import Refused, is_large, outcome
+from lightning_3d.tensor.sample import Sample, is_activation, shortened
+from lightning_3d.tensor.scratch import scratch_copy
+from lightning_3d.tensor.sizes import watch_reads
+from lightning_3d.tensor.tensor_plan import Attribute
+
+ENOUGH = 4
+"""Positions for each rank in a proof, at least."""
+MOST = 48
+"""Most choices of arguments that are tried for a block."""
+
+
+@dataclass
+class _Kind:
+    """A studied block, and the facts that another block must share to be cut like it."""
+
+    read: Mapping[Attribute, Any]
+    signature: str
+    cut: BlockCut | None
+    reason: str
+
+
+def plan_context(module: nn.Module, size: int, calls: Recording | None) -> ContextPlan:
+    """Find a proven cut of each block of `module` over `size` context ranks. Raise where no block can be cut.
+
+    The module does not change. No process group is needed, and the global random state stays.
+
+    Args:
+        module: the module, unsplit.
+        size: ranks on the context axis.
+        calls: arguments of each block, from `record_calls`.
+    """
+    blocks: dict[str, BlockCut] = {}
+    whole: dict[str, str] = {}
+    elements: dict[str, int] = {}
+    kinds: dict[tuple[object, ...], list[_Kind]] = {}
+    names = find_blocks(module) if calls is not None else []
+    large = any(is_large(module.get_submodule(name)) for name in names)
+    eager = torch.compiler.set_stance("force_eager")  # hooks must run
+    with restored_streams(), eager, attention_on_host(), quick_collections() if large else nullcontext():
+        torch.manual_seed(SEED)
+        for name in names:
+            assert calls is not None
+            sample = next((call for call in calls.samples.get(name, ()) if call.training), None)
+            hidden = [] if sample is None else [t for t in sample.tensors() if t.dim() == 3 and is_activation(t)]
+            if sample is None or not hidden:
+                continue  # it gets no hidden states of a sequence
+            elements[name] = sample.elements
+            block = module.get_submodule(name)
+            if name in calls.opened:
+                whole[name] = "modules inside it are called from outside"
+            elif any(map(is_compiled, block.modules())):
+                whole[name] = "it is compiled"
+            elif hooked_inside(module, [name]):
+                whole[name] = "a forward hook inside it would get a part of the sequence"
+            else:
+                kind = _study(block, sample, size, kinds.setdefault(structure(block), []))
+                if kind.cut is not None:
+                    blocks[name] = kind.cut
+                else:
+                    whole[name] = kind.reason
+            if large:
+                gc.collect()  # copies of the block are in cycles
+                return_freed_memory()
+    if not blocks:
+        raise UnsupportedError(_nothing(module, size, whole, calls))
+    return ContextPlan(size, blocks, whole, elements)
+
+
+def _nothing(module: nn.Module, size: int, whole: Mapping[str, str], calls: Recording | None) -> str:
+    kinds = dict.fromkeys(f"{re.sub(r'[0-9]+', '*', name)}: {why}" for name, why in whole.items())
+    if calls is None:
+        kinds = {"training_step could not run on one batch before training, or optimizes manually": None}
+    why = "; ".join(kinds) or "no block gets hidden states of a sequence (three dimensions, the width last)"
+    return (
+        f"context_parallel_size={size} divides nothing of {type(module).__name__}: {why}. Every context rank would"
+        " compute the same. Use context_parallel_size=1: data ranks take the devices, and zero_stage=3 or"
+        ' recompute="full" save memory.'
+    )
+
+
+def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _Kind:
+    signature = sample.signature()
+    for kind in same:
+        if kind.signature == signature and reads_same(block, kind.read):
+            return kind
+    try:
+        original = scratch_copy(block, SEED, opened=False)
+    except Exception as error:
+        return _Kind({}, signature, None, f"a copy of it cannot be run alone ({type(error).__name__}: {error})")
+    read: Mapping[Attribute, Any] = {}
+    cut, reason = None, "it does not run alone"
+    for call in _calls(sample, size):
+        try:
+            watched = scratch_copy(block, SEED, opened=False).train()
+            with watch_reads(watched) as found:
+                outcome(watched, call, {})
+            read, prover = dict(found), CutProver(original, call, size)
+        except Exception as error:  # a block with tables of the recorded length does not run on a shorter one
+            reason = f"a copy of it cannot be run alone ({type(error).__name__}: {error})"
+            continue
+        cut, reason = _find(block, call, prover, size)
+        break
+    if cut is not None:
+        cut = replace(cut, form=sample.form)
+    same.append(_Kind(read, signature, cut, reason))
+    return same[-1]
+
+
+def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
+    """The first cut that is proven, else the reason why the likeliest one is not."""
+    others = other_attention(block)
+    reasons: list[str] = []
+    # a proof on the CPU runs torch's function in the place of other kernels, so it proves nothing about them
+    kept = [()] if all(kind == "eager" for kind in others.values()) else []
+    for eager in (*kept, *([tuple(others)] if others else [])):
+        for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
+            try:
+                return prover.prove(replace(cut, eager=eager)), ""
+            except Refused as refusal:
+                reasons.insert(0, str(refusal)) if not reasons else reasons.append(str(refusal))
+            except Exception as error:  # a wrong candidate makes the block's code fail in any way
+                first = str(error).splitlines()[0] if str(error) else ""
+                reasons.append(f"it does not run on a part ({type(error).__name__}: {first})")
+    if not reasons:
+        return None, f"its sequence is too short to prove a cut (fewer than {ENOUGH * size} positions), or not returned"
+    return None, f"positions meet in it in another way than in attention ({reasons[0]})"
+
+
+def _calls(sample: Sample, size: int) -> Iterator[Sample]:
+    """The recorded call with few positions, and as it was, both with random numbers."""
+    stream = next(tensor for tensor in sample.tensors() if tensor.dim() == 3 and is_activation(tensor))
+    taken = {length for tensor in sample.tensors() for length in tensor.shape if length != stream.shape[1]}
+    taken |= {2, stream.shape[-1]}  # rows of the proof
+    for length in range(ENOUGH * size + 1, stream.shape[1]):
+        own = parts_of(1, length, size)
+        if length % size and taken.isdisjoint((length, *(own.local_size(rank) for rank in range(size)))):
+            yield shortened(sample, [(2, length)])[0].random(torch.Generator().manual_seed(SEED))
+            break
+    yield sample.random(torch.Generator().manual_seed(SEED))
+
+
+def _candidates(call: Sample, results: Sequence[Tensor], size: int) -> Iterator[BlockCut]:
+    """Cuts that may be right, the likeliest first."""
+    tensors = call.tensors()
+    shapes = [result.shape for result in results]
+    streams = [i for i, t in enumerate(tensors) if t.dim() == 3 and is_activation(t) and t.shape in shapes]
+    for stream, dim in itertools.product(streams, (1, 0)):
+        shape = tensors[stream].shape
+        length = shape[dim]
+        if length < max(ENOUGH, LEAST) * size or (dim == 0 and length == shape[1]):
+            continue
+        options = {i: _options(t.shape, length) for i, t in enumerate(tensors) if i != stream}
+        found = {i: dim if s == shape else s.index(length) for i, s in enumerate(shapes) if length in s}
+        rows = 1 if shape[1 - dim] == 1 else None
+        for chosen in itertools.product(*options.values()):
+            arguments = {index: at for index, at in zip(options, chosen, strict=True) if at is not None}
+            yield BlockCut(stream=stream, dim=dim, arguments=arguments, results=found, rows=rows)
+
+
+def _options(shape: torch.Size, length: int) -> list[int | None]:
+    """The dimensions along which an argument may be cut, None for whole. A mask of pairs is likelier whole."""
+    places: list[int | None] = [dim for dim, size in enumerate(shape) if size == length]
+    return [None, places[0]] if len(places) > 1 else [*places, None]

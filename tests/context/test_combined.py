@@ -1,0 +1,59 @@
+"""Context ranks with every other parallelism, and what one device does besides steps."""
+
+import pytest
+import torch
+
+from tests.context import trained
+from tests.context.trained import assert_same_as_one_device
+from tests.parity import fit_with
+from tests.workers import run
+
+TENSOR, PIPELINE, DATA = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "data"))
+STRATEGIES = {
+    "zero0": ("nano", 2, {"zero_stage": 0}, {}),
+    "zero2": ("llama", 2, {"zero_stage": 2}, {"validate": True}),
+    "zero3": ("nano", 2, {"zero_stage": 3}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+    "full": ("llama", 2, {"recompute": "full"}, {}),
+    "full_gathered": ("few_heads", 2, {"recompute": "full"}, {}),
+    "selective": ("nano", 2, {"recompute": "selective"}, {}),
+    "selective_gathered": ("few_heads", 2, {"recompute": "selective"}, {}),
+    "offload": ("nano", 2, {"offload": {"activations": "cpu"}, "recompute": "full"}, {}),
+    "three": ("padded", 3, {"context_parallel_size": 3}, {}),
+    "four": ("nano", 4, {"context_parallel_size": 4}, {}),
+    "tensor": ("padded", 4, TENSOR, {}),
+    "sequence": ("nano", 4, {**TENSOR, "sequence_parallel": True}, {}),
+    "pipeline": ("nano", 4, PIPELINE, {"gradient_clip_val": 0.5}),
+    "interleaved": (
+        "nano", 4, {**PIPELINE, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "num_microbatches": 2}, {}
+    ),
+    "pipeline_zero3": ("llama", 4, {**PIPELINE, "zero_stage": 3, "recompute": "full"}, {"gradient_clip_val": 0.5}),
+    "data_zero3": ("nano", 4, {**DATA, "zero_stage": 3}, {}),
+    "eight": ("nano", 8, {**TENSOR, **PIPELINE}, {}),
+    "packages": ("checkpointed", 2, {}, {}),
+}  # fmt: skip
+SHORT = {"zero3", "selective"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in STRATEGIES]
+)
+def test_the_same_as_one_device(name):
+    build, world, strategy, options = STRATEGIES[name]
+    strategy = {"context_parallel_size": 2, **strategy}
+    assert_same_as_one_device(getattr(trained, f"build_{build}"), strategy, world, **options)
+
+
+@pytest.mark.long
+def test_half_precision_is_as_near_as_rounding():
+    strategy = {"context_parallel_size": 2, "zero_stage": 2}
+    assert_same_as_one_device(trained.build_nano, strategy, tolerance=3e-2, precision="bf16-mixed")
+
+
+@pytest.mark.long
+def test_dropout_is_reproducible_and_peers_stay_equal():
+    strategy = {"context_parallel_size": 2, "zero_stage": 0, "verify": "replicas"}
+    first, again = (run(fit_with, trained.build_dropout, strategy, {}, world=2) for _ in range(2))
+    (alone,) = run(fit_with, trained.build_dropout, None, {}, world=1)
+    assert first[0]["losses"] == first[1]["losses"] == again[0]["losses"]
+    assert first[0]["losses"] != alone["losses"]  # masks of parts are drawn by part
+    torch.testing.assert_close(first[0]["losses"][-1], alone["losses"][-1], rtol=0.3, atol=0)

@@ -1,0 +1,217 @@
+"""Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_3d.context.find_cuts import plan_context
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.tensor import sample
+from lightning_3d.tensor.block_calls import record_calls
+from tests.context import trained
+
+
+def plan(build, ranks=2):
+    torch.manual_seed(0)
+    module, batches = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plan_context(
+            module, ranks, record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_blocks_that_meet_in_attention_are_cut(ranks):
+    found = plan(trained.build_nano, ranks)
+    assert not found.whole and len(found.blocks) == 4
+    for cut in found.blocks.values():
+        assert (cut.stream, cut.dim, cut.results, cut.attention) == (0, 1, {0: 1}, ("divided",))
+
+
+def test_rotary_tables_are_cut_and_masks_of_pairs_are_whole():
+    (cut, *_) = plan(trained.build_padded).blocks.values()
+    assert cut.arguments == {2: 1, 3: 1, 4: 1}  # positions, cosines and sines; argument 1 is the mask
+
+
+def test_eager_attention_is_switched_where_that_is_equal():
+    found = plan(trained.build_eager)
+    assert not found.whole
+    assert all("self_attn" in cut.eager for cut in found.blocks.values())
+
+
+def test_memory_of_a_decoder_stays_whole():
+    for cut in plan(trained.build_decoder).blocks.values():
+        assert cut.attention == ("divided", "whole") * 2  # of two layers, which are one block
+        assert 1 not in cut.arguments
+
+
+@pytest.mark.parametrize("kind", ["alibi", "convolution", "recurrence", "products"])
+def test_a_block_that_mixes_positions_otherwise_stays_whole(kind):
+    found = plan(getattr(trained, f"build_{kind}"))
+    assert len(found.whole) == 1 and found.blocks
+    assert "positions meet in it in another way" in found.warning
+    share = next(iter(found.elements.values())) / sum(found.elements.values())
+    assert f"1 blocks ({share:.0%} of the hidden states)" in found.warning
+
+
+class CumulativeSum(nn.Module):
+    """Sums of all earlier positions, which no attention shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).cumsum(1) / 10)
+
+
+class Pooled(CumulativeSum):
+    """A mean over the positions."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x).mean(1, keepdim=True).expand(-1, x.shape[1], -1))
+
+
+class Shifted(CumulativeSum):
+    """The token before."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x.roll(1, dims=1)))
+
+
+class Reversed(CumulativeSum):
+    """The same length, other positions."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x)).flip(1)
+
+
+@pytest.mark.parametrize("kind", [CumulativeSum, Pooled, Shifted, Reversed])
+def test_a_module_of_which_nothing_can_be_cut_is_refused(kind):
+    def build():
+        model = nn.Sequential(kind(), kind())
+        return trained.Training(model, lambda model, batch: model(batch["x"]).mean()), trained.vector_batches()
+
+    with pytest.raises(UnsupportedError, match=r"divides nothing of Training: .*Use context_parallel_size=1"):
+        plan(build)
+
+
+class Mixed(nn.Module):
+    """A token-wise block that something is added to."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x) * self.mask(x))
+
+    def mask(self, x):
+        return 1.0
+
+
+class Keeps(Mixed):
+    """A value for the loss, of the positions that it sees."""
+
+    def mask(self, x):
+        self.extra_loss = x.pow(2).mean()
+        return 1.0
+
+
+class Counts(Mixed):
+    """A buffer from the positions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def mask(self, x):
+        self.mean = x.detach().mean((0, 1))
+        return 1.0
+
+
+class Noise(Mixed):
+    def mask(self, x):
+        return 1 + 0.1 * torch.randn_like(x[..., :1])
+
+
+class OwnNoise(Mixed):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def mask(self, x):
+        return 1 + 0.1 * torch.rand(1, generator=self.generator)
+
+
+class PathDrop(Mixed):
+    """One number for each sample, which all context ranks draw alike."""
+
+    def mask(self, x):
+        return x.new_empty(x.shape[0], 1, 1).bernoulli_(0.8)
+
+
+def mixed(kind):
+    def build():
+        model = nn.Sequential(Mixed(), kind())
+        return trained.Training(model, lambda model, batch: model(batch["x"]).mean()), trained.vector_batches()
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Keeps, "tensor extra_loss.0, which it keeps"),
+        (Counts, "tensor mean.0, which it keeps"),
+        (Noise, "it draws random numbers for each position"),
+        (OwnNoise, "it draws random numbers from a generator of its own"),
+    ],
+)
+def test_a_block_with_another_effect_stays_whole(kind, why):
+    found = plan(mixed(kind))
+    assert list(found.blocks) == ["model.0"]
+    assert why in found.whole["model.1"]
+
+
+def test_numbers_that_are_drawn_for_a_sample_are_drawn_alike():
+    assert not plan(mixed(PathDrop)).whole
+
+
+def test_a_block_with_a_hook_inside_stays_whole():
+    def build():
+        module, batches = trained.build_nano()
+        module.model.blocks[1].up.register_forward_hook(lambda *_: None)
+        return module, batches
+
+    assert plan(build).whole == {"model.blocks.1": "a forward hook inside it would get a part of the sequence"}
+
+
+def test_a_short_sequence_is_no_proof():
+    def build():
+        module, _ = trained.build_nano()
+        return module, trained.token_batches(7)
+
+    with pytest.raises(UnsupportedError, match="fewer than 8 positions"):
+        plan(build)
+
+
+def test_manual_optimization_is_refused():
+    with pytest.raises(UnsupportedError, match="could not run on one batch before training, or optimizes manually"):
+        plan_context(nn.Linear(2, 2), 2, None)
+
+
+def test_a_long_call_is_recorded_in_part(monkeypatch):
+    """A copy of all hidden states of each block would be as large as what the axis saves."""
+    monkeypatch.setattr(sample, "LARGE_CALL", 2**10)
+    monkeypatch.setattr(sample, "POSITIONS", 12)
+    module, batches = trained.build_padded()
+    calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+    (call, *_) = next(iter(calls.samples.values()))
+    hidden, *_ = call.tensors()
+    assert hidden.shape == (2, 12, 32) and call.elements == 2 * 17 * 32
+    found = plan(trained.build_padded)
+    assert not found.whole and str(2 * 17 * 32) in found.line.replace(",", "")

@@ -131,7 +131,7 @@ class Keeper:
         ours = type(io) is TorchCheckpointIO and is_local_file_protocol(path) and storage_options is None
         if not ours:
             save = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
-            agreement.together(lambda: save() if _writer() == 0 else None, local=True)
+            agreement.together(save if _writer() == 0 else lambda: None, local=True)
             return
         target = Path(os.path.abspath(path))
         self._look_for_others(target)

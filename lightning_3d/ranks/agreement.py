@@ -98,7 +98,7 @@ def _arrived(group: dist.ProcessGroup | None, wait: bool) -> bool:
 
     def come() -> bool:
         wanted = [*keys.values()]
-        return store.check(wanted) and min(map(int, store.multi_get(wanted))) >= count
+        return bool(store.check(wanted) and min(map(int, store.multi_get(wanted))) >= count)
 
     try:
         verdict = f"{name}/verdict {count}"

@@ -2,13 +2,13 @@
 
 import copy
 import math
+import os
 import time
 import warnings
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -426,7 +426,7 @@ class FullMemory(Block):
     """A block for which memory suffices on one rank only, once rows are few."""
 
     def forward(self, x):
-        if len(x) < 5 and dist.is_initialized() and dist.get_rank() == 1:
+        if len(x) < 5 and os.environ["RANK"] == "1":
             raise torch.OutOfMemoryError("no memory left")
         return super().forward(x)
 

@@ -216,7 +216,9 @@ def test_a_loader_that_lightning_builds_anew_begins_with_what_was_read():
     """It does so to predict, by the class that the loader has then."""
     module, trainer = Predicts(), Trainer(**QUIET)
     batches = [tuple(tensor[at : at + 4] for tensor in module.tensors()) for at in range(0, 24, 4)]
-    found = trainer.predict(module, LOADERS["once"](batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = trainer.predict(module, LOADERS["once"](batches))
     assert torch.equal(torch.cat(found), torch.cat([y for _, y in batches]))
     assert type(trainer.predict_dataloaders) is DataLoader
 

@@ -55,10 +55,10 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 44403),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 41180),
+    "product lines": (lambda: lines(CODE.values()), 45349),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 41870),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
-    "product files": (lambda: len(CODE), 313),
+    "product files": (lambda: len(CODE), 321),
     "tensor subclasses": (tensor_subclasses, 6),
     "class swaps": (lambda: places(r"\.__class__ = "), 8),
     "places that set a forward": (

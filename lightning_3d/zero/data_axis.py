@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.axes.ledger import Ledger
@@ -51,13 +50,9 @@ class DataAxis:
     def native_copies(self) -> bool:
         """True where FSDP2 itself averages over the copies of hybrid shard.
 
-        It keeps its buffers alive while they are on their way, and overlaps them by its streams. It asks the library to
-        average, which gloo refuses on a device.
+        It keeps its buffers alive while they are on their way, and overlaps them by its streams.
         """
-        copies = self.axes.replicate
-        if copies is None or not self.config.is_native:
-            return False
-        return self.engine.threaded or dist.get_backend(copies) != "gloo"
+        return self.axes.replicate is not None and self.config.is_native
 
     def attach(self, root: nn.Module) -> FullySharded:
         """Put our collectives under every `fully_shard`-ed module of `root`."""

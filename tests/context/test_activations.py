@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from lightning_3d.activations.saved_bytes import SavedBytes
 
+from lightning_3d.activations.recomputed_block import SavedBytes
 from lightning_3d.context.cut_attention import replace_attention
 from lightning_3d.context.cut_block import patch_block
 from lightning_3d.module.undo import UndoStack

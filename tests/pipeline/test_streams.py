@@ -69,6 +69,9 @@ class ByHand(Keeping):
         self.seen.append(float(loss.detach()))
         return {"value": loss.detach()}
 
+    def on_train_batch_end(self, *_):
+        """Nothing is logged."""
+
 
 def _trained(kind, sizes, path, how):
     """The losses of a run, or of one that goes on in mid-epoch."""

@@ -1,6 +1,7 @@
 """Which blocks are cut, along which arguments, and why others stay whole: found on one process."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.errors import UnsupportedError
+from lightning_3d.parallel.parallel_plan import keep_whole_units
 from lightning_3d.tensor import sample
 from lightning_3d.tensor.block_calls import record_calls
 from tests.context import trained
@@ -215,3 +217,12 @@ def test_a_long_call_is_recorded_in_part(monkeypatch):
     assert hidden.shape == (2, 12, 32) and call.elements == 2 * 17 * 32
     found = plan(trained.build_padded)
     assert not found.whole and str(2 * 17 * 32) in found.line.replace(",", "")
+
+
+def test_a_pipeline_that_cuts_through_every_block_is_refused():
+    found = plan(trained.build_decoder)
+    split = SimpleNamespace(stages=[["model.decoder.layers.0"], ["model.decoder.layers.1"]])
+    with pytest.raises(
+        UnsupportedError, match=r"cuts through each block .*model\.decoder.*Use pipeline_parallel_size=1"
+    ):
+        keep_whole_units(found, split)

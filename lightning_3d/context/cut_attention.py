@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -137,9 +136,8 @@ def _own_heads(mask: Tensor, axis: Axis) -> Tensor:
     return mask.chunk(axis.size, HEADS)[axis.rank]
 
 
-@lru_cache(maxsize=2)
 def _causal(start: int, stop: int, keys: int, device: torch.device) -> Tensor:
-    """True where the query of a position from `start` to `stop` sees a key. The calls of a step need the same."""
+    """True where the query of a position from `start` to `stop` sees a key."""
     return torch.ones(stop - start, keys, dtype=torch.bool, device=device).tril(diagonal=start)
 
 

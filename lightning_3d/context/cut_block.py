@@ -13,7 +13,7 @@ from lightning_3d.axes.group import Group
 from lightning_3d.axes.ledger import Ledger
 from lightning_3d.context.cut_attention import Part, replace_attention, running
 from lightning_3d.context.cut_plan import LEAST, BlockCut, ContextPlan, parts_of
-from lightning_3d.context.eager_private import use_torch_attention
+from lightning_3d.context.eager_private import torch_attention
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.layout import CONTEXT_AXIS
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
@@ -24,7 +24,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.dropout import ShardDraws, ShardDropout
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.late_tensor import LateTensor, compute_late
-from lightning_3d.tensor.recompute import Resume, noted, save_states
+from lightning_3d.tensor.recompute import Resume, in_reentrant_checkpoint, noted, save_states
 from lightning_3d.tensor.sample import each_numbered, form_of, tensors_in
 from lightning_3d.tensor.sequence import are_distinct, part_of
 from lightning_3d.tensor.tensor_plan import UnitPlan
@@ -36,18 +36,24 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
     def __init__(self, module: nn.Module, cut: BlockCut, axis: Axis) -> None:
         super().__init__(module)
         self.cut, self.axis = cut, axis
-        dropouts = UnitPlan(dropouts=(True,) * len(cut.draws), dropout_modules=cut.draws)
+        dropouts = UnitPlan(dropouts=cut.on_part, dropout_modules=cut.draws)
         self.draws = ShardDraws(module, dropouts)
         self.last: Part | None = None
         """Of the last call, for a proof. None where it computed whole."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.draws and in_reentrant_checkpoint():
+            raise UnsupportedError(
+                f"{type(self.module).__name__} draws dropout inside of a checkpoint with use_reentrant=True. Its first"
+                " forward computes the whole sequence, and the repeated one a part, with another mask. Use"
+                ' use_reentrant=False, or recompute="full" of Strategy3D without a checkpoint of your own.'
+            )
         self.last, split = None, self._split(args, kwargs)
         if split is None:
             return self.next(*compute_late(args), **compute_late(kwargs))
         args, kwargs = each_numbered(lambda index, tensor: self._enter(index, tensor, split), (args, kwargs))
         self.last = part = Part(self.axis, split, self.cut.attention)
-        with self._on_part(part, (True,) * len(self.cut.draws) if self.draws else ()):
+        with self._on_part(part, self.cut.on_part if self.draws else ()):
             result = self.next(*args, **kwargs)
         part.check_all_met()
         return each_numbered(lambda index, tensor: self._leave(index, tensor, split), result)
@@ -103,7 +109,8 @@ class CutForward(ForwardLayer, rank=Layer.CONTEXT):
 
             return resume
 
-        with running(part), dropout if any(draws) else nullcontext(), noted(note):
+        eager = torch_attention(map(self.module.get_submodule, self.cut.eager)) if self.cut.eager else nullcontext()
+        with eager, running(part), dropout if any(draws) else nullcontext(), noted(note):
             yield
 
 
@@ -111,8 +118,6 @@ def patch_block(block: nn.Module, cut: BlockCut, axis: Axis, undo: UndoStack) ->
     """Let `block` compute by `cut`. The name of torch's attention is replaced by `replace_attention`."""
     undo.callback(save_states())
     use_open_attention(block, undo)
-    for name in cut.eager:
-        use_torch_attention(block.get_submodule(name), undo)
     forward = CutForward(block, cut, axis)
     add_layer(forward, undo)
     return forward

@@ -36,6 +36,8 @@ class BlockCut:
     """For each call of attention its `Meeting`. None in a proof, which finds them by lengths that tell them apart."""
     draws: tuple[str | None, ...] = ()
     """For each random call of a training forward its module of dropout, None for other code."""
+    on_part: tuple[bool, ...] = ()
+    """True for each of them that acts on a part. Ranks draw the others alike."""
 
 
 @dataclass(frozen=True)

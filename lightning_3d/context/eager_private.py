@@ -4,11 +4,11 @@ Read in transformers 5.23: `config._attn_implementation` chooses, and each atten
 """
 
 import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-
-from lightning_3d.module.undo import UndoStack
 
 
 def other_attention(block: nn.Module) -> dict[str, str]:
@@ -18,8 +18,16 @@ def other_attention(block: nn.Module) -> dict[str, str]:
     return {name: kind for name, kind in chosen.items() if isinstance(kind, str) and kind != "sdpa"}
 
 
-def use_torch_attention(module: nn.Module, undo: UndoStack) -> None:
-    """Let `module` call torch's function."""
-    config: Any = copy.copy(module.config)  # many modules may share one configuration
-    config._attn_implementation = "sdpa"
-    undo.set(module, "config", config)
+@contextmanager
+def torch_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let `modules` call torch's function inside."""
+    before = [(vars(module), module.config) for module in modules]
+    for space, asked in before:
+        config: Any = copy.copy(asked)  # many modules may share one configuration
+        config._attn_implementation = "sdpa"
+        space["config"] = config
+    try:
+        yield
+    finally:
+        for space, asked in before:
+            space["config"] = asked

@@ -131,6 +131,8 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
             reason = f"a copy of it cannot be run alone ({type(error).__name__}: {error})"
             continue
         cut, reason = _find(block, call, prover, size)
+        if cut is not None and call.signature() != signature:  # what reaches far shows in a long sequence alone
+            cut, reason = _prove_again(original, sample, cut, size)
         break
     if cut is not None:
         cut = replace(cut, form=sample.form)
@@ -138,13 +140,26 @@ def _study(block: nn.Module, sample: Sample, size: int, same: list[_Kind]) -> _K
     return same[-1]
 
 
+def _prove_again(original: nn.Module, sample: Sample, cut: BlockCut, size: int) -> tuple[BlockCut | None, str]:
+    """`cut`, proven by the call as it was recorded too: other lengths, and the values of its masks."""
+    try:
+        CutProver(original, sample, size).prove(cut)
+    except Refused as refusal:
+        return None, f"positions meet in it in another way than in attention, as far as they reach ({refusal})"
+    except Exception as error:  # of the block's code, on a part
+        first = str(error).splitlines()[0] if str(error) else ""
+        return None, f"it does not run on a part of the whole sequence ({type(error).__name__}: {first})"
+    return cut, ""
+
+
 def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
     """The first cut that is proven, else the reason why the likeliest one is not."""
     others = other_attention(block)
     reasons: list[str] = []
-    # a proof on the CPU runs torch's function in the place of other kernels, so it proves nothing about them
-    kept = [()] if all(kind == "eager" for kind in others.values()) else []
-    for eager in (*kept, *([tuple(others)] if others else [])):
+    if kernels := sorted({kind for kind in others.values() if kind != "eager"}):
+        # their masks are in other arguments, and a proof on the CPU runs torch's function in their place
+        return None, f'its attention is {", ".join(kernels)}: load the model with attn_implementation="sdpa"'
+    for eager in ((), *([tuple(others)] if others else [])):
         for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
             try:
                 return prover.prove(replace(cut, eager=eager)), ""

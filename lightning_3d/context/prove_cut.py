@@ -1,6 +1,7 @@
 """Proof of a cut: a block computes whole, and in parts on threads, and all results that training uses agree."""
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from lightning_3d.tensor.scratch import shard_copy
 from lightning_3d.tensor.simulate import run_shards
 
 _OF_TORCH = vars(nn.Module()).keys()
+
+
+WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 
 class CutProver:
@@ -46,6 +50,7 @@ class CutProver:
             found = run_shards(self.ranks, lambda axis: self._on_part(cut, axis))
         if drawn is not None and not equal(drawn, main_streams()):
             raise Refused("it draws random numbers for each position, other than for dropout")
+        on_part = self._acting_on_part([own for _, own, _ in found])
         for rank, (part, own, kept) in enumerate(found):
             if part is None:
                 raise Refused("its other arguments cannot be told from a part of the sequence")
@@ -56,7 +61,19 @@ class CutProver:
         meetings = {tuple(part.met) for part, *_ in found if part is not None}
         if len(meetings) > 1:
             raise Refused("parts of other lengths call attention in another way")
-        return BlockCut(**{**vars(cut), "attention": meetings.pop(), "draws": tuple(self.whole.dropped_by)})
+        return replace(cut, attention=meetings.pop(), draws=tuple(found[0][1].dropped_by), on_part=on_part)
+
+    def _acting_on_part(self, found: list[Outcome]) -> tuple[bool, ...]:
+        """True for each random call whose tensor is a part. Raises where a part would draw what positions share."""
+        drawing = [self.original.get_submodule(name) for name in self.whole.dropped_by if name is not None]
+        if any(isinstance(child, WHOLE_CHANNELS) for child in drawing):
+            raise Refused("its dropout zeroes whole channels, the same at all positions")
+        whole, parts = self.whole.dropped, [own.dropped for own in found]
+        if len(parts[0]) < len(whole):  # torch's attention asks for no mask of pairs where the rate is 0
+            whole = [shape for shape in whole if len(shape) != 4 or shape[-1] != shape[-2]]
+        if any(len(part) != len(whole) for part in parts):
+            raise Refused("it draws more or fewer random masks on a part")
+        return tuple(any(part[at] != shape for part in parts) for at, shape in enumerate(whole))
 
     def _streams_after_runs(self) -> Streams:
         """The random streams after as many whole runs as there are ranks. Those on parts start where these did."""

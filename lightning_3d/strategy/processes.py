@@ -30,7 +30,7 @@ from lightning_3d.launch.lightning_private import (
     init_dist_connection,
     sync_ddp_if_available,
 )
-from lightning_3d.layout import Coordinate, Layout
+from lightning_3d.layout import DATA_AXIS, Coordinate, Layout
 from lightning_3d.module.materialize import materialize
 from lightning_3d.precision import Precision3D, convert
 from lightning_3d.ranks import rank_zero, talk
@@ -56,6 +56,8 @@ class Processes(ParallelStrategy):
     """Lightning injects a DistributedSampler and honours `sync_dist=True` only where this is set."""
     run: Run | None = None
     """None before and after a run."""
+    _last_mesh: DeviceMesh | None = None
+    """Of the run before: its process groups are there as long as the process."""
 
     def __new__(cls, *args: Any, **arguments: Any) -> Any:
         refuse_other_names(arguments)  # before Python's own error, which does not know our name
@@ -79,7 +81,7 @@ class Processes(ParallelStrategy):
         self._world_warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "run": None, "_built": ()}
+        return {**super().__getstate__(), "run": None, "_last_mesh": None, "_built": ()}
 
     def __repr__(self) -> str:
         """Shown by a Trainer of the separate `pytorch_lightning` package, which refuses other class trees."""
@@ -213,11 +215,11 @@ class Processes(ParallelStrategy):
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self._current.mesh
+        return self._last_mesh if self.run is None and self._last_mesh is not None else self._current.mesh
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        return self._current.data_group
+        return self.mesh.get_group(DATA_AXIS)
 
     @property
     def data_axis(self) -> DataAxis:
@@ -360,7 +362,7 @@ class Processes(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data axis, or over `group` if given: tensor and pipeline peers have the same values."""
-        if not isinstance(tensor, Tensor) or self.run is None or self.run.opened is None:
+        if not isinstance(tensor, Tensor) or (self._last_mesh if self.run is None else self.run.opened) is None:
             return tensor
         if group is None:
             if self.data_parallel_size == 1:

@@ -392,6 +392,7 @@ class Strategy3D(Processes):
             if shards_of(self._module) is not None or first_shard(self._module) is not None:
                 undo.set(self._module, "cpu", lambda: self._module)  # shards stay where the next run uses them
             if self.run is not None:
+                self._last_mesh = None if self.run.opened is None else self.run.mesh
                 close_axes(self.run)
             if not self.failure.alone:  # else the module stays sharded, and cannot be moved to the CPU
                 self.failure.close()

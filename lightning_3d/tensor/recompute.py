@@ -36,6 +36,7 @@ class _Call:
 class _Here(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.reentrant = 0
 
 
 _here = _Here()  # of each thread, because a proof runs the ranks as threads
@@ -81,7 +82,20 @@ def noted(note: Callable[[], Resume]) -> Iterator[None]:
 
 
 def _computing(apply: Callable[..., Any]) -> Callable[..., Any]:
-    return wraps(apply)(lambda *args: apply(*compute_late(args)))
+    @wraps(apply)
+    def call(*args: Any) -> Any:
+        _here.reentrant += 1
+        try:
+            return apply(*compute_late(args))
+        finally:
+            _here.reentrant -= 1
+
+    return call
+
+
+def in_reentrant_checkpoint() -> bool:
+    """True in the first forward of a checkpoint with `use_reentrant=True`, which records no graph."""
+    return _here.reentrant > 0
 
 
 def _noting(begin: Callable[..., Any]) -> Callable[..., Any]:

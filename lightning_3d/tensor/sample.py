@@ -13,7 +13,7 @@ from lightning_3d.sandbox.trees import form, leaves, map_leaves, unshared
 
 LONG = 12
 """Positions that a long sequence is cut to."""
-LARGE_CALL, POSITIONS = 2**26, 256
+LARGE_CALL, POSITIONS = 2**26, 1024
 """Bytes of arguments of which a copy for each block is too much, and the positions that are kept of each."""
 SIDES = ((1, 8), (2, 4))
 """Rows, and pixels of the longer side, that images are cut to."""

@@ -219,6 +219,96 @@ def build_vit() -> Any:
     return Training(vit(), loss_of), [{"x": x, "y": torch.tensor([0, 1])} for x in images]
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def build_mistral() -> Any:
+    """A window that is shorter than a part."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, sliding_window=5)
+    return Training(MistralForCausalLM(config), _labelled), token_batches()
+
+
+def build_qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8)
+    return Training(Qwen3ForCausalLM(config), _padded), token_batches()
+
+
+def build_gemma3() -> Any:
+    """Layers with a window and layers without one."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **SMALL, vocab_size=TOKENS, num_key_value_heads=2, head_dim=8, sliding_window=5, layer_types=kinds
+    )
+    return Training(Gemma3ForCausalLM(config), _labelled), token_batches()
+
+
+def build_neox() -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(**SMALL, vocab_size=TOKENS, max_position_embeddings=64)
+    return Training(GPTNeoXForCausalLM(config), _padded), token_batches()
+
+
+def build_t5() -> Any:
+    """A bias of relative positions that the first layer makes for all, and cross attention."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=TOKENS, decoder_start_token_id=0, **sizes)
+    return Training(T5ForConditionalGeneration(config), _labelled), token_batches()
+
+
+def build_whisper() -> Any:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sides = {
+        f"{side}_{what}": size
+        for side in ("encoder", "decoder")
+        for what, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    config = WhisperConfig(
+        vocab_size=TOKENS, num_mel_bins=8, d_model=32, max_source_positions=12, max_target_positions=32, dropout=0.0,
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sides,
+    )  # fmt: skip
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        sound = torch.sin(torch.arange(24 * 8).view(1, 8, 24) * 0.1 + batch["ids"][:, :1, None])
+        return model(input_features=sound, labels=batch["labels"]).loss
+
+    return Training(WhisperForConditionalGeneration(config), loss_of), token_batches()
+
+
+def build_packed() -> Any:
+    """Two documents in each sequence: positions begin again, and transformers masks pairs of them."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        rows, length = batch["ids"].shape
+        positions = torch.cat([torch.arange(7), torch.arange(length - 7)])[None].expand(rows, -1)
+        return model(input_ids=batch["ids"], position_ids=positions, labels=batch["labels"]).loss
+
+    return Training(_llama(), loss_of), token_batches()
+
+
+def build_frozen() -> Any:
+    module, batches = build_llama()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
+    return module, batches
+
+
+def build_shared() -> Any:
+    """A block that runs twice."""
+    module, batches = build_nano()
+    module.model.blocks[2] = module.model.blocks[0]
+    return module, batches
+
+
 # ---- torch's own layers ---------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,106 @@
+"""What a short proof would not show: code that reaches far, draws that positions share, kernels of another library."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.context.cut_block import patch_block
+from lightning_3d.context.find_cuts import plan_context
+from lightning_3d.errors import UnsupportedError
+from lightning_3d.module.undo import UndoStack
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.block_calls import record_calls
+from lightning_3d.tensor.simulate import run_shards
+from tests.context.test_plans import plan
+from tests.context.trained import TOKENS, WIDTH, Training, _llama, _padded, next_token, token_batches
+
+LENGTH = 64
+
+
+class Far(nn.Module):
+    """A block of `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv, self.out = kind, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout1d(0.5) if kind == "channels" else nn.Dropout(0.5)
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, dilation=16, padding=32, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        h = x + self.mix(x.transpose(1, 2))[..., :length].transpose(1, 2) if self.kind == "dilated" else x
+        q, k, v = (t.view(rows, length, 4, -1).transpose(1, 2) for t in self.qkv(h).split(WIDTH, dim=2))
+        at = torch.arange(length)
+        near = (at[None] <= at[:, None]) & (at[:, None] - at[None] < 32)
+        if self.kind == "window" and length > 32:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=near)
+        elif self.kind == "last keys":
+            mixed = F.scaled_dot_product_attention(q, k[:, :, -32:], v[:, :, -32:])
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        if self.kind == "channels":
+            mixed = self.drop(mixed.transpose(1, 2)).transpose(1, 2)
+        elif self.kind == "shared":
+            mixed = mixed * self.drop(torch.ones(rows, 1, WIDTH))
+        elif self.kind == "dropout":
+            mixed = self.drop(mixed)
+        return x + mixed
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.blocks = nn.ModuleList(Far(kind) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _plan(kind):
+    return plan(lambda: (Training(Stack(kind), next_token), token_batches(LENGTH)))
+
+
+@pytest.mark.parametrize("kind", ["dilated", "window", "last keys"])
+def test_what_reaches_further_than_the_short_proof_is_seen(kind):
+    with pytest.raises(UnsupportedError, match="as far as they reach"):
+        _plan(kind)
+
+
+def test_whole_channels_are_not_dropped_in_parts():
+    with pytest.raises(UnsupportedError, match="zeroes whole channels"):
+        _plan("channels")
+
+
+@pytest.mark.parametrize(("kind", "on_part"), [("shared", (False,)), ("dropout", (True,))])
+def test_masks_that_positions_share_are_drawn_alike(kind, on_part):
+    for cut in _plan(kind).blocks.values():
+        assert cut.on_part == on_part
+
+
+def test_kernels_of_another_library_are_not_replaced():
+    """Their windows and documents are in other arguments than torch's mask."""
+    module, batches = Training(_llama(), _padded), token_batches()
+    calls = record_calls(module.train(), lambda: module.loss_of(module.model, batches[0]))
+    module.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedError, match='flash_attention_2: load the model with attn_implementation="sdpa"'):
+        plan_context(module, 2, calls)
+
+
+def test_a_reentrant_checkpoint_with_dropout_is_refused():
+    cut = next(iter(_plan("dropout").blocks.values()))
+
+    def run(axis):
+        block = Far("dropout").train()
+        with UndoStack() as undo:
+            patch_block(block, cut, Axis(axis.group, weight=axis.size), undo)
+            checkpoint(block, torch.randn(2, LENGTH, WIDTH, requires_grad=True), use_reentrant=True)
+
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        run_shards(2, run)

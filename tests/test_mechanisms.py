@@ -29,7 +29,7 @@ EVERY_STEP = {
     "usercode/hooks.py": "lets the user's hooks read and write shards",
 }
 ZERO_1 = EVERY_STEP | {
-    "tensor/late_head.py": "lets a loss compute large logits in parts",
+    "module/forward.py": "calls our layers around a forward: here a loss computes large logits in parts",
     "axes/unallocated.py": "lets the ring send gradients and weights without a copy into one buffer",
     "zero/fsdp_seam.py": "puts our collectives under FSDP2",
     "zero/sharded.py": "gathers weights that are used outside of their block, ends backward with the reduction",
@@ -45,7 +45,7 @@ TENSOR_AND_PIPELINE = EVERY_STEP | {
     "sandbox/snapshot.py": "keeps changes of attributes and buffers of one microbatch from the others",
     "tensor/autograd_collectives.py": "sends between tensor ranks in forward and backward",
     "tensor/block_forward.py": "runs a block in shards",
-    "tensor/module_forward.py": "runs a module of such a block on local shards",
+    "module/forward.py": "calls our layers around a forward: here a module of such a block runs on local shards",
     "tensor/recompute.py": "repeats a checkpointed forward in the same state",
 }
 

@@ -144,12 +144,15 @@ def _prove_again(original: nn.Module, sample: Sample, cut: BlockCut, size: int) 
     """`cut`, proven by the call as it was recorded too: other lengths, and the values of its masks."""
     try:
         CutProver(original, sample, size).prove(cut)
-    except Refused as refusal:
-        return None, f"positions meet in it in another way than in attention, as far as they reach ({refusal})"
-    except Exception as error:  # of the block's code, on a part
-        first = str(error).splitlines()[0] if str(error) else ""
-        return None, f"it does not run on a part of the whole sequence ({type(error).__name__}: {first})"
+    except Exception as error:
+        return None, f"positions meet in it in another way than in attention, as far as they reach ({_why(error)})"
     return cut, ""
+
+
+def _why(error: Exception) -> str:
+    """The reason for which a cut is not proven. A wrong one makes the block's code fail in any way."""
+    failed = f"it does not run on a part ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return str(error) if isinstance(error, Refused) else failed
 
 
 def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple[BlockCut | None, str]:
@@ -163,11 +166,8 @@ def _find(block: nn.Module, call: Sample, prover: CutProver, size: int) -> tuple
         for cut in itertools.islice(_candidates(call, prover.whole.outputs, size), MOST):
             try:
                 return prover.prove(replace(cut, eager=eager)), ""
-            except Refused as refusal:
-                reasons.insert(0, str(refusal)) if not reasons else reasons.append(str(refusal))
-            except Exception as error:  # a wrong candidate makes the block's code fail in any way
-                first = str(error).splitlines()[0] if str(error) else ""
-                reasons.append(f"it does not run on a part ({type(error).__name__}: {first})")
+            except Exception as error:
+                reasons.append(_why(error))
     if not reasons:
         return None, f"its sequence is too short to prove a cut (fewer than {ENOUGH * size} positions), or not returned"
     return None, f"positions meet in it in another way than in attention ({reasons[0]})"

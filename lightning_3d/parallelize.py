@@ -26,6 +26,7 @@ from lightning_3d.parallel.parallel_module import ParallelModule
 from lightning_3d.parallel.parallel_plan import ParallelPlan
 from lightning_3d.pipeline.apply_stages import apply_stages, prove_stages
 from lightning_3d.pipeline.context import StepCallbacks
+from lightning_3d.pipeline.left_out import LeftOut
 from lightning_3d.pipeline.pipeline import Pipeline
 from lightning_3d.pipeline.split import PipelineSplit
 from lightning_3d.precision import Precision3D
@@ -123,6 +124,7 @@ def _proven_pipeline(
         num_microbatches=layout.num_microbatches,
         loss_scope=plan.scope.value,
         mixing=plan.scope.mixing,
+        left_out=LeftOut(plan.scope.left_out),
         ledger=data_axis.ledger,
     )
     if plan.uncut_run is not None and plan.uncut_run.compared:

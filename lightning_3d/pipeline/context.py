@@ -13,6 +13,7 @@ from lightning_3d.axes.ledger import Ledger
 from lightning_3d.layout import stage_ranks
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.gates import Gates
+from lightning_3d.pipeline.left_out import LeftOut
 from lightning_3d.pipeline.loss_mean import Mixing
 from lightning_3d.pipeline.microbatch import Rows, signature
 from lightning_3d.pipeline.pass_clock import PassClock
@@ -75,6 +76,7 @@ class CutModule:
     before all backwards then, whatever `schedule` says."""
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for. With "batch" the head must have it."""
+    left_out: LeftOut = field(default_factory=LeftOut)
     ledger: Ledger | None = None
     """Counts the bytes that this rank sends along the pipeline."""
     rows: Rows | None = None

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_3d.pipeline.across_samples import Operations
 from lightning_3d.pipeline.given_rows import Given, Kind, first_not_of_rows
-from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Rows, split_batch
+from lightning_3d.pipeline.microbatch import NORMS, TENSORS, Path, Rows, split_batch
 from lightning_3d.pipeline.row_marks import CallMarks, first_that_mixes
 from lightning_3d.sandbox.trees import weighted_mean
 
@@ -43,6 +44,8 @@ class StepResult(NamedTuple):
     """Lengths of the random tensors that the step drew."""
     written: Mapping[Any, str] = MappingProxyType({})
     """What the step wrote beside its logs: see `carried_state`."""
+    operations: Operations = Operations()
+    """Those between blocks."""
 
 
 class Mixing(NamedTuple):
@@ -78,6 +81,8 @@ class LossMean:
     """Why it is no mean, or was not compared."""
     mixing: Mixing | None = None
     """The first of its kind in the step."""
+    left_out: tuple[tuple[Path, int], ...] = ()
+    """Of a mean: see `left_out.LeftOut.targets`."""
 
 
 MEAN = LossMean("mean")

@@ -9,6 +9,7 @@ from typing import Literal
 
 from lightning_3d.layout import Layout
 from lightning_3d.pipeline.loss_mean import UNSEEN, Mixing
+from lightning_3d.pipeline.microbatch import Path
 from lightning_3d.pipeline.observe import UncutRun
 
 Scope = Literal["microbatch", "batch"]
@@ -23,6 +24,8 @@ class ChosenScope:
     line: str = ""
     mixing: Mixing | None = None
     """The first call of a block that a microbatch gives other values for: the head must have it."""
+    left_out: tuple[tuple[Path, int], ...] = ()
+    """See `left_out.LeftOut.targets`."""
 
 
 MICROBATCH = ChosenScope("microbatch")
@@ -38,7 +41,7 @@ def choose_scope(wanted: LossScope, uncut_run: UncutRun | None, layout: Layout) 
     if wanted != "auto":
         return ChosenScope(wanted, mixing=mean.mixing)
     if mean.verdict == "mean" or layout.num_microbatches == 1:
-        return MICROBATCH
+        return ChosenScope("microbatch", left_out=mean.left_out)
     if mean.verdict == "random":
         return ChosenScope("microbatch", f"  loss: of each microbatch, not compared with the full batch: {mean.reason}")
     why, instead = f"no mean over samples ({mean.reason})", ""

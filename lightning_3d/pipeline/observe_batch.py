@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -13,6 +14,7 @@ from torch import distributed as dist
 from lightning_3d.errors import NO_PIPELINE, Lightning3DError, UnsupportedError
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.undo import UndoStack
+from lightning_3d.pipeline.across_samples import NoteOperations, find_meetings
 from lightning_3d.pipeline.carried_state import StateWatch, find_carried
 from lightning_3d.pipeline.gates import Gates, hooked_inside
 from lightning_3d.pipeline.loss_mean import (
@@ -34,7 +36,7 @@ from lightning_3d.pipeline.loss_mean import (
     training_only,
 )
 from lightning_3d.pipeline.microbatch import TENSORS, Rows, microbatch_sizes, split_batch
-from lightning_3d.pipeline.observe import UncutRun, observe, run_step
+from lightning_3d.pipeline.observe import Observer, UncutRun, observe, run_step
 from lightning_3d.pipeline.peer_runs import PeerRuns
 from lightning_3d.ranks import agreement, random_streams, talk
 from lightning_3d.ranks.rank_zero import rank_local
@@ -47,6 +49,12 @@ from lightning_3d.sandbox.snapshot import Changes, isolated, isolated_buffers, o
 from lightning_3d.sandbox.trees import loss_of, unshared
 from lightning_3d.sandbox.trial import trial
 from lightning_3d.sandbox.writes import RefuseWrites
+
+
+def _called(gates: Gates) -> int | None:
+    """The number of blocks that an observed step has called so far, None inside of one."""
+    director = gates.director
+    return len(director.calls) if isinstance(director, Observer) and not gates.depth else None
 
 
 @dataclass
@@ -157,15 +165,16 @@ class _Runs:
 
     def _run(self, gates: Gates, rows: Any, seed: int, marked: bool) -> StepResult | None:
         parameters, silence = trained_in(self.module, self.block), SilenceRandom()
+        operations = NoteOperations(rows, partial(_called, gates))
         around, args = self.on_full_batch if rows is self.args[0] else nullcontext, (rows, *self.args[1:])
         with training_only(self.module, parameters):
             watch = StateWatch(self.module, self.units)
-            with around(), Interceptor(silence), rank_local():
+            with around(), Interceptor(silence, operations), rank_local():
                 seed += self.seed
                 seen, output = run_step(self.module, gates, self.step, args, self.context, seed, marked=marked)
             return step_result(
                 loss_of(output), parameters, marks=seen.marks, calls=tuple(seen.calls), given=tuple(seen.given),
-                drawn=frozenset(silence.lengths), written=watch.written(),
+                drawn=frozenset(silence.lengths), written=watch.written(), operations=operations.operations(),
             )  # fmt: skip
 
     def refuse_random_order(self) -> None:
@@ -182,6 +191,16 @@ class _Runs:
 
 _BACKWARD = 2
 """Cost of a full backward of the first microbatch, beside that of a forward of some of them."""
+_MEETS = (
+    "pipeline_parallel_size cuts batches into microbatches, but training_step computes a value from several samples,"
+    " and other samples meet it ahead of the last block ({}, {!r}). In the first batch this changes nothing. A later"
+    " batch in which the value matters trains otherwise than on one device: each microbatch has a value of its own."
+    " num_microbatches=1 runs the full batch at once."
+)
+_WEIGHS = (
+    "the first batch shows a mean, but a value of several samples weighs it, which microbatches of later batches may"
+    " not share: {}, {!r}"
+)
 _NO_MEAN = (
     ": it is no mean over samples (tokens that a mask leaves out unevenly, pairs of samples), so microbatches do not"
     " train exactly as one device does. loss_scope='auto' computes it on the full batch, or says why it cannot."
@@ -267,6 +286,7 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
             runs.refuse_random_order()
             counts = [sizes[0], sum(sizes[1:])]
             two, alone = split_batch(batch, counts, rows), [*runs.latest, None]
+            _with_meetings(mean, alone)
             return find_carried(runs, mean, two, counts, alone, compared=not uncut.drawn)
     mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     uncut = runs.observed()
@@ -275,6 +295,7 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
         mean = compare_parts(runs, batch, sizes, runs.rounding, rows, runs.divide)
     runs.refuse_random_order()
     alone = list(runs.latest)  # with the batch norms
+    mean = _with_meetings(mean, alone)
     if mean.verdict == "no mean":
         mean = _without_norms(runs, mean, sizes, rows, loss_scope)
     counts, parts = parts_of(batch, sizes, rows)
@@ -282,6 +303,21 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
     if carried is not mean and loss_scope == "microbatch":
         rank_zero_warn(f"pipeline_parallel_size cuts batches into microbatches, but {carried.reason}{_NO_MEAN}")
     return carried
+
+
+def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:
+    """`mean`, unless later batches may have another loss; warns where blocks may get other values in these."""
+    full, part = results[0], results[1] if len(results) > 1 else None
+    if full is None or part is None:
+        return mean
+    before, weight = find_meetings(full.operations, part.operations, len(full.calls))
+    if before is not None:
+        rank_zero_warn(_MEETS.format(before.place, before.name))
+    if mean.verdict != "mean":
+        return mean
+    if weight is not None:
+        return LossMean("unknown", _WEIGHS.format(weight.place, weight.name))
+    return replace(mean, left_out=tuple(dict.fromkeys(full.operations.targets)))
 
 
 def _without_norms(runs: _Runs, mean: LossMean, sizes: list[int], rows: Rows, loss_scope: str) -> LossMean:

@@ -69,6 +69,7 @@ class TrainingStep:
         rows = self.pipeline.rows_of(batch)
         self.sizes = microbatch_sizes(batch, self.pipeline.num_microbatches, self.pipeline.wire.size, rows)
         pieces = split_batch(batch, self.sizes, rows) if self.step.args else []
+        self.pipeline.left_out.check(pieces, self.sizes)
         self.microbatches = [
             replace(self.step, args=(piece, *rest), seed=self.step.seed ^ (index * 0x9E3779B1))
             for index, piece in enumerate(pieces)

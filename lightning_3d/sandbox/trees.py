@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,16 @@ def _collect(value: Any, found: list[Any]) -> list[Any]:
         for item in inner:
             _collect(item, found)
     return found
+
+
+def leaves_at(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The leaves, each with its place: positions in nested containers."""
+    inner = children(value)
+    if inner is None:
+        yield path, value
+    else:
+        for at, item in enumerate(inner):
+            yield from leaves_at(item, (*path, at))
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -1,0 +1,146 @@
+"""A test for values of several samples that other samples meet, from the operations of two runs of a step.
+
+Numbers show only what the first batch has. A scale for samples without data, or a count of tokens that are not padding,
+may change nothing there. Shapes show it at once: a value that has samples in it, and the same shape for fewer of them.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path as File
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_3d.pipeline.microbatch import Path
+from lightning_3d.sandbox.interceptor import Call, Rule
+from lightning_3d.sandbox.trees import leaves, leaves_at
+
+_MOST = 4096
+"""Operations that are noted."""
+_OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
+_SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
+"""A term of a loss may be a mean over all samples."""
+
+
+class Operation(NamedTuple):
+    """A tensor that an operation between blocks returned."""
+
+    name: str
+    place: str
+    """File and line of the call."""
+    call: int
+    """The number of blocks that were called before."""
+    inputs: tuple[int | Path, ...]
+    """Indices of operations, and places in the batch."""
+    shape: tuple[int, ...]
+    grad: bool
+
+
+class Operations(NamedTuple):
+    """Those of a run."""
+
+    batch: Mapping[Path, tuple[int, ...]] = MappingProxyType({})
+    """Shapes of the tensors of the batch."""
+    found: tuple[Operation, ...] = ()
+    targets: tuple[tuple[Path, int], ...] = ()
+    """For each mean cross entropy: the place in the batch that its labels come from, and the one that it leaves out."""
+
+
+class NoteOperations(Rule):
+    """Note the operations of a step.
+
+    Args:
+        called: returns the number of blocks that were called, None inside of one.
+    """
+
+    def __init__(self, batch: Any, called: Callable[[], int | None]) -> None:
+        self.called = called
+        self._known: dict[int, tuple[ref[Tensor], int | Path]] = {}
+        self._found: list[Operation] = []
+        self._sources: list[frozenset[Path]] = []
+        self._targets: list[tuple[Path, int]] = []
+        tensors = {path: leaf for path, leaf in leaves_at(batch) if isinstance(leaf, Tensor)}
+        self._shapes = {path: tuple(leaf.shape) for path, leaf in tensors.items()}
+        for path, leaf in tensors.items():
+            self._know(leaf, path)
+
+    def operations(self) -> Operations:
+        """What was noted."""
+        return Operations(self._shapes, tuple(self._found), tuple(self._targets))
+
+    def after(self, call: Call, result: Any) -> None:
+        number = self.called()
+        tensors = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if number is None or not tensors or len(self._found) > _MOST or call.name.startswith(_OF_SHAPES_ONLY):
+            return
+        inputs = tuple(dict.fromkeys(at for leaf in call.tensors() if (at := self._index(leaf)) is not None))
+        if not inputs:
+            return
+        sources = frozenset().union(*(self._sources_of(at) for at in inputs))
+        if call.func in (F.cross_entropy, F.nll_loss) and _argument(call, 6, "reduction", "mean") == "mean":
+            target = _argument(call, 1, "target", None)
+            at = self._index(target)
+            if at is not None and not target.is_floating_point() and len(of := self._sources_of(at)) == 1:
+                self._targets.append((*of, _argument(call, 4, "ignore_index", -100)))
+        frame = call.caller
+        place = f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        for tensor in tensors:
+            self._know(tensor, len(self._found))
+            shape = tuple(tensor.shape)
+            self._found.append(Operation(call.name.strip("_"), place, number, inputs, shape, tensor.requires_grad))
+            self._sources.append(sources)
+
+    def _know(self, tensor: Tensor, index: int | Path) -> None:
+        self._known[id(tensor)] = ref(tensor), index
+
+    def _index(self, tensor: Any) -> int | Path | None:
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _sources_of(self, index: int | Path) -> frozenset[Path]:
+        return self._sources[index] if isinstance(index, int) else frozenset((index,))
+
+
+def _argument(call: Call, position: int, name: str, default: Any) -> Any:
+    return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+
+
+class Meetings(NamedTuple):
+    """Operations in which samples meet a value of several samples; None where there is none."""
+
+    before: Operation | None = None
+    """Ahead of the last block."""
+    weight: Operation | None = None
+    """Behind it: a value that has no gradient weighs one that has."""
+
+
+def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
+    """Compare the operations on the full batch with those on some of its samples.
+
+    Args:
+        calls: the number of blocks that the step calls.
+    """
+    kinds: list[str] = []
+    """Of each operation: it has samples, is a value of several samples, or neither."""
+
+    def kind(at: int | Path) -> str:
+        if isinstance(at, int):
+            return kinds[at]
+        return "samples" if full.batch[at] != part.batch[at] else ""
+
+    before = weight = None
+    for one, other in zip(full.found, part.found, strict=False):
+        if (one.name, one.inputs, one.call) != (other.name, other.inputs, other.call):
+            break  # the step went another way
+        of = [kind(at) for at in one.inputs]
+        samples = one.shape != other.shape
+        kinds.append("samples" if samples else "value" if any(of) else "")
+        values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
+        if samples and values and one.call < calls:
+            before = before or one
+        plain = [at for at in values if isinstance(at, int) and not full.found[at].grad]
+        if plain and len(plain) < len(one.inputs) and one.grad and one.call == calls and one.name not in _SUMS:
+            weight = weight or one
+    return Meetings(before, weight)

@@ -95,18 +95,51 @@ def main() -> None:
         print("\nThe same module on one device ...")
         one, alone = train(1, "auto", Path(folder) / "one.json")
     report(in_3d["losses"], alone["losses"])
+    picture = draw(in_3d["losses"], alone["losses"], Path("build/demo/losses.svg"))
     largest = max(float((a - b).abs().max()) for a, b in zip(many.parameters(), one.parameters(), strict=True))
     worst = max(abs(a - b) for a, b in zip(in_3d["losses"], alone["losses"], strict=True))
     print(f"\nlargest difference of a loss over {STEPS} steps: {worst:.1e}, of a final weight: {largest:.1e}")
     print(f"\n{beside_the_plan(planned, in_3d['held'], in_3d['step'])}")
     print(f"One device takes {alone['step'] * 1e3:.0f} ms and holds {alone['held'][0] / 1e6:.2f} MB. ", end="")
     print(f"{layout.world_size} processes share this machine's {os.cpu_count()} cores: this is not about speed.")
+    print(f"\nBoth curves: {picture}")
+    print("Next: the same with your own module (README.md), or docs/choose.md for the layout that it needs.")
+
+
+def draw(many: list[float], one: list[float], file: Path) -> Path:
+    """Draw both curves on top of each other, as SVG."""
+    high, low = max(one + many), min(one + many)
+
+    def line(losses: list[float], style: str) -> str:
+        places = (
+            f"{50 + 540 * at / (len(losses) - 1):.1f},{230 - 200 * (loss - low) / (high - low):.1f}"
+            for at, loss in enumerate(losses)
+        )
+        return f'<polyline points="{" ".join(places)}" fill="none" {style}/>'
+
+    wide, thin = 'stroke="#f5b57a" stroke-width="7"', 'stroke="#1f4e79" stroke-width="2"'
+    names = [(wide, "one device"), (thin, "data 2 x tensor 2 x pipeline 2, eight processes")]
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 610 270" font-family="sans-serif" font-size="13">',
+        '<rect width="610" height="270" fill="white"/>',
+        '<path d="M50 20V240H600" fill="none" stroke="#999"/>',
+        f'<text x="8" y="36">{high:.2f}</text><text x="8" y="234">{low:.2f}</text>',
+        f'<text x="50" y="258">step 0</text><text x="548" y="258">step {len(one) - 1}</text>',
+        *(line(losses, style) for losses, (style, _) in zip((one, many), names, strict=True)),
+        *(f'<path d="M250 {y}h30" {style}/><text x="290" y="{y + 4}">{name}</text>'
+          for y, (style, name) in zip((40, 64), names, strict=True)),
+        "</svg>",
+    ]  # fmt: skip
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(parts) + "\n")
+    return file
 
 
 def report(many: list[float], one: list[float]) -> None:
+    """Print some losses of both, one beside the other."""
     top = max(one)
-    print(f"\n\n{'step':>5}  {'in 3D':<33}  one device")
-    for step in range(0, STEPS, max(1, STEPS // 10)):
+    print(f"\n{'step':>5}  {'in 3D':<33}  one device")
+    for step in range(0, STEPS, STEPS // 5):
         cells = (f"{losses[step]:.5f} {'█' * round(24 * losses[step] / top):<25}" for losses in (many, one))
         print(f"{step:>5}  {'  '.join(cells)}".rstrip())
 

@@ -75,10 +75,12 @@ class MemoryReport:
         sizes = {name: getattr(rank, name) for name in _COLUMNS[:4]}
         on_disk = f" (and {show_bytes(rank.disk)} on the disk)" if rank.disk else ""
         counted = " + ".join(f"{show_bytes(size)} {name}" for name, size in sizes.items() if size)
-        at_peak = "" if rank.rest is None else f", of which {show_bytes(rank.rest)} activations and gathered tensors"
+        peak = f"its process had {show_bytes(rank.peak)} at most, with torch"
+        if rank.rest is not None:
+            peak = f"peak {show_bytes(rank.peak)}, of which {show_bytes(rank.rest)} activations and gathered tensors"
         return (
-            f"memory after the first epoch, rank {self.fullest}: {counted}{on_disk} after a step (planned in it:"
-            f" {show_bytes(rank.planned.total)}), peak {show_bytes(rank.peak)}{at_peak}"
+            f"memory after the first epoch, rank {self.fullest}: {counted}{on_disk} after a step"
+            f" ({show_bytes(rank.planned.total)} planned during a step); {peak}"
         )
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,8 @@ from lightning_3d.strategy.settings import Settings
 from lightning_3d.zero.data_axis import DataAxis
 
 T = TypeVar("T")
+_OF_LIGHTNING = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+"""Torch 2.13 warns of Lightning 2.6 itself, once on each rank."""
 
 
 class Processes(ParallelStrategy):
@@ -93,6 +96,7 @@ class Processes(ParallelStrategy):
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        warnings.filterwarnings("ignore", _OF_LIGHTNING, FutureWarning)
         if (simulation := self._simulation) is not None:
             self._launcher = simulation
             return

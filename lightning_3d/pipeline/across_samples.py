@@ -1,7 +1,7 @@
 """A test for values of several samples that other samples meet, from the operations of two runs of a step.
 
 Numbers show only what the first batch has. A scale for samples without data, or a count of tokens that are not padding,
-may change nothing there. Shapes show it at once: a value that has samples in it, and the same shape for fewer of them.
+may change nothing there. Such a value comes from samples, and has the same shape and another size for fewer of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_3d.pipeline.microbatch import Path
+from lightning_3d.sandbox.fingerprint import Print, differ, fingerprint
 from lightning_3d.sandbox.interceptor import Call, Rule
 from lightning_3d.sandbox.trees import leaves, leaves_at
 
-_MOST = 4096
-"""Operations that are noted."""
+_MOST, _SMALL = 4096, 2**16
+"""Operations that are noted, and elements of a value that is compared."""
 _OF_SHAPES_ONLY = ("new_", "empty", "zeros", "ones", "full")
 _SUMS = ("add", "sub", "rsub", "radd", "iadd", "isub", "cat", "stack")
 """A term of a loss may be a mean over all samples."""
@@ -36,6 +37,8 @@ class Operation(NamedTuple):
     """Indices of operations, and places in the batch."""
     shape: tuple[int, ...]
     grad: bool
+    prints: list[Print]
+    """Of a small tensor."""
 
 
 class Operations(NamedTuple):
@@ -88,8 +91,9 @@ class NoteOperations(Rule):
         place = f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
         for tensor in tensors:
             self._know(tensor, len(self._found))
-            shape = tuple(tensor.shape)
-            self._found.append(Operation(call.name.strip("_"), place, number, inputs, shape, tensor.requires_grad))
+            shape, prints = tuple(tensor.shape), fingerprint(tensor) if tensor.numel() <= _SMALL else []
+            name = call.name.strip("_")
+            self._found.append(Operation(name, place, number, inputs, shape, tensor.requires_grad, prints))
             self._sources.append(sources)
 
     def _know(self, tensor: Tensor, index: int | Path) -> None:
@@ -136,7 +140,8 @@ def find_meetings(full: Operations, part: Operations, calls: int) -> Meetings:
             break  # the step went another way
         of = [kind(at) for at in one.inputs]
         samples = one.shape != other.shape
-        kinds.append("samples" if samples else "value" if any(of) else "")
+        value = any(of) and (not one.prints or differ(one.prints, other.prints))
+        kinds.append("samples" if samples else "value" if value else "")
         values = [at for at, each in zip(one.inputs, of, strict=True) if each == "value"]
         if samples and values and one.call < calls:
             before = before or one

@@ -307,7 +307,7 @@ def _test_for_mean(runs: _Runs, sizes: list[int], rows: Rows, loss_scope: str) -
 
 def _with_meetings(mean: LossMean, results: Sequence[StepResult | None]) -> LossMean:
     """`mean`, unless later batches may have another loss; warns where blocks may get other values in these."""
-    full, part = results[0], results[1] if len(results) > 1 else None
+    full, part = [*results, None, None][:2]
     if full is None or part is None:
         return mean
     before, weight = find_meetings(full.operations, part.operations, len(full.calls))

@@ -32,9 +32,9 @@ class LeftOut:
         for path, label in self.targets if len(sizes) > 1 else ():
             labels: list[Any] = [dict(leaves_at(batch)).get(path) for batch in microbatches]
             if all(isinstance(each, Tensor) for each in labels):
-                counts = torch.stack([(each == label).sum() for each in labels])
-                rows = torch.tensor(sizes, device=counts.device)
-                uneven = (counts * rows[0] != counts[0] * rows).any()
+                counts = [(each == label).sum() for each in labels]
+                shares = torch.stack([count * sizes[0] for count in counts])
+                uneven = (shares != torch.stack([counts[0] * size for size in sizes])).any()
                 if uneven.is_cpu:
                     _refuse(uneven)
                 else:

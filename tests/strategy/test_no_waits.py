@@ -32,8 +32,9 @@ READS = (
     "equal",
     "allclose",
 )
-HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/")
-"""Read numbers of the host alone: messages over gloo, seeds, and the step counts of torch's optimizers."""
+HOSTS = ("ranks/talk.py", "ranks/random_streams.py", "torch/optim/", "pipeline/left_out.py")
+"""Read numbers of the host alone: messages over gloo, seeds, the step counts of torch's optimizers, and what a device
+has written for the host a step ago."""
 FIRST, LAST = 5, 15
 
 

@@ -75,7 +75,7 @@ def _idle_experts(plan: UnitPlan, block: nn.Module, called: set[str]) -> Iterato
             continue
         names = {f"{prefix}.{name}" if prefix else name: child for name, child in holder.named_children()}
         for name, child in names.items():
-            if any(ran == name or ran.startswith(f"{name}.") for ran in called):
+            if name in plan.owners or any(ran == name or ran.startswith(f"{name}.") for ran in called):
                 continue
             planned = (n for n in names if any(p.startswith(f"{n}.") for p in plan.splits))
             proven = next((n for n in planned if structure(names[n]) == structure(child)), None)

@@ -90,8 +90,8 @@ def chunk(size: int, rank: int, ranks: int) -> Interval:
 
 
 def local_part(full: Tensor, split: TensorSplit, rank: int) -> Tensor:
-    """`rank`'s shard of `full`. A view where it is one interval."""
-    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in split.pieces[rank]]
+    """`rank`'s shard of `full`. A view where it is one interval, empty where it is none."""
+    pieces = [full.narrow(split.dim, start, stop - start) for start, stop in split.pieces[rank] or ((0, 0),)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=split.dim)
 
 

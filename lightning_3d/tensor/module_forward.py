@@ -14,6 +14,7 @@ from lightning_3d.module.forward import ForwardLayer, Layer, is_plain
 from lightning_3d.sandbox.trees import map_leaves
 from lightning_3d.tensor.autograd_collectives import copy, reduce
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.expert_calls import OwnRoutes, foreign_result
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.late_tensor import compute_late
 from lightning_3d.tensor.overlap import Deferral, EarlySum, defer, early_sum
@@ -138,6 +139,8 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
         self.enters = self.emits = self.reduces = self.gathers = False
         self.mixes: TensorSplit | None = None
         self.width: int | None = None
+        self.routes: OwnRoutes | None = None
+        self.foreign = False
         self.shadows: list[tuple[nn.Module, str, Shadow]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +203,9 @@ class ModuleForward(ForwardLayer, rank=Layer.SPLIT):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.mixes is not None:
             args, kwargs = each_argument(self._all_channels, args, kwargs)
-        result = self.next(*args, **kwargs)
+        if self.foreign:
+            return foreign_result(args, kwargs, [owner.__dict__[name] for owner, name, _ in self.shadows])
+        result = self.next(*args, **kwargs) if self.routes is None else self.routes(self.next, args, kwargs)
         return result if self.mixes is None else each_floating(self._own_channels, result)
 
     def _reduce(self, tensor: Tensor) -> Tensor:

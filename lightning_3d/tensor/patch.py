@@ -17,6 +17,7 @@ from lightning_3d.tensor.attention import use_open_attention
 from lightning_3d.tensor.autograd_collectives import copy, local_shard, share
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.block_forward import BlockForward
+from lightning_3d.tensor.expert_calls import OwnRoutes
 from lightning_3d.tensor.geometry import TensorSplit, local_part
 from lightning_3d.tensor.module_forward import BlockState, ModuleForward
 from lightning_3d.tensor.recompute import save_states
@@ -51,6 +52,8 @@ def patch_unit(unit: nn.Module, plan: UnitPlan, axis: Axis, undo: UndoStack, nam
         )
         forward.gathers, forward.mixes = at in entries, plan.mixes.get(at)
         forward.width = plan.decoys[at][axis.rank] if at in plan.decoys else None
+        forward.routes = OwnRoutes(forward.module, plan.routes[at], axis.rank) if at in plan.routes else None
+        forward.foreign = plan.owners.get(at, axis.rank) != axis.rank
     for parameter, holder in plan.holders:
         owner_name, _, own_name = parameter.rpartition(".")
         shadow = _Shadow(axis, parameter in plan.shared, plan.slices.get(parameter), parameter in plan.summed)

@@ -22,12 +22,13 @@ from lightning_3d.module.undo import UndoStack
 from lightning_3d.tensor.blocks import plan_idle_experts, structure
 from lightning_3d.tensor.divide import Division, divide, measure, merge
 from lightning_3d.tensor.proof import Prover, Refused
-from lightning_3d.tensor.regions import BlockTrace, Flow, Region, Site, graph_leaves, trace_block
+from lightning_3d.tensor.regions import BlockTrace, Flow, Region, graph_leaves, trace_block
 from lightning_3d.tensor.sample import Sample, is_activation
 from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import combinations, watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
+from lightning_3d.tensor.whole_experts import plan_experts
 from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written
 
 RUNS = 4
@@ -93,7 +94,8 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
         ways: splits of some of its parameters, written by the user or the module.
         must: raise `Refused` where these do not compute the same. Otherwise other splits are tried.
     """
-    plan, unsplit, used, failed = UnitPlan(), {}, set[Site](), dict[tuple[object, ...] | None, str]()
+    plan, unsplit = plan_experts(known.prover, known.called, known.read, ways, must=must), dict[str, str]()
+    used, failed = {s for s in known.flow.calls if plan.splits.keys() & s}, dict[tuple[object, ...] | None, str]()
     parameters = dict(known.scratch.named_parameters())
     regions = _regions(known, ways, parameters)
     kinds = {region: _kind(known, region) for region in regions if not any(name in ways for name in region.names)}

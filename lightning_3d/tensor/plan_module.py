@@ -62,8 +62,9 @@ def plan_tensor(
     Args:
         module: the module, unsplit.
         size: ranks on the tensor axis.
-        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections) or
-            "whole". It overrides the inferred plan. It is proven too, and an error if it computes something else.
+        tensor_plan: module or parameter names (patterns) -> "column", "row", "column:3" (three fused sections),
+            "experts" (each rank has whole ones) or "whole". It overrides the inferred plan. It is proven too, and an
+            error if it computes something else.
         sequence_parallel: also divide the residual stream between the split regions of a block, where that is proven.
         calls: arguments of each block, from `record_calls`. Without it an input is made up for blocks that take one
             tensor.
@@ -126,8 +127,8 @@ def _vocabulary(
         inside = any(name.startswith(f"{unit}." if unit else "") for unit in units if unit not in headed)
         if not inside and way.kind != "whole" and not (name in found and way == WrittenSplit("column")):
             raise TensorPlanError(
-                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind}s. Leave it out, or"
-                ' set it to "whole".'
+                f"tensor_plan: {name} is outside every block, so it cannot be split by {way.kind.rstrip('s')}s. Leave"
+                ' it out, or set it to "whole".'
             )
     return found, headed
 

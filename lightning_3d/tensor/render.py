@@ -71,6 +71,11 @@ def _unit_lines(unit: UnitPlan) -> Iterator[str]:
         yield f"{name}: dimension {split.dim}{sections}, {_sizes(split)}"
     for name, split in unit.slices.items():
         yield f"{name}: full on each rank, which computes with {_sizes(split)}"
+    for name, numbers in unit.routes.items():
+        yield f"{name}: whole experts, {_sizes(numbers)}"
+    if unit.owners:
+        counts = [list(unit.owners.values()).count(rank) for rank in range(max(unit.owners.values()) + 1)]
+        yield f"{next(iter(unit.owners))} and those beside it: whole experts, {', '.join(map(str, counts))} of a rank"
     for name in unit.mixes:
         yield f"{name}: unsplit, on the gathered channels of all ranks"
     for name in unit.emits:

@@ -47,6 +47,10 @@ class UnitPlan:
     """Modules inside a split region that need all of its channels: gathered before, own shard taken after."""
     reduces: tuple[str, ...] = ()
     """Modules whose output is a partial sum."""
+    routes: Mapping[str, TensorSplit] = field(default_factory=dict)
+    """Experts that are called with numbers of experts: the numbers of each rank."""
+    owners: Mapping[str, int] = field(default_factory=dict)
+    """Experts of a list: the rank that computes each. The others return zeros."""
     holders: tuple[tuple[str, str], ...] = ()
     """(parameter, module in whose forward it is used) for every parameter that does not enter unchanged."""
     inputs: Mapping[int, TensorSplit | None] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class UnitPlan:
     def patched(self) -> tuple[str, ...]:
         """Modules of the block that get another forward."""
         entries = self.sequence.entries if self.sequence is not None else ()
-        edges = (*self.copies, *self.emits, *self.mixes, *self.reduces, *self.decoys, *entries)
+        edges = (*self.copies, *self.emits, *self.mixes, *self.reduces, *self.owners, *self.decoys, *entries)
         return tuple(dict.fromkeys((*edges, *(holder for _, holder in self.holders))))
 
     def merged(self, other: "UnitPlan") -> "UnitPlan":
@@ -96,6 +100,8 @@ class UnitPlan:
             emits=union(self.emits, other.emits),
             mixes={**self.mixes, **other.mixes},
             reduces=union(self.reduces, other.reduces),
+            routes={**self.routes, **other.routes},
+            owners={**self.owners, **other.owners},
             edges=(*self.edges, *other.edges),
             holders=union(self.holders, other.holders),
             inputs={**self.inputs, **other.inputs},

@@ -15,7 +15,7 @@ from lightning_3d.tensor.divide import Division
 from lightning_3d.tensor.geometry import TensorSplit
 from lightning_3d.tensor.regions import Region
 
-KINDS = ("column", "row", "whole")
+KINDS = ("column", "row", "whole", "experts")
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def divide_as_written(
 
 def _parse(pattern: str, text: str) -> WrittenSplit:
     kind, _, groups = str(text).partition(":")
-    if kind not in KINDS or (groups and not groups.isdigit()) or (groups and kind == "whole"):
+    if kind not in KINDS or (groups and not groups.isdigit()) or (groups and kind in KINDS[2:]):
         raise TensorPlanError(
-            f'tensor_plan: {pattern!r} is {text!r}; it must be "column", "row", "whole", or "column:3" for a matrix of'
-            " three fused sections."
+            f'tensor_plan: {pattern!r} is {text!r}; it must be "column", "row", "whole", "experts" (each rank has whole'
+            ' ones), or "column:3" for a matrix of three fused sections.'
         )
     return WrittenSplit(kind, int(groups or 1))
 

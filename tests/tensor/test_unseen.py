@@ -26,6 +26,8 @@ SPLIT = [
     "Adapted",
     "Mixer",
     "Experts",
+    "NeverChosen",
+    "Balanced",
     "Grouped",
     "PackedAttention",
     "Normed",

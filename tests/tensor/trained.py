@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from tests.zoo import blocks
 from tests.zoo.base import Base
+from tests.zoo.families import FAMILIES
+from tests.zoo.odd_blocks import Balanced, NeverChosen, StackedExperts
 
 
 class Tokens(Base):
@@ -114,3 +116,74 @@ class ViT(Base):
 
     def loss(self, batch):
         return self.model(pixel_values=batch[0], labels=batch[1]).loss
+
+
+class Mixtral(Causal):
+    make = staticmethod(FAMILIES["mixtral"].build)
+
+
+class RouterLoss(Mixtral):
+    """Asks for the router's own loss, a tenth of the loss."""
+
+    def make(self):
+        model = FAMILIES["mixtral"].build()
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.1
+        return model
+
+
+class Qwen3Moe(Causal):
+    make = staticmethod(FAMILIES["qwen3_moe"].build)
+
+
+class DeepseekV3(Causal):
+    make = staticmethod(FAMILIES["deepseek_v3"].build)
+
+
+class Olmoe(Causal):
+    make = staticmethod(FAMILIES["olmoe"].build)
+
+
+class GptOss(Causal):
+    """Experts in a loop, whose code knows no number of another rank's expert."""
+
+    def make(self):
+        model = FAMILIES["gpt_oss"].build()
+        model.set_experts_implementation("eager")
+        return model
+
+
+class Unreached(DeepseekV3):
+    """No token reaches an expert whose weights decay."""
+
+    def make(self):
+        model = FAMILIES["deepseek_v3"].build()
+        model.model.layers[1].mlp.gate.e_score_correction_bias[0] = -1e4
+        return model
+
+
+class ListedExperts(Perceptron):
+    """Each token goes to one of three experts in a list, and none to the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = blocks.Stack(NeverChosen(), NeverChosen())
+
+
+class BalancedExperts(Perceptron):
+    """Blocks leave a router's loss on themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = blocks.Stack(Balanced(), Balanced())
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss + sum(block.balance for block in self.inner.blocks)
+
+
+class SoftExperts(Perceptron):
+    """Each token goes to every expert, in products over all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = blocks.Stack(StackedExperts(), StackedExperts())

@@ -127,6 +127,28 @@ class Experts(nn.Module):
         return out * weights[..., None]
 
 
+@member("tensor", because="An expert that no token ever reaches gets no gradient: it does not decay.")
+class NeverChosen(Experts):
+    def __init__(self):
+        super().__init__()
+        nn.init.constant_(self.router.bias[:1], -1e4)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            here = chosen == number
+            out[here] = self.experts[number](x[here])
+        return out * weights[..., None]
+
+
+@member("tensor", because="A router's loss, left on the module for the step: only one device counts it once by itself.")
+class Balanced(Experts):
+    def forward(self, x):
+        self.balance = self.router(x).softmax(-1).mean((0, 1)).square().sum()
+        return super().forward(x)
+
+
 @member("tensor", because="A learned factor for each channel of the branch, and norms before and after.")
 class LayerScale(nn.Module):
     def __init__(self):

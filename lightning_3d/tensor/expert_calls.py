@@ -1,0 +1,71 @@
+"""Calls of experts of which each tensor rank has some: other ranks' experts cost nothing here."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import TensorPlanError
+from lightning_3d.tensor.geometry import TensorSplit
+
+SENTINEL = "_is_expert_parallel"
+"""Attribute of Hugging Face's experts: numbers from `num_experts` on are other ranks', and are skipped."""
+
+
+class OwnRoutes:
+    """Calls experts with the routes to those of one rank.
+
+    Args:
+        experts: the module.
+        numbers: experts of each rank.
+        rank: this rank.
+    """
+
+    def __init__(self, experts: nn.Module, numbers: TensorSplit, rank: int) -> None:
+        self.experts, ((self.start, self.stop),) = experts, numbers.pieces[rank]
+        self.names = list(inspect.signature(experts.forward).parameters)[:3]
+
+    def __call__(self, forward: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        hidden, index, weights = (given.pop(name) for name in self.names)
+        if index.shape != weights.shape or index.shape[:-1] != hidden.shape[:-1]:
+            raise TensorPlanError(
+                f"{type(self.experts).__name__} is called with {tuple(index.shape)} numbers of experts and"
+                f" {tuple(weights.shape)} weights for {tuple(hidden.shape)} hidden states. Whole experts need a number"
+                " and a weight of each route."
+            )
+        own = (index >= self.start) & (index < self.stop)
+        if self._skips():
+            local = torch.where(own, index - self.start, self.stop - self.start)
+            return forward(hidden, local, weights.masked_fill(~own, 0.0), **given)
+        where = own.nonzero(as_tuple=True)
+        tokens = where[:-1]
+        if len(where[0]):
+            rows = forward(hidden[tokens], (index[where] - self.start)[:, None], weights[where][:, None], **given)
+        else:  # one row, of which nothing is used: the graph is that of the other ranks
+            first = hidden.reshape(-1, hidden.shape[-1])[:1], weights.reshape(-1, weights.shape[-1])[:1, :1]
+            rows = forward(first[0], index.new_zeros((1, 1)), first[1], **given)[:0]
+        result = rows.new_zeros((*hidden.shape[:-1], rows.shape[-1]))
+        return result.index_put(tokens, rows, accumulate=True)
+
+    def _skips(self) -> bool:
+        """Return True where the code of the module skips other ranks' routes itself, and waits for no value."""
+        chosen = getattr(getattr(self.experts, "config", None), "_experts_implementation", None)
+        return chosen == "grouped_mm" and hasattr(self.experts, SENTINEL)
+
+
+def foreign_result(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor]) -> Tensor:
+    """Zeros in place of the result of another rank's expert, with a graph like its owner's.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        parameters: this rank's shards of the expert's parameters, which are empty.
+    """
+    hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    result = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return result + sum(empty.sum().to(dtype) for empty in (hidden[:0], *parameters))

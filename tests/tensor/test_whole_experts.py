@@ -10,8 +10,9 @@ from lightning_3d.tensor import whole_experts
 from lightning_3d.tensor.block_calls import record_calls
 from lightning_3d.tensor.plan_module import plan_tensor
 from lightning_3d.tensor.render import render_plan
-from tests.parity import assert_parity, in_turn
+from tests.parity import assert_parity, assert_same, in_turn, train
 from tests.tensor.parity import assert_small, in_threads
+from tests.workers import run
 from tests.zoo import blocks
 from tests.zoo.families import BATCHES, FAMILIES, Family, loss_of
 from tests.zoo.registry import members
@@ -22,10 +23,9 @@ STAGES = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 OTHERS = [
     ("Mixtral", SHARDED),
     ("Mixtral", STAGES),
-    ("ListedExperts", SHARDED),
+    ("CalledExperts", SHARDED),
     ("Unreached", SHARDED),
     ("RouterLoss", {}),
-    ("RouterLoss", SHARDED),
     ("BalancedExperts", {}),
 ]
 
@@ -36,6 +36,15 @@ def test_twenty_steps_are_those_of_one_device(family, layout):
     layout = {"tensor_parallel_size": 2, "data_parallel_size": 1, "quiet": True, **layout}
     world = 2 * layout["data_parallel_size"] * layout.get("pipeline_parallel_size", 1)
     assert_parity(f"tests.tensor.trained:{family}", world, layout, trainer={"max_epochs": 4}, steps=20, timeout=300)
+
+
+@pytest.mark.parametrize("layout", [SHARDED])
+def test_the_routers_loss_is_the_mean_of_its_parts(layout):
+    """It is a product of means over tokens, which each data rank computes on its own, as in DDP."""
+    name, trainer = "tests.tensor.trained:RouterLoss", {"max_epochs": 4}
+    (wanted, _) = run(train, name, 2, {"data_parallel_size": 2, "quiet": True}, {}, trainer, world=2)
+    layout = {"tensor_parallel_size": 2, "data_parallel_size": 1, "quiet": True, **layout}
+    assert_same(run(train, name, 4, layout, {}, trainer, world=4, timeout=300), wanted, 1e-5)
 
 
 def mixtral(experts=4, top=2, implementation="grouped_mm"):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tests.zoo import blocks
 from tests.zoo.base import Base
 from tests.zoo.families import FAMILIES
-from tests.zoo.odd_blocks import Balanced, NeverChosen, StackedExperts
+from tests.zoo.odd_blocks import Balanced, Experts, NeverChosen, StackedExperts
 
 
 class Tokens(Base):
@@ -167,6 +167,14 @@ class ListedExperts(Perceptron):
     def __init__(self):
         super().__init__()
         self.inner = blocks.Stack(NeverChosen(), NeverChosen())
+
+
+class CalledExperts(Perceptron):
+    """Experts that are called whether or not a token reaches them: data ranks reduce the same gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = blocks.Stack(Experts(), Experts())
 
 
 class BalancedExperts(Perceptron):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lightning_3d.errors import UnsupportedError
+from lightning_3d.errors import PipelineSplitError, UnsupportedError
 from lightning_3d.module.forward import ForwardLayer, Layer, add_layer
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.sandbox.users_code import is_users
@@ -42,6 +42,10 @@ class Gates:
         self.depth = 0
         self.outside: tuple[Any, Any] | None = None
         """The arguments with which code around the units has called the last one."""
+        self.takes = False
+        """True where the user's hooks inside of units wait for their end: what they get travels with the output."""
+        self.taken: list[tuple[str, Any, Any]] = []
+        """Calls of such hooks in the running unit."""
         self.module = module
         first_names = {id(module.get_submodule(unit)): unit for unit in reversed(units)}
         for name in first_names.values():
@@ -58,8 +62,10 @@ class Gates:
             self.depth += 1
             if self.director is None or self.depth > 1:
                 return None
-            self.outside = args, kwargs
+            self.outside, self.taken = (args, kwargs), []
             self._pass_outside_arguments(unit, undo)
+            if self.takes:
+                self._take_inside(name, undo)
             return self.director.enter(name, args, kwargs)
 
         return before
@@ -69,9 +75,31 @@ class Gates:
             self.depth -= 1
             if self.director is None or self.depth:
                 return None
-            return self.director.leave(name, output)
+            if not self.takes:
+                return self.director.leave(name, output)
+            return self.give(self.director.leave(name, (output, self.taken)))
 
         return after
+
+    def _take_inside(self, unit: str, undo: UndoStack) -> None:
+        """Let the user's forward hooks inside of `unit` wait. Some are registered at the first call."""
+        for name, inner in self.module.get_submodule(unit).named_modules(prefix=unit):
+            hooks: Any = inner._forward_hooks
+            for number, (key, hook) in enumerate(_users_hooks(inner) if name != unit else ()):
+                if not isinstance(hook, _Waiting):
+                    hooks[key] = _Waiting(hook, f"{name}:{number}", self)
+                    undo.callback(_put_back, hooks, key, hook)
+
+    def give(self, left: tuple[Any, list[tuple[str, Any, Any]]]) -> Any:
+        """The output of a unit that ran on some stage, after calls of the hooks that waited for it."""
+        output, taken = left
+        for place, args, others in taken:
+            name, _, number = place.rpartition(":")
+            inner = self.module.get_submodule(name)
+            hook = _users_hooks(inner)[int(number)][1]
+            if (hook.hook if isinstance(hook, _Waiting) else hook)(inner, args, *others) is not None:
+                raise PipelineSplitError(f"A forward hook of {name!r} changes its result, so it cannot wait.")
+        return output
 
     def _pass_outside_arguments(self, unit: nn.Module, undo: UndoStack) -> None:
         """Let the user's forward hooks get the arguments from outside. Some are registered at the first call."""
@@ -122,7 +150,26 @@ class _Gate(ForwardLayer, rank=Layer.GATE):
                 f"{self.name!r} belongs to another pipeline stage and was called outside of training_step,"
                 " validation_step, test_step and predict_step. Call the module inside a step."
             )
-        return director.foreign(self.name, args, kwargs)
+        result = director.foreign(self.name, args, kwargs)
+        return self.gates.give(result) if self.gates.takes else result
+
+
+class _Waiting:
+    """The user's forward hook on a module inside of a unit."""
+
+    def __init__(self, hook: Any, place: str, gates: Gates) -> None:
+        self.hook, self.place, self.gates = hook, place, gates
+
+    def __call__(self, inner: nn.Module, args: Any, *others: Any) -> Any:
+        if not self.gates.takes or not self.gates.inside_block():
+            return self.hook(inner, args, *others)
+        self.gates.taken.append((self.place, args, others))
+        return None
+
+
+def _users_hooks(inner: nn.Module) -> list[tuple[int, Any]]:
+    """The user's forward hooks on a module, in order."""
+    return [(key, hook) for key, hook in inner._forward_hooks.items() if isinstance(hook, _Waiting) or is_users(hook)]
 
 
 def _put_outside(unit: nn.Module) -> None:
@@ -154,4 +201,4 @@ def users_hooks(module: nn.Module, units: Sequence[str]) -> bool:
     """Return True if a unit, or a module inside of one, has a forward hook of the user or of a library."""
     inside = {id(inner): inner for unit in units for inner in module.get_submodule(unit).modules()}
     hooks = (hooks for each in inside.values() for hooks in (each._forward_hooks, each._forward_pre_hooks))
-    return any(is_users(hook) for some in hooks for hook in some.values())
+    return any(isinstance(hook, _Waiting) or is_users(hook) for some in hooks for hook in some.values())

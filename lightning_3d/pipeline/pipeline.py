@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.errors import PipelineSplitError
 from lightning_3d.module.undo import UndoStack
 from lightning_3d.pipeline.context import CutModule, StepCallbacks, StepContext
 from lightning_3d.pipeline.evaluation import Evaluations, EvaluationStep
@@ -17,6 +18,7 @@ from lightning_3d.pipeline.rehearsal import StepTrace
 from lightning_3d.pipeline.ties import Ties
 from lightning_3d.pipeline.training_step import TrainingStep
 from lightning_3d.ranks import random_streams
+from lightning_3d.ranks.agreement import raise_if_alone
 from lightning_3d.ranks.shards import local
 from lightning_3d.sandbox.record import Record
 from lightning_3d.sandbox.trees import detached, loss_of
@@ -89,8 +91,23 @@ class Pipeline(CutModule):
         return self.wire.share(detached(output), self.stage_rank[-1], "results")
 
     def prove(self, uncut: UncutRun) -> None:
-        """Compare values and gradients with those of the module before it was cut."""
-        trace_of(StepContext(self, uncut.step, uncut.args, uncut.seed), uncut)
+        """Compare values and gradients with those of the module before it was cut.
+
+        Where they differ and the user has hooks inside of blocks, what those take travels too, if that is right.
+        """
+        step = StepContext(self, uncut.step, uncut.args, uncut.seed)
+        try:
+            trace_of(step, uncut)
+        except PipelineSplitError as error:
+            raise_if_alone(error)
+            if not uncut.hooked:
+                raise
+            self.gates.takes = True
+            try:
+                trace_of(step, uncut)
+            except PipelineSplitError:
+                self.gates.takes = False
+                raise error from None
 
     def forget(self) -> None:
         """Rehearse all shapes again: blocks now compute in another way."""

@@ -871,6 +871,13 @@ class SmallHook(InnerHook):
         return F.cross_entropy(logits, batch["y"]) + 0.02 * sum(term - term.detach() for term in terms)
 
 
+@member("pipeline", because="The hook that takes an activation also changes it.")
+class ChangingHook(SmallHook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].register_forward_hook(lambda _, args, output: 0.5 * output)
+
+
 @member("pipeline", because="Two views of the batch through the same chain.")
 class Twice(Awkward):
     def __init__(self) -> None:

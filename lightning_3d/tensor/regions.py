@@ -44,6 +44,8 @@ class TracedCall:
     """The activation as the product took it: a leaf."""
     again: Callable[[Tensor], Tensor]
     """The product of another activation."""
+    beside: tuple[Tensor, ...] = ()
+    """Smaller activations that the product takes too: the scores of a soft router."""
 
 
 @dataclass
@@ -95,9 +97,10 @@ class _Cutter(Rule):
         operands = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
         weights = [x for x in operands if self._parameters_of(x)]
         others = [x for x in operands if not self._parameters_of(x) and x.dim() > 1]
-        if len(others) != 1 or not any(weight.dim() > 1 for weight in weights):
+        fits = len(others) == 1 or (func is torch.einsum and len(set(map(id, others))) == len(others) > 1)
+        if not fits or not any(weight.dim() > 1 for weight in weights):
             return call
-        before = others[0]
+        before, *beside = sorted(others, key=Tensor.numel, reverse=True)
         leaf = before.detach().clone().requires_grad_()
 
         def again(value: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ class _Cutter(Rule):
 
         matrices = [name for w in weights if w.dim() > 1 for name in self._parameters_of(w)]
         vectors = [name for w in weights if w.dim() == 1 for name in self._parameters_of(w)]
-        self.trace.calls.append(TracedCall((*matrices, *vectors), self.stack[-1], before, leaf, again))
+        self.trace.calls.append(TracedCall((*matrices, *vectors), self.stack[-1], before, leaf, again, tuple(beside)))
         return call._replace(func=again, args=(leaf,), kwargs={})
 
     def _parameters_of(self, tensor: Tensor) -> list[str]:
@@ -175,7 +178,10 @@ class Flow:
             self.calls.setdefault(call.parameters, []).append(call)
         self.leaf_site = {id(call.leaf): call.parameters for call in trace.calls}
         self.input_index = {id(tensor): index for index, tensor in enumerate(trace.inputs)}
-        self.reached = {site: self._leaves(call.before for call in calls) for site, calls in self.calls.items()}
+        self.reached = {
+            site: self._leaves(tensor for call in calls for tensor in (call.before, *call.beside))
+            for site, calls in self.calls.items()
+        }
         self.sources = {site: self._sites(found) for site, found in self.reached.items()}
         self.exits = self._sites(self._leaves(trace.outputs))
 

@@ -88,6 +88,8 @@ class CutModule:
     """By pattern of a proven trace: the parameters that the loss does not depend on."""
     clock: PassClock | None = None
     """Times the passes of training steps, where somebody asks for them."""
+    takes: bool = False
+    """True where what the user's hooks take inside of blocks travels with the outputs: see `Gates`."""
     checked_heads: set[Any] = field(default_factory=set)
     """Patterns of traces whose head is known to use no random numbers that are drawn before it."""
 
@@ -105,6 +107,7 @@ class CutModule:
         self.hooks, units = hooks, list(self.split.holders)
         absent = [unit for unit in units if not set(self.split.holders[unit]) & set(self.my_stages)]
         self.gates = Gates(self.module, units, absent, undo)
+        self.gates.takes = self.takes
         self.recorder = LogRecorder(self.module, self.gates.inside_block)
 
     def find_trained(self) -> None:

@@ -102,11 +102,10 @@ class Pipeline(CutModule):
             raise_if_alone(error)
             if not uncut.hooked:
                 raise
-            self.gates.takes = True
+            self.takes = self.gates.takes = True
             try:
                 trace_of(step, uncut)
             except PipelineSplitError:
-                self.gates.takes = False
                 raise error from None
 
     def forget(self) -> None:

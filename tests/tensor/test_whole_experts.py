@@ -38,7 +38,7 @@ def test_twenty_steps_are_those_of_one_device(family, layout):
     assert_parity(f"tests.tensor.trained:{family}", world, layout, trainer={"max_epochs": 4}, steps=20, timeout=300)
 
 
-@pytest.mark.parametrize("layout", [SHARDED])
+@pytest.mark.parametrize("layout", [SHARDED, STAGES])
 def test_the_routers_loss_is_the_mean_of_its_parts(layout):
     """It is a product of means over tokens, which each data rank computes on its own, as in DDP."""
     name, trainer = "tests.tensor.trained:RouterLoss", {"max_epochs": 4}

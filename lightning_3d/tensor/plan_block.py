@@ -28,7 +28,7 @@ from lightning_3d.tensor.scratch import names_of
 from lightning_3d.tensor.sequence import sequence_candidates
 from lightning_3d.tensor.sizes import combinations, watch_reads
 from lightning_3d.tensor.tensor_plan import Attribute, UnitPlan
-from lightning_3d.tensor.whole_experts import plan_experts
+from lightning_3d.tensor.whole_experts import kept_aside, plan_experts
 from lightning_3d.tensor.written_plan import WrittenSplit, divide_as_written
 
 RUNS = 4
@@ -106,6 +106,8 @@ def find_plan(known: Study, ways: Mapping[str, WrittenSplit], *, must: bool) -> 
             continue
         if any(ways[name].kind == "whole" for name in region.names if name in ways):
             found, reason = None, "the tensor plan says so"
+        elif any(c.beside for s in region.sinks for c in known.flow.calls[s]) and (kept := kept_aside(known.prover)):
+            found, reason = None, kept
         elif (kind := kinds.get(region)) in failed:
             found, reason = None, failed[kind]
         else:

@@ -62,8 +62,8 @@ def plan_experts(
 def _prove(
     prover: Prover, plan: UnitPlan, experts: Experts, called: set[str], read: Mapping[Attribute, Any]
 ) -> UnitPlan:
-    if experts.kind is ExpertsKind.LISTED:
-        _refuse_side_values(prover)
+    if experts.kind is ExpertsKind.LISTED and (kept := kept_aside(prover)):
+        raise Refused(kept)
     refusals = list[str]()
     for candidate in _candidates(experts, prover.scratch, called, read, prover.ranks):
         prover.run_unsplit()
@@ -76,8 +76,8 @@ def _prove(
     raise Refused(refusals[0])
 
 
-def _refuse_side_values(prover: Prover) -> None:
-    """Raise `Refused` where code around experts in a list takes values aside: each rank would count their gradients."""
+def kept_aside(prover: Prover) -> str:
+    """Why a router must not run inside a region: the block keeps values beside its results. "" where it does not."""
     block, call = shard_copy(prover.original, lambda _, value: value), prover.samples[0].fresh()
     hooked = [name for name, each in block.named_modules() if name and any(map(is_users, each._forward_hooks.values()))]
     with warnings.catch_warnings(), torch.enable_grad(), Interceptor(SilenceRandom()):
@@ -89,11 +89,12 @@ def _refuse_side_values(prover: Prover) -> None:
         for key, value in vars(each).items()
         if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves(value))
     ]
-    if hooked or left:
-        raise Refused(
-            f"{'a hook of ' + hooked[0] if hooked else left[0]} keeps a value beside the results (a router's loss,"
-            " perhaps), whose gradient would be counted on each tensor rank. Return it from the block"
-        )
+    if not hooked and not left:
+        return ""
+    return (
+        f"{'a hook of ' + hooked[0] if hooked else left[0]} keeps a value beside the results (a router's loss,"
+        " perhaps), whose gradient would be counted on each tensor rank. Return it from the block"
+    )
 
 
 def _are_thin(experts: Experts, parameters: Mapping[str, Tensor], prover: Prover) -> bool:

@@ -294,6 +294,13 @@ class StackedExperts(nn.Module):
         return torch.einsum("beth,ehc,bte->btc", h, self.down, self.router(x).softmax(-1))
 
 
+@member("tensor", because="A soft router's loss, left on the module for the step.")
+class BalancedStack(StackedExperts):
+    def forward(self, x):
+        self.balance = self.router(x).softmax(-1).mean((0, 1)).square().sum()
+        return super().forward(x)
+
+
 @member("tensor", because="A convolution over positions, one filter for each hidden channel.")
 class Depthwise(nn.Module):
     def __init__(self):

@@ -55,8 +55,8 @@ def raw_collectives():
 
 
 LIMITS = {
-    "product lines": (lambda: lines(CODE.values()), 46128),
-    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42439),
+    "product lines": (lambda: lines(CODE.values()), 46131),
+    "test lines": (lambda: lines(file.read_text() for file in TESTS.rglob("*.py")), 42446),
     "planner lines": (lambda: lines(text for file, text in CODE.items() if "planner" in file.parts), 4104),
     "product files": (lambda: len(CODE), 326),
     "tensor subclasses": (tensor_subclasses, 6),

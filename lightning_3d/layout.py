@@ -32,6 +32,8 @@ RecomputeMode = Literal["none", "selective", "full"]
 OffloadMode = Literal["none", "all"]
 PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS = "pipeline_parallel", "data_parallel", "tensor_parallel"
 CONTEXT_AXIS = "context_parallel"
+EXPERT_AXIS = "expert_parallel"
+"""Data and context ranks that own different experts: a part of these axes, and none of `AXES`."""
 AXES = (PIPELINE_AXIS, DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 """Outermost first: neighbours on the tensor axis have neighbouring ranks, so they sit in one node."""
 ALWAYS = {PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS}
@@ -214,6 +216,8 @@ class Layout:
     """Ranks that share every large matrix."""
     pipeline_parallel_size: int = 1
     """Ranks that own different blocks."""
+    expert_parallel_size: int = 1
+    """Data and context ranks that share the experts of a block: each owns some of them. Divides their number."""
     zero_stage: ZeroStage = 1
     """States that the data axis shards: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     zero_shard_size: int | None = None
@@ -234,7 +238,7 @@ class Layout:
     axes: ClassVar[tuple[str, ...]] = AXES
 
     def __post_init__(self) -> None:
-        for name in (*(f"{axis}_size" for axis in self.axes), "stages_per_rank"):
+        for name in (*(f"{axis}_size" for axis in (*self.axes, EXPERT_AXIS)), "stages_per_rank"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r} must be a whole number of at least 1.")
@@ -304,7 +308,7 @@ class Layout:
     @property
     def holds_parts(self) -> bool:
         """True where a rank has only a shard of the parameters."""
-        return self.tensor_parallel_size > 1 or self.pipelined or self.shards_data
+        return self.tensor_parallel_size > 1 or self.expert_parallel_size > 1 or self.pipelined or self.shards_data
 
     @property
     def shard_size(self) -> int:
@@ -315,6 +319,16 @@ class Layout:
     def gradient_ranks(self) -> int:
         """Ranks whose gradients of a parameter are averaged: data and context ranks."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """Data and context ranks that own the same experts."""
+        return self.gradient_ranks // self.expert_parallel_size
+
+    def expert_place(self, place: Coordinate) -> tuple[int, int]:
+        """The replica of its experts that a rank has, and its index among the owners of different ones."""
+        at = place.data * self.context_parallel_size + place.get(CONTEXT_AXIS, 0)
+        return divmod(at, self.expert_parallel_size)
 
     @property
     def shards(self) -> int:
@@ -407,10 +421,17 @@ class Layout:
                 f'{sizes} = {self.world_size} ranks, but the job has {world_size}. Set data_parallel_size="auto", or'
                 f" start {self.world_size} processes (devices x num_nodes)."
             )
+        if self.gradient_ranks % self.expert_parallel_size:
+            raise LayoutError(
+                f"expert_parallel_size={self.expert_parallel_size} does not divide the {self.gradient_ranks} data and"
+                f" context ranks of {self}: each group of {self.expert_parallel_size} of them owns all experts. Use a"
+                f" divisor of {self.gradient_ranks}."
+            )
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{short_name(axis)} {size}" for axis, size in self.by_data_first.items())
-        return f"{sizes}, ZeRO {self.zero_stage}"
+        experts = f", experts over {self.expert_parallel_size} ranks" if self.expert_parallel_size > 1 else ""
+        return f"{sizes}, ZeRO {self.zero_stage}{experts}"
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

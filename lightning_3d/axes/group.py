@@ -34,6 +34,7 @@ class Group:
         doing: makes the context of a wait, from its name. By default it is one of the step, which the ledger counts.
     """
 
+    simulated = False
     begins = False
     """True where collectives can be under way while this rank goes on."""
 
@@ -101,6 +102,17 @@ class Group:
             return
         with self.waiting("all_to_all"):
             dist.all_to_all_single(output, input, list(receives), list(sends), self.ranks)
+
+    def read_sizes(self, sizes: Tensor, total: int) -> tuple[list[int], list[int]]:
+        """Numbers of rows that this rank sends to each and receives from each, read from the device.
+
+        In a dry run they have no values, and `total` rows go to all ranks evenly.
+        """
+        if self.simulated:
+            even = [total // self.size + (rank < total % self.size) for rank in range(self.size)]
+            return even, even
+        sends, receives = sizes.tolist()
+        return sends, receives
 
     def all_reduce(self, buffer: Pieces, *, average: bool = False) -> None:
         """Add `buffer` up over the ranks, in place, to the same bits on each."""

@@ -17,6 +17,8 @@ from lightning_3d.context.cut_plan import ContextPlan
 from lightning_3d.context.find_cuts import plan_context
 from lightning_3d.data.same_samples import compare_first_batch
 from lightning_3d.errors import NO_PIPELINE, ConfigurationError, UnsupportedError, WritesError
+from lightning_3d.experts.expert_plan import ExpertPlan
+from lightning_3d.experts.prove_experts import plan_experts
 from lightning_3d.layout import PIPELINE_AXIS, Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.offload.offload_choice import NOTHING, Offload
@@ -63,6 +65,7 @@ class ParallelPlan:
     split: PipelineSplit | None = None
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
+    experts: ExpertPlan | None = None
     uncut_run: UncutRun | None = None
     """One microbatch, run by the module before it is cut."""
     scope: ChosenScope = MICROBATCH
@@ -107,6 +110,9 @@ def make_plan(
     if context_ranks > 1:
         proven = talk.from_first(lambda: plan_context(module, context_ranks, calls))
         parts = keep_whole_units(proven, split)
+    owners, experts = layout.expert_parallel_size, None
+    if owners > 1 and trainer.state.fn == TrainerFn.FITTING:
+        experts = talk.from_first(lambda: plan_experts(module, owners))
     if tensor_ranks > 1:
         tensor = talk.from_first(
             lambda: plan_tensor(
@@ -121,7 +127,7 @@ def make_plan(
     scope = MICROBATCH
     if split is not None and not split.solo and trainer.state.fn == TrainerFn.FITTING:
         scope = choose_scope(choices.loss_scope, uncut_run, layout)
-    return ParallelPlan(anatomy, split, tensor, parts, uncut_run, scope, choices.recompute, choices.offload)
+    return ParallelPlan(anatomy, split, tensor, parts, experts, uncut_run, scope, choices.recompute, choices.offload)
 
 
 def _calls_of(

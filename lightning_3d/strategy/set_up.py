@@ -187,9 +187,10 @@ def prepare_optimizers(run: Run, optimizers: Sequence[Optimizer], reduce: Callab
 def norm_of(run: Run, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
     """The norm of the gradients of `parameters` on all ranks. Collective."""
     place, shard, table = run.place, run.chosen.shard_size, run.placed.parameters  # not for each parameter again
+    replica, _ = run.chosen.expert_place(place)
 
     def counted(parameter: nn.Parameter) -> bool:
-        return counted_here(parameter, place, shard) and table.counts(parameter)
+        return counted_here(parameter, place, shard, replica) and table.counts(parameter)
 
     return grad_norm(parameters, counted, norm_type, run.device)
 

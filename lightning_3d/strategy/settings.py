@@ -31,6 +31,7 @@ class Settings:
     layout_class: type[Layout]
     sizes: Mapping[str, int | Literal["auto"] | None]
     """By axis; "auto" for data and None for another axis were not given."""
+    expert_parallel_size: int
     zero_stage: ZeroStage | None
     zero_shard_size: int | None
     schedule: Schedule
@@ -67,6 +68,7 @@ class Settings:
         sizes: dict[str, Any] = {f"{axis}_size": size for axis, size in self.sizes.items() if size != _OPEN.get(axis)}
         return self.layout_class(
             **sizes,
+            expert_parallel_size=self.expert_parallel_size,
             zero_stage=1 if self.zero_stage is None else self.zero_stage,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,

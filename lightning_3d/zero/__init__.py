@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.experts.expert_forward import AppliedExperts
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.undo import UndoStack
@@ -26,6 +27,7 @@ def apply_data(
     training: bool,
     half: torch.dtype | None = None,
     disk: ShardsOnDisk | None = None,
+    experts: AppliedExperts | None = None,
 ) -> DataParallel:
     """Shard `module` over the data ranks, or keep its copies equal.
 
@@ -33,11 +35,13 @@ def apply_data(
         training: False where there are no optimizer states or gradients, so that only ZeRO stage 3 shards anything.
         half: the dtype of autocast, None without it.
         disk: keeps the shards of parameters.
+        experts: those of this rank, whose gradients only their replicas share.
     """
     if layout.shards_data and (training or layout.zero_stage == 3):
-        return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, undo=undo)
+        return ShardedData(module, anatomy, layout, mesh, data_axis, half=half, disk=disk, experts=experts, undo=undo)
     realize(module.parameters())
     if layout.gradient_ranks == 1 or not training:
         return DataParallel()
-    here = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    return ReplicatedData(data_axis.replicas(here), undo)
+    own = {} if experts is None else dict.fromkeys(p for part in experts.modules for p in part.parameters())
+    here = [parameter for parameter in module.parameters() if not parameter.is_meta and parameter not in own]
+    return ReplicatedData([data_axis.replicas(here), *data_axis.expert_replicas(list(own))], undo)

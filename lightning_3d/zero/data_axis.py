@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import distributed as dist
 from torch import nn
 
 from lightning_3d.axes.ledger import Ledger
@@ -14,7 +15,9 @@ from lightning_3d.comm import (
     build_collectives,
     build_compression,
 )
+from lightning_3d.ranks import talk
 from lightning_3d.ranks.groups import Axes
+from lightning_3d.ranks.mesh import EXPERT_REPLICAS
 from lightning_3d.zero.fsdp_seam import FullySharded
 
 
@@ -34,12 +37,25 @@ class DataAxis:
 
     def replicas(self, parameters: list[nn.Parameter]) -> ReplicatedGradients:
         """Keep `parameters` equal over the data axis."""
-        collectives = build_collectives(self.config, self.axes.data, self.ledger, "data_parallel")
+        return self._replicated(parameters, self.axes.data, "data_parallel", self.axes.hosts)
+
+    def expert_replicas(self, parameters: list[nn.Parameter]) -> list[ReplicatedGradients]:
+        """Keep experts equal over the ranks that own the same; none where no other rank does."""
+        axes = self.axes
+        if not parameters or axes.experts is None or axes.expert_replicas is None:
+            return []
+        hosts = talk.open_hosts(axes.experts.get_group(EXPERT_REPLICAS))
+        return [self._replicated(parameters, axes.expert_replicas, EXPERT_REPLICAS, hosts)]
+
+    def _replicated(
+        self, parameters: list[nn.Parameter], ranks: dist.ProcessGroup, axis: str, hosts: dist.ProcessGroup
+    ) -> ReplicatedGradients:
+        collectives = build_collectives(self.config, ranks, self.ledger, axis)
         replicas = ReplicatedGradients(
             parameters,
             collectives,
             self.engine,
-            self.axes.hosts,
+            hosts,
             bucket_mb=self.config.bucket_mb,
             compression=build_compression(self.config, collectives),
         )

@@ -63,17 +63,21 @@ class DataParallel:
 
 
 class ReplicatedData(DataParallel):
-    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients`."""
+    """Plain parameters, gradients synchronised by `comm.ReplicatedGradients` of each set of ranks."""
 
-    def __init__(self, replicas: ReplicatedGradients, undo: UndoStack) -> None:
+    def __init__(self, replicas: Sequence[ReplicatedGradients], undo: UndoStack) -> None:
         self.replicas = replicas
-        undo.callback(replicas.detach)
+        for each in replicas:
+            undo.callback(each.detach)
 
     def after_backward(self) -> None:
-        self.replicas.finish()
+        for each in self.replicas:
+            each.finish()
 
     def reduce(self) -> None:
-        self.replicas.reduce()
+        for each in self.replicas:
+            each.reduce()
 
     def accumulate_only(self, on: bool) -> None:
-        self.replicas.accumulate_only(on)
+        for each in self.replicas:
+            each.accumulate_only(on)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.axes.parameters import Held
+from lightning_3d.experts.expert_forward import AppliedExperts
 from lightning_3d.layout import Layout
 from lightning_3d.module.anatomy import Anatomy
 from lightning_3d.module.autograd_private import is_compiled, uncompiled
@@ -63,6 +64,7 @@ class ShardedData(DataParallel):
         *,
         half: torch.dtype | None,
         disk: ShardsOnDisk | None,
+        experts: AppliedExperts | None = None,
         undo: UndoStack,
     ) -> None:
         self.module, self.stage, self.pipelined = module, layout.zero_stage, layout.pipelined
@@ -110,7 +112,7 @@ class ShardedData(DataParallel):
         undo.collective(self._unshard)
         self.seam = data_axis.attach(module)
         here = [parameter for parameter in refused if not parameter.is_meta]
-        self.replicated = ReplicatedData(data_axis.replicas(here), undo) if here else DataParallel()
+        self.replicated = ReplicatedData([data_axis.replicas(here)], undo) if here else DataParallel()
         self.half = None if half is None else HalfWeights(self.groups, half, mesh.device_type)
         ranks, end = mesh.get_group(), self._end_with_reduction
         self.apart = {unit: OutsideUnit(unit, name, ranks, end, undo) for name, unit in apart.items()}

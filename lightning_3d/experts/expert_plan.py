@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_3d.module.expert_modules import Experts
 from lightning_3d.tensor.geometry import TensorSplit
 
 
@@ -43,32 +44,25 @@ class ExpertPlan:
         }
 
 
-def called_with_routes(module: nn.Module) -> DividedExperts | None:
-    """The experts of a module whose forward takes hidden states, the experts of each token and their weights."""
-    parameters = dict(module.named_parameters())
-    rows = {parameter.shape[:1] for parameter in parameters.values()}
-    if len(rows) != 1 or not (first := rows.pop()) or first[0] < 2 or len(arguments_of(module)) != 3:
-        return None
-    if all(parameter.dim() < 3 for parameter in parameters.values()):
-        return None
-    numbers = [name for name, value in vars(module).items() if type(value) is int and value == first[0]]
+def divided(module: nn.Module, experts: Experts) -> DividedExperts:
+    """The division of `experts`, which `module` has."""
+    part = module.get_submodule(experts.name)
+    numbers = [name for name, value in vars(part).items() if type(value) is int and value == experts.count]
     named = [name for name in numbers if "expert" in name]
-    return DividedExperts(first[0], tuple(parameters), tuple(named or numbers))
+    own = (name.removeprefix(f"{experts.name}.") for name in experts.parameters)
+    return DividedExperts(experts.count, tuple(own), tuple(named or numbers))
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """The arguments of the forward of `module`."""
-    try:
-        arguments = inspect.signature(module.forward).parameters.values()
-    except ValueError:  # a builtin
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in arguments if each.kind in kinds]
+    """The arguments of the forward of `module`: hidden states, numbers of experts, their weights."""
+    return list(inspect.signature(module.forward).parameters)[:3]
 
 
 def is_shared_outside(module: nn.Module, experts: nn.Module) -> bool:
     """True where other code of `module` has a parameter of `experts` too."""
+
     def counted(of: nn.Module) -> Counter[int]:
         return Counter(id(p) for part in of.modules() for p in part.parameters(recurse=False))
+
     everywhere, inside = counted(module), counted(experts)
     return any(everywhere[key] != number for key, number in inside.items())

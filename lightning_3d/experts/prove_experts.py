@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import UnsupportedError
 from lightning_3d.experts.expert_forward import ExpertForward
-from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, called_with_routes, is_shared_outside
+from lightning_3d.experts.expert_plan import DividedExperts, ExpertPlan, divided, is_shared_outside
 from lightning_3d.module.autograd_private import is_compiled
+from lightning_3d.module.expert_modules import Experts, ExpertsKind, find_experts
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.scratch import scratch_copy, shard_copy
 from lightning_3d.tensor.simulate import run_shards
@@ -31,30 +32,35 @@ def plan_experts(module: nn.Module, ranks: int) -> ExpertPlan:
     whole: dict[str, str] = {}
     known: dict[object, str] = {}
     compiled = {inner for each in module.modules() if is_compiled(each) for inner in each.modules()}
-    for name, part in module.named_modules(remove_duplicate=False):
-        experts = called_with_routes(part)
-        if experts is None:
-            continue
-        if experts.count % ranks:
-            why = f"{ranks} ranks do not divide its {experts.count} experts"
-        elif part in compiled:
+    for found in find_experts(module):
+        part = module.get_submodule(found.name)
+        why = _why_not_tried(module, part, found, ranks)
+        if not why and part in compiled:
             why = "it is compiled, and the exchange of tokens ends a graph"
-        elif is_shared_outside(module, part):
-            why = "other code uses its parameters too"
-        else:
+        if not why:
+            experts = modules[found.name] = divided(module, found)
             kind = (type(part), experts, tuple((p.shape, p.dtype) for p in part.parameters()), part.extra_repr())
             if kind not in known:
                 known[kind] = why_not_divided(part, experts, ranks)
             why = known[kind]
         if why:
-            whole[name] = why
-        else:
-            modules[name] = experts
+            modules.pop(found.name, None)
+            whole[found.name] = why
     if not modules:
         raise UnsupportedError(_none_divided(type(module).__name__, ranks, whole))
     for name, why in whole.items():
         rank_zero_warn(f"The experts of {name} stay on every data rank: {why}.")
     return ExpertPlan(ranks, modules, whole)
+
+
+def _why_not_tried(module: nn.Module, part: nn.Module, found: Experts, ranks: int) -> str:
+    if found.kind is not ExpertsKind.ROUTED:
+        return "its code does not call them with hidden states, the numbers of experts and their weights"
+    if found.count % ranks:
+        return f"{ranks} ranks do not divide its {found.count} experts"
+    if len(found.parameters) != sum(1 for _ in part.parameters()):
+        return "it has parameters that all of its experts share"
+    return "other code uses its parameters too" if is_shared_outside(module, part) else ""
 
 
 def _none_divided(module: str, ranks: int, whole: dict[str, str]) -> str:
